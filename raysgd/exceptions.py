@@ -47,7 +47,7 @@ class InvalidRegistrationError(TypeError, ValueError, AssertionError):
 
 
 class UnevenStepsError(RaySGDError, RuntimeError):
-    """The ranks of a synchronous epoch took different numbers of steps."""
+    """The ranks of a synchronous epoch took different numbers of steps, or did different things in them."""
 
 
 class IncompatibleModelError(RaySGDError, ValueError):

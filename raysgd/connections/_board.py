@@ -38,6 +38,8 @@ class Board:
         self._broken_by = ""
         self._has_changed = threading.Condition()
         self._awaited: list[Callable[[], bool]] = []
+        self._watched = ""
+        self._hear: Callable[[bytes], None] | None = None
         self._links = Links(rank, size, connections, self._handle, self._break)
         self._links.start()
 
@@ -87,6 +89,11 @@ class Board:
     def put(self, key: str, value: bytes) -> None:
         """Writes under `key`, for all."""
         self._write(Message(_PUT, key, value))
+
+    def watch(self, prefix: str, hear: Callable[[bytes], None]) -> None:
+        """From now on, calls `hear` in the receiving thread with each value that comes under a key like that."""
+        with self._has_changed:
+            self._watched, self._hear = prefix, hear
 
     @property
     def values(self) -> list[bytes]:
@@ -149,6 +156,11 @@ class Board:
             for rank, message in received:
                 self._handle_one(rank, message)
             self._tell()
+            hear = self._hear
+            heard = [each.first for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
+        if hear is not None:
+            for value in heard:
+                hear(value)
 
     def _handle_one(self, rank: int, message: Message) -> None:
         if message.kind in (_PUT, _DELETE):

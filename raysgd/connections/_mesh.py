@@ -34,6 +34,10 @@ class MeshBroken(ConnectionError):
     """A connection to another rank ended, or kept this rank waiting for too long."""
 
 
+class NotAligned(ValueError):
+    """Another rank is at another exchange."""
+
+
 class Endpoint:
     """Where a rank listens for others that are about to connect."""
 
@@ -108,7 +112,7 @@ class Mesh:
 
         Raises:
             MeshBroken: A connection ended, or nothing moved for too long.
-            ValueError: A rank sends another number of bytes, or another kind: it is not at the same exchange.
+            NotAligned: A rank sends another number of bytes, or another kind: it is not at the same exchange.
         """
         try:
             if self._is_broken:
@@ -254,7 +258,7 @@ class _Receiving:
             length, kind = _HEAD.unpack(self._head)
             if (length, kind) != (len(self._view), self._kind):
                 what = "bytes" if kind == self._kind else "bytes of another kind"
-                raise ValueError(
+                raise NotAligned(
                     f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
                     "not at the same exchange. All of them have to average the same gradients in the same order."
                 )

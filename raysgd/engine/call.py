@@ -25,6 +25,8 @@ class Call:
         resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
             call that can only be begun again; where replicas are not changed by it, that is as good.
         leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
+        check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
+            are not in one state.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
     """
 
@@ -37,6 +39,7 @@ class Call:
     on_wait: Callable[[], None] | None = None
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
+    check: Callable[[Sequence[Any]], None] = lambda values: None
     is_repeatable: bool = True
 
     @property

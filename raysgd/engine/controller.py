@@ -299,8 +299,16 @@ class ElasticController:
             on_wait=self._waiting_for(call),
         )
         if report.ok and not _is_held(report):
+            self._check(call, report)
             self._copies.note(call, report, self._lifecycle.now() - began)
         return report
+
+    def _check(self, call: Call, report: GroupReport) -> None:
+        try:
+            call.check([answer.value for answer in report.values])
+        except Exception:
+            self._monitoring.await_snapshot()  # of the call before, while a worker is there that can send it
+            raise
 
     def _go_on(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
         """Mends or replaces the group after a loss, or changes it where it was held for that.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,7 +79,14 @@ class EpochCalls:
             return self.sharing.with_data_of_call(requests, name, dataset, worlds)
         return self.sharing.with_registered(requests, name, facts.ray_batches.get(name), worlds)
 
-    def train(self, asked: EpochRequest, max_retries: int, dataset: Any, can_resume: bool) -> list[EpochAnswer]:
+    def train(
+        self,
+        asked: EpochRequest,
+        max_retries: int,
+        dataset: Any,
+        can_resume: bool,
+        check: Callable[[Sequence[EpochAnswer]], None],
+    ) -> list[EpochAnswer]:
         """Runs a training call.
 
         Args:
@@ -87,6 +94,7 @@ class EpochCalls:
             max_retries: How many times it is repeated after a loss of workers.
             dataset: What takes the place of the registered data; None if nothing does.
             can_resume: Whether it can continue with the batches that are left, in another group.
+            check: Called with the answers before they count; raises where the replicas are not equal any more.
         """
         runner = self._runner_cls
         call = Call(
@@ -96,6 +104,7 @@ class EpochCalls:
             keeps_alike=True,
             on_wait=self._listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
+            check=check,
             is_repeatable=dataset is None,
         )
         try:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from raysgd.engine.types import Heartbeat
 from raysgd.replicas import results
+from raysgd.replicas.joint_work import JointWork
 from raysgd.replicas.results import WorkerMetrics
 from raysgd.replicas.whole_data import Place
 
@@ -40,7 +41,8 @@ class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
-    training call ended with; `place` where it stopped in data that only this call had.
+    training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
+    all ranks have to do alike, where that is recorded.
     """
 
     metrics: WorkerMetrics | None
@@ -49,6 +51,7 @@ class EpochAnswer:
     epoch_idx: int = 0
     heartbeat: Heartbeat | None = None
     place: Place | None = None
+    joint_work: JointWork | None = None
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]

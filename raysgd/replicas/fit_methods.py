@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -54,7 +55,7 @@ class FitMethods(ABC):
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Makes sure of what has to hold when all workers have answered."""
+        """Makes sure of what has to hold when all workers have answered; for training, before the call counts."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:  # noqa: B027
         """Lets what follows the results of an epoch see them, when `fit` has validated."""
@@ -123,9 +124,9 @@ class FitMethods(ABC):
         _checks.check_max_retries(max_retries)
         request = asked(num_steps, profile, reduce_results, info)
         self._check_dataset(dataset, training=True)
+        check = partial(self._check_answers, "train", asked=request)
         with self._shown():
-            answers = self._calls.train(request, max_retries, dataset, can_resume=self._goes_on and dataset is None)
-        self._check_answers("train", answers, request)
+            answers = self._calls.train(request, max_retries, dataset, self._goes_on and dataset is None, check)
         return self._merged(answers, reduce_results)
 
     @overload

@@ -11,6 +11,7 @@ from raysgd.engine.types import DataLedger
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.feed import Feed
+from raysgd.replicas.joint_work import JointWork
 from raysgd.replicas.streams import PlaceInStep
 
 
@@ -36,6 +37,11 @@ class Loop:
     @property
     def own_s(self) -> float | None:
         """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
+        return None
+
+    @property
+    def joint_work(self) -> JointWork | None:
+        """What the training call did that all ranks have to do alike; None where that is not recorded."""
         return None
 
     def new_meters(self) -> AverageMeterCollection:

@@ -119,7 +119,8 @@ class Training:
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
         heartbeat = self._activity.last_heartbeat(num_samples)
-        answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=heartbeat, place=place)
+        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work}
+        answer = replace(answer, epoch_idx=run.epoch_idx, **beside)
         run.finish(answer)
         loop.end_call()
         self._ledger.end_call()

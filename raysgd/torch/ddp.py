@@ -67,6 +67,7 @@ class DDP(NoParallel):
         self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
         self._wrapped: list[_Wrapping] = []
         self._armed: set[int] = set()
+        self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
@@ -80,7 +81,9 @@ class DDP(NoParallel):
         return wrapped
 
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
-        ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed)
+        number = self._numbers.setdefault(id(wrapped), len(self._numbers) + 1)
+        work = f"model {number} exchanged gradients"
+        ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed, work)
 
     @property
     def obstacle(self) -> str | None:

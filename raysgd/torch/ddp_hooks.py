@@ -37,6 +37,7 @@ class _HookState:
         process_group: Who takes part, if that is the user's own group. None for the default group: one that is
             left has to be freed then and there, not whenever garbage is collected, perhaps in a process that was forked
             and has none of its threads.
+        work: What the exchange of this model's gradients is recorded as.
         goes_at_once: Whether to go past gloo where that can be done.
         function: A user's hook that does the rest; None for an average.
         state: What that one is called with.
@@ -44,6 +45,7 @@ class _HookState:
 
     parallel: NoParallel
     process_group: Any
+    work: str = ""
     goes_at_once: bool = False
     function: Callable[..., Any] | None = None
     state: Any = None
@@ -55,18 +57,20 @@ class _HookState:
         return _HookState, (None, None)
 
 
-def register(parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool) -> None:
+def register(
+    parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
+) -> None:
     """Installs the hook that the user passed, or raysgd's where it is of use."""
     hook = options.get(COMM_HOOK)
     if hook is not None:
         state, function = _hook_of_user(hook)
-        theirs = _HookState(parallel, _group_of_user(model), function=function, state=state)
+        theirs = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
         model.register_comm_hook(theirs, _weight_and_call)
     elif is_armed:
         # Only this decides, not the number of ranks or what was before: all ranks must do the same.
         goes_at_once = _goes_at_once(model)
         if parallel.weights_in_hook or parallel.times_exchanges or goes_at_once:
-            model.register_comm_hook(_HookState(parallel, _group_of_user(model), goes_at_once), _average)
+            model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _average)
 
 
 def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
@@ -85,7 +89,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 
 def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     parallel = state.parallel
-    _note_exchange(parallel, bucket)
+    _record(state, bucket)
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     group = exchanges_at_once() if state.goes_at_once else None
@@ -97,9 +101,10 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
     return parallel.exchanges.track(future, bucket.is_last())
 
 
-def _note_exchange(parallel: NoParallel, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+def _record(state: _HookState, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
     if bucket.is_last():
-        parallel.exchanged.add(id(bucket.parameters()[0]))
+        state.parallel.exchanged.add(id(bucket.parameters()[0]))
+        state.parallel.record.note(state.work)
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
@@ -165,7 +170,7 @@ def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.future
     """Does what a user's hook does."""
     function, parallel = state.function, state.parallel
     assert function is not None
-    _note_exchange(parallel, bucket)
+    _record(state, bucket)
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     elif not parallel.times_exchanges:

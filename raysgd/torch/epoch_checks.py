@@ -7,20 +7,28 @@ from collections.abc import Sequence
 
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas.epochs import EpochAnswer
+from raysgd.replicas.joint_work import difference
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
 
 
-def check_even_steps(answers: Sequence[EpochAnswer], is_synchronous: bool) -> None:
-    """An epoch of replicas that step together counts only when all took the same steps."""
+def check_alike(answers: Sequence[EpochAnswer]) -> None:
+    """Refuse an epoch of replicas that step together unless all did the same, as often and in the same order.
+
+    Raises:
+        UnevenStepsError: They did not.
+    """
     counts = [answer.num_steps for answer in answers]
-    if is_synchronous and len(set(counts)) > 1:
+    if len(set(counts)) > 1:
         raise UnevenStepsError(
             f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
             'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
             "them equal yourself."
         )
+    works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
+    if works and (words := difference(works)):
+        raise UnevenStepsError(words)
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:

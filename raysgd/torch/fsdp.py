@@ -27,6 +27,7 @@ from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
 from raysgd.torch.forward_rounds import Rounds, hook_of
+from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel, repeat_first, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
@@ -122,7 +123,7 @@ class FSDP(NoParallel):
                     f"{torch.__version__}: install one with `FSDPModule.set_custom_reduce_scatter`, or override a "
                     "lower rung."
                 )
-            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
+            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
@@ -212,8 +213,8 @@ class FSDP(NoParallel):
 class _WeightedReduceScatter:
     """The exchange of gradients, weighted on their way out."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, record: JointRecord) -> None:
+        self._step, self._record = step, record
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -221,6 +222,7 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
+        self._record.note("gradients were exchanged")
         weight = self._step.outgoing_weight()
         if weight != 1.0:
             input_tensor.mul_(weight)

@@ -117,6 +117,7 @@ class Gradients:
         if not step.is_padding:
             step.shards.keep(parameters)
         if step.is_boundary:
+            self._parallel.record.note("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 step.shards.add_up(parameters, step.seed_of_step)
             self._parallel.exchanges.count(True)

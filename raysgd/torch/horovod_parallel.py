@@ -167,6 +167,7 @@ class HorovodParallel(HorovodByHand):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
+        self.record.note("gradients were exchanged")
         try:
             for _, wrapped in self._pairs:
                 wrapped.synchronize()

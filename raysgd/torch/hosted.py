@@ -275,9 +275,10 @@ class TorchHosted(hosted.Hosted):
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
             noting = internals.loss_calls.on(internals.criterion, internals.weights.note)
-            with self._in_shares(run, stream.source), noting:
-                yield
-            self._arming.finish(stream.num_steps_taken - began_at)
+            with self.parallel.record.of_call():
+                with self._in_shares(run, stream.source), noting:
+                    yield
+                self._arming.finish(stream.num_steps_taken - began_at)
             internals.weights.warn()
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)

@@ -26,6 +26,7 @@ from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
+from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.step import Step, accept
 from raysgd.torch.stream_clock import StreamClock
@@ -52,6 +53,7 @@ class NoParallel:
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
+        record: What was done in the call that all ranks have to do alike.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
@@ -63,6 +65,7 @@ class NoParallel:
         self._has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
+        self.record = JointRecord()
         self.weights_in_hook = self.times_exchanges = False
         self.exchanged: set[int] = set()
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
@@ -109,6 +112,8 @@ class NoParallel:
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
+        if self.synchronizes:
+            self.record.begin()
         if self._left_out:
             self.step.refresh = partial(self._refresh_left_out, in_training=True)
         self.exchanges.open_call()
@@ -144,6 +149,7 @@ class NoParallel:
     def reform(self) -> None:
         """Connects the models to the new group; they stay the same objects."""
         self.exchanges.forget()
+        self.record.forget()
 
     def weighted(self, loss: torch.Tensor, optimizer: Any = None, is_further: bool = False) -> torch.Tensor:
         """The loss to run the backward pass on, of a batch that counts by its samples.

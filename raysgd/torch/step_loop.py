@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from raysgd._meters import AverageMeterCollection
+from raysgd.replicas.joint_work import JointWork
 from raysgd.replicas.loop import Loop
 from raysgd.torch.feed import Feed
 from raysgd.torch.own_steps import tells_of_steps
@@ -29,6 +30,7 @@ class StepLoop(Loop):
         self.step = parallel.step
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
+        self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
         self._watch_models()
         self._num_changes_at_boundary = 0
         self._global_step_at_boundary = 0
@@ -40,19 +42,21 @@ class StepLoop(Loop):
         is_close = _may_change_models_early(operator) or not all(map(tells_of_steps, optimizers))
         if is_close:
             self._watched = [parameter for part in registered.trained for parameter in part.parameters()]
-        for optimizer in filter(tells_of_steps, optimizers):
+        for number, optimizer in enumerate(filter(tells_of_steps, optimizers), start=1):
+            self._works[id(optimizer)] = f"optimizer {number} stepped"
             register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
             register(self._note_step)
 
     def _num_changes(self) -> int:
         return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
         self._num_optimizer_steps += 1
+        self._parallel.record.note(self._works[id(optimizer)])
 
     @property
     def is_whole(self) -> bool:
-        return self._num_changes() == self._num_changes_at_boundary
+        return self._num_changes() == self._num_changes_at_boundary and not self._parallel.record.has_parted
 
     def note_boundary(self) -> None:
         self._num_changes_at_boundary = self._num_changes()
@@ -76,6 +80,10 @@ class StepLoop(Loop):
 
     def begin_call(self) -> None:
         self._parallel.step.own_s = 0.0
+
+    @property
+    def joint_work(self) -> JointWork | None:
+        return self._parallel.record.work
 
 
 def _may_change_models_early(operator: TrainingOperator) -> bool:

@@ -286,10 +286,10 @@ class TorchTrainer(ChangingTorchTrainer):
             yield
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        if kind == "train":
-            epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
-        else:
+        if kind != "train":
             self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
+        elif self._facts.is_synchronous:
+            epoch_checks.check_alike(answers)
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:

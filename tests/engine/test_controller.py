@@ -385,6 +385,19 @@ def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
     assert trainer.last_event == ("ended", 3, 0, "OSError")
 
 
+def test_values_that_do_not_pass_the_check_of_their_call_do_not_count() -> None:
+    def refuse(values: Sequence[float]) -> None:
+        raise ArithmeticError(f"{values}")
+
+    trainer = started()
+    trainer.add(1)
+    call = Call(add, lambda worlds: [(10,)] * len(worlds), changes_state=True, check=refuse)
+    with pytest.raises(ArithmeticError, match="11"):
+        trainer.controller.run(call, max_retries=3)
+    assert trainer.last_event == ("ended", 3, 0, "ArithmeticError")
+    assert trainer.add(100) == [101, 101, 101]
+
+
 def test_arguments_that_cannot_be_made_leave_the_group_alone() -> None:
     def args_for(worlds: Sequence[World]) -> Sequence[Sequence[Any]]:
         raise ValueError("no shards")

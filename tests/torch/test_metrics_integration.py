@@ -14,7 +14,6 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
 from raysgd.torch.training_operator import get_test_metrics_operator
@@ -33,13 +32,7 @@ pytestmark = pytest.mark.integration
 
 
 class Laboratory(LinearOperator):
-    """Draws unevenly when told to."""
-
-    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
-        if "draw" not in info:
-            return super().train_epoch(iterator, info, **rest)
-        drawn = [batch for _, batch in zip(range(info["draw"][self.world_rank]), iterator, strict=False)]
-        return {"drawn": len(drawn)}
+    """Raises on one rank when told to."""
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info.get("raises_on") == self.world_rank:
@@ -318,15 +311,6 @@ def test_a_rank_without_data_is_an_error_and_not_a_wait(ray_cluster: None) -> No
             run_together(trainer, Experiment(empty_for_rank_1, {}, options=NOT_DIVIDED))
         assert trainer.train()["num_samples"] == 23
         assert [info.pid for info in trainer.worker_group.infos] != pids, "rank 0 waited, and had to be ended"
-
-
-@pytest.mark.usefixtures("patient")
-def test_no_rank_reports_success_when_the_ranks_took_different_steps(two: TorchTrainer) -> None:
-    state = two.state_dict()
-    with pytest.raises(UnevenStepsError, match=r"\[1, 2\] batches"):
-        two.train(info={"draw": [1, 2]})
-    two.load_state_dict(state)
-    assert two.train()["num_samples"] == 23
 
 
 def test_an_epoch_without_any_data_is_no_error(lab: TorchTrainer) -> None:
