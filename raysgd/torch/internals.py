@@ -14,6 +14,7 @@ from raysgd.replicas.operator import Internals, required
 from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.torch import batches, hyperparameters
 from raysgd.torch.batch_weights import BatchWeights, mean_amount, weights_of
+from raysgd.torch.closures import Closures
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.criteria import Comparison, LossCalls
 from raysgd.torch.gradients import Gradients, step_with
@@ -73,7 +74,8 @@ class TorchInternals(Internals):
         self.precision, self.parallel = context.precision, context.parallel
         self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
         options, step = context.settings.step_options, context.parallel.step
-        self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
+        closures = Closures(context.parallel, self.sum_over_workers)
+        self.own_steps = OwnSteps(context.precision, options, operator, step, closures, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
         self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raysgd.torch.closures import Closures
 from raysgd.torch.options import StepOptions
 from raysgd.torch.precision import Precision
 from raysgd.torch.step import Step
@@ -54,10 +55,12 @@ class OwnSteps:
         options: StepOptions,
         bounds: Bounds,
         step: Step,
+        closures: Closures,
         watcher: Watcher | None = None,
     ) -> None:
         self._watcher = watcher
         self._precision = precision
+        self._closures = closures
         self._options = options
         self._bounds = bounds
         self._step = step
@@ -159,9 +162,11 @@ class OwnSteps:
             self._check_gradients(optimizer)
             return None
 
+        self._closures.check()
+
         def compute() -> Any:
             self._step.stepped(optimizer)  # each call of the closure begins with no gradients
-            loss = closure()
+            loss = self._closures.call(closure)
             self._check_gradients(optimizer)
             return loss
 

@@ -10,6 +10,7 @@ import torch
 
 from raysgd._once import Once
 from raysgd.torch.batch_weights import BatchWeights
+from raysgd.torch.closures import Closures
 from raysgd.torch.gradients import Gradients, backward_with, step_with
 from raysgd.torch.options import StepOptions
 from raysgd.torch.own_steps import OwnSteps
@@ -24,7 +25,8 @@ class Bench:
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
-        own_steps = OwnSteps(Precision(), StepOptions(), None, self.parallel.step)  # type: ignore[arg-type]  # without bounds
+        step, closures = self.parallel.step, Closures(self.parallel, lambda number: [number])
+        own_steps = OwnSteps(Precision(), StepOptions(), None, step, closures)  # type: ignore[arg-type]  # without bounds
         own_steps.watch([self.optimizer])
         weights = BatchWeights(self.parallel, Once())
         self.gradients = Gradients(Precision(), self.parallel, weights, own_steps, Once())
