@@ -18,6 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd._lazy import lazy_names
+from raysgd._optional import require_installed
+
+require_installed("torch", extra="torch", purpose="`raysgd.operators`")
 
 if TYPE_CHECKING:
     from raysgd.operators.classification import ClassificationOperator

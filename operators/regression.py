@@ -21,7 +21,7 @@ class RegressionOperator(MeasuredOperator):
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (the share
     of the variance that is explained), over the samples of all workers as if one process had seen them. It needs
-    `pip install "raysgd[metrics]"`.
+    the extra `metrics`.
 
     More rungs that may be overridden alone: `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`,
     and the ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call

@@ -22,7 +22,7 @@ class SegmentationOperator(MeasuredOperator):
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_iou` (intersection over union for each class) and
     `val_miou`, their mean over the classes that occur. Pixels are counted over all batches and workers before anything
-    is divided, so the values do not depend on how the images are divided. It needs `pip install "raysgd[metrics]"`.
+    is divided, so the values do not depend on how the images are divided. It needs the extra `metrics`.
 
     More rungs that may be overridden alone: `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`,
     and the ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call

@@ -64,38 +64,34 @@ def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def install_command(extra: str) -> str:
-    """The command that installs an extra, wherever this package came from.
+def install_command(extra: str, *options: str) -> str:
+    """The command that installs what an extra installs, wherever this package came from.
 
-    pip takes the extra of the raysgd that is installed, so no index needs to have raysgd. Sources that are only on
-    `PYTHONPATH` are named by their folder.
+    It names the packages, so no index needs to have raysgd. Sources that are not installed are named by their folder.
     """
-    return f'pip install "{_source()}[{extra}]"'
-
-
-def _reinstall_command(extra: str) -> str:
-    """The same for packages that are there, but broken or too old: raysgd itself is not fetched again."""
-    packages = " ".join(f'"{requirement}"' for requirement in _requirements(extra))
-    return f"pip install --upgrade --force-reinstall {packages}" if packages else install_command(extra)
-
-
-def _source() -> str:
-    return "raysgd" if _declared() is not None else str(Path(__file__).resolve().parents[1])
+    wanted = _requirements(extra) or [f"{Path(__file__).resolve().parents[1]}[{extra}]"]
+    return " ".join(["pip install", *options, *(f'"{each}"' for each in wanted)])
 
 
 def _requirements(extra: str) -> list[str]:
-    """What an extra of the installed raysgd installs beside raysgd."""
-    lines = [line.partition(";") for line in _declared() or []]
+    """What an extra of the installed raysgd installs beside raysgd; nothing if that is not installed."""
+    lines = [line.partition(";") for line in _declared()]
     mark = re.compile(rf"""extra == ["']{extra}["']""")
-    return [name.strip() for name, _, marker in lines if mark.search(marker) and not name.startswith("raysgd[")]
+    named = [name.strip() for name, _, marker in lines if mark.search(marker)]
+    return [each for name in named for each in _without_own_extras(name)]
 
 
-def _declared() -> list[str] | None:
-    """All that the installed raysgd declares to need; None if it is not installed."""
+def _without_own_extras(requirement: str) -> list[str]:
+    own = re.fullmatch(r"raysgd\[(\w+)\]", requirement)
+    return _requirements(own[1]) if own else [requirement]
+
+
+def _declared() -> list[str]:
+    """All that the installed raysgd declares to need."""
     try:
         return metadata.requires("raysgd") or []
     except metadata.PackageNotFoundError:
-        return None
+        return []
 
 
 def _missing_message(module: str, extra: str, who: str) -> str:
@@ -105,6 +101,6 @@ def _missing_message(module: str, extra: str, who: str) -> str:
 def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
     return (
         f"{who} needs `{module}`. The package `{_package_of(module)}` is installed, but importing it failed "
-        f"with {type(error).__name__}: {error}. Repair that installation, or install again what "
-        f"`raysgd[{extra}]` needs: {_reinstall_command(extra)}"
+        f"with {type(error).__name__}: {error}. Repair that installation, or run: "
+        f"{install_command(extra, '--upgrade', '--force-reinstall')}"
     )

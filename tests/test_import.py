@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
@@ -156,8 +157,15 @@ def test_completion_shows_the_lazy_names() -> None:
     assert set(raysgd.__all__) <= set(dir(raysgd))
 
 
+def test_every_public_module_of_functions_is_an_attribute_of_the_package() -> None:
+    source = "import pkgutil, raysgd.train as t; print({m.name for m in pkgutil.iter_modules(t.__path__)} - {*dir(t)})"
+    missing = ast.literal_eval(run_fresh(source).stdout)
+    assert {name for name in missing if not name.startswith("_")} == set()
+
+
 NAMES = [
     "raysgd.train.Trainer",
+    "raysgd.train.torch.prepare_model",
     "raysgd.air.session.report",
     "raysgd.air.callbacks",
     "raysgd.torch.TorchTrainer",

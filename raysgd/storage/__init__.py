@@ -9,7 +9,7 @@ What a `Folder` promises, wherever it is:
 * Temporary failures of a store are tried again, with growing pauses. After 60 s, or `RAYSGD_STORAGE_TIMEOUT_S` seconds,
   a `StorageError` names the place and the cause.
 
-A disk needs no package. A store needs `pip install "raysgd[storage]"`.
+A disk needs no package. A store needs the extra `storage`.
 
 How a folder becomes whole in a store that cannot rename, and who writes what: ADR 68.
 """

@@ -225,6 +225,13 @@ def test_nothing_is_written_without_being_asked(folder: Path) -> None:
     assert (folder / "a.py").read_bytes() == b"from ray.util.sgd import TorchTrainer\r\n"
 
 
+def test_without_libcst_one_line_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = run(folder)
+    [line] = found.output.splitlines()
+    assert line.startswith('Error: `raysgd migrate` needs `libcst`, which is not installed. Run: pip install "libcst>=')
+
+
 def test_files_are_replaced_with_their_line_ends_and_permissions(folder: Path) -> None:
     os.chmod(folder / "a.py", 0o755)
     found = run(folder, "--write")

@@ -12,10 +12,23 @@ import pytest
 import raysgd.operators
 
 
+def alone(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code with the sources, and none of the installed packages."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=folder, env=environment, text=True, capture_output=True
+    )
+
+
 def test_the_sources_have_the_package_where_nothing_is_installed(tmp_path: Path) -> None:
     """As in workers of a program whose current folder is a checkout: its `raysgd` hides the installed one."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    subprocess.run([sys.executable, "-S", "-c", "import raysgd.operators"], cwd=tmp_path, env=environment, check=True)
+    found = alone(tmp_path, "import importlib.util as u; print(u.find_spec('raysgd.operators').origin)")
+    assert Path(found.stdout.strip()).samefile(raysgd.operators.__file__ or ""), found.stderr
+
+
+def test_without_pytorch_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
+    error = alone(tmp_path, "import raysgd.operators").stderr
+    assert "ModuleNotFoundError: `raysgd.operators` needs `torch`, which is not installed. Run: pip install" in error
 
 
 def test_importing_the_package_loads_no_framework() -> None:

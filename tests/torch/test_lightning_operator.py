@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
 import warnings
@@ -139,7 +140,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert 'pip install "raysgd[lightning]"' in done.stdout
+    assert re.search(r'pip install "torch>=[\d.]+" "lightning>=', done.stdout)
 
 
 def test_the_config_goes_to_a_constructor_that_asks_for_it(make_local: MakeTrainer) -> None:

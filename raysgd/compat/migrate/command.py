@@ -27,7 +27,10 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
     you have to decide about are printed with the reason. Exits with status 1 if a file could not be migrated; that file
     is as it was.
     """
-    require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
+    try:
+        require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from None
     from raysgd.compat.migrate.files import files_of, migrate_file
 
     try:
