@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,14 +24,14 @@ from raysgd._optional import install_command
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.9",
+    "ray": "2.44",  # an older one drops a thread's state after each call: PyTorch then ends a worker that joins a group
     "torch": "2.6",
     "tensorflow": "2.16",
     "keras": "3.0",
     "lightning": "2.1",
     "transformers": "4.40",
 }
-"""The packages that are looked for, with their oldest supported versions."""
+"""The packages that are looked for, with their oldest supported versions: those of `pyproject.toml`."""
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
@@ -68,7 +68,8 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[F
     """
     versions = installed_versions()
     yield check_python(sys.version_info[:2])
-    yield from check_packages(versions)
+    packages = list(check_packages(versions))
+    yield from packages
     yield check_gpus()
     yield check_ports()
     yield check_shared_memory()
@@ -78,11 +79,8 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[F
         with connected(address) as finding:
             yield finding
             yield from check_cluster()
-            if self_test and "torch" in versions:
-                yield run_self_test()
-            elif self_test:
-                advice = f"Run: {install_command('torch')}"
-                yield Finding("note", "self test: not run, because it needs PyTorch", advice)
+            if self_test:
+                yield run_self_test_with(versions, packages)
     except ConnectionFailed as error:
         yield Finding("problem", f"cluster: {error}", _advice_on_connection(address))
 
@@ -292,6 +290,20 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 # ------------------------------------------------------------------------------------------------- the self test
+
+
+def run_self_test_with(versions: Mapping[str, str], packages: Iterable[Finding]) -> Finding:
+    """Trains, unless the packages cannot.
+
+    Args:
+        versions: The versions of those that are installed.
+        packages: What was found about them.
+    """
+    if any(finding.level == "problem" for finding in packages):
+        return Finding("note", "self test: not run, because packages are too old or missing")
+    if "torch" not in versions:
+        return Finding("note", "self test: not run, because it needs PyTorch", f"Run: {install_command('torch')}")
+    return run_self_test()
 
 
 def run_self_test() -> Finding:

@@ -25,12 +25,12 @@ def test_python_is_one_of_the_supported_ones(version: tuple[int, int], level: st
 @pytest.mark.parametrize(
     ("versions", "problems"),
     [
-        ({"ray": "2.9.0", "torch": "2.6.0+cu124"}, []),
+        ({"ray": "2.44.0", "torch": "2.6.0+cu124"}, []),
         ({"ray": "2.60.0", "tensorflow": "2.21.0"}, []),
-        ({"ray": "2.8.1", "torch": "2.13.0"}, ["ray 2.8.1 is too old"]),
-        ({"ray": "2.10.0", "torch": "2.6.0rc1", "lightning": "1.9"}, ["lightning 1.9 is too old"]),
+        ({"ray": "2.43.0", "torch": "2.13.0"}, ["ray 2.43.0 is too old"]),
+        ({"ray": "2.60.0", "torch": "2.6.0rc1", "lightning": "1.9"}, ["lightning 1.9 is too old"]),
         ({"torch": "2.6"}, ["ray is not installed"]),
-        ({"ray": "2.9"}, ["neither PyTorch nor TensorFlow is installed"]),
+        ({"ray": "2.44"}, ["neither PyTorch nor TensorFlow is installed"]),
         ({}, ["ray is not installed", "neither PyTorch nor TensorFlow is installed"]),
     ],
 )
@@ -134,6 +134,21 @@ def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monke
     assert found.level == "problem"
     assert text in found.text
     assert found.advice
+
+
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [
+        ({"ray": "2.40.0", "torch": "2.6.0"}, "packages are too old or missing"),  # these workers would crash
+        ({"ray": "2.60.0", "tensorflow": "2.21.0"}, "it needs PyTorch"),
+        ({"ray": "2.60.0", "torch": "2.6.0"}, "trained"),
+    ],
+)
+def test_the_self_test_runs_with_packages_that_can_train(
+    versions: Mapping[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_doctor, "run_self_test", lambda: Finding("ok", "trained"))
+    assert text in _doctor.run_self_test_with(versions, _doctor.check_packages(versions)).text
 
 
 def test_parts_are_measured_one_after_the_other() -> None:
