@@ -50,6 +50,24 @@ def build(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchroni
                 registration.build_optimizer(optimizer, model.trainable_variables)
 
 
+def check_loss(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
+    """Warns if a loss that users wrote is no mean over the samples, where several workers train."""
+    import tensorflow as tf
+
+    dataset, models = operator.train_dataset, operator._models
+    if dataset is None or synchronizer.group.size == 1 or not all(model.built for model in models):
+        return
+    losses = tf.nest.flatten(models[0].loss if uses_fit else operator._raysgd.registered.loss)
+    steps = [operator.train_step, operator.forward]
+    layers = [layer for model in models for layer in model._flatten_layers()]
+    if all(registration.is_stock(part) for part in [*losses, *steps, *layers]):
+        return
+    if uses_fit:
+        synchronizer.watch_model(models[0], may_be_idle=True)
+    step = models[0].train_step if uses_fit else operator.train_step
+    synchronizer.warn_of_sum(step, dataset.element_spec, models)
+
+
 def _try_to_build(model: Any, element_spec: Any) -> None:
     try:
         registration.build_model(model, element_spec)

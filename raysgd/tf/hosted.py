@@ -74,6 +74,7 @@ class TFHosted(hosted.Hosted):
         synchronizer.restrict_to(lambda: operator._models)
         building.check_batches(operator)
         building.build(operator, makes_fit, self._strategy is None, synchronizer)
+        building.check_loss(operator, makes_fit, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
         shared_variables.share_first(synchronizer.group, weights)
         for model in operator._models:

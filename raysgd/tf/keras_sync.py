@@ -21,7 +21,7 @@ from typing import Any
 from raysgd.connections.group import Group
 from raysgd.connections.tensorflow import group_of
 from raysgd.engine.types import World
-from raysgd.tf import losses
+from raysgd.tf import losses, mean_check
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.gradient_averager import Averaged, GradientAverager
 from raysgd.tf.joint_metrics import JointMetrics
@@ -95,6 +95,12 @@ class Synchronizer:
         if self.watches:
             self._models.watch(model, may_be_idle)
 
+    def warn_of_sum(self, step: Callable[[Any], Any], element_spec: Any, models: Sequence[Any]) -> None:
+        """Warns on rank 0 if the loss that a step takes the gradients of is no mean over the samples."""
+        if self.group.rank == 0 and self.group.size > 1:
+            with self.scaling_losses():
+                mean_check.warn_of_sum(step, element_spec, models, self._traced)
+
     def average(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
         return self._averager.average(gradients) if self.watches else list(gradients)
@@ -104,6 +110,8 @@ class Synchronizer:
         return losses.scaled(self._weights.factor, self._averaged_to_clip) if self.watches else nullcontext()
 
     def _averaged_to_clip(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        if self._traced.num_looked_at is not None:
+            return [0.0]  # not clipped
         if self._weights.is_evaluation:  # in which no rank waits for others
             return gradients
         self._traced.note(Averaged(self._averager, gradients))

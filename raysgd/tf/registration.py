@@ -185,7 +185,12 @@ def build_model(model: Any, element_spec: Any) -> None:
 
 def has_own_train_step(model: Any) -> bool:
     """Whether a model was given a `train_step` by the user."""
-    return type(model).train_step.__module__.partition(".")[0] not in ("keras", "tf_keras")
+    return not is_stock(type(model).train_step)
+
+
+def is_stock(part: Any) -> bool:
+    """Whether a layer, a loss or a method is of Keras or of this library, and not of the user."""
+    return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
 
 
 def refuse_unreduced_loss(model: Any) -> None:

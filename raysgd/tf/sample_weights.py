@@ -46,6 +46,8 @@ class SampleWeights:
     def factor(self, divisor: Any) -> Any:
         """What a loss is to be multiplied by that was divided by so much, a tensor or `losses.SUM`."""
         is_sum = divisor is losses.SUM
+        if self._traced.num_looked_at is not None:  # as it would be after the exchange: that of a mean
+            return 1 / self._traced.num_looked_at if is_sum else 1.0
         self._traced.note(_Compared(self, is_sum))
         return self.compared(is_sum, 0.0 if is_sum else divisor)
 

@@ -17,6 +17,18 @@ class Exchange(Protocol):
         """Takes part in it without samples."""
 
 
+class GradientsFound(Exception):
+    """Ends a step that is only looked at where an optimizer would use gradients.
+
+    Attributes:
+        gradients: The gradients.
+    """
+
+    def __init__(self, gradients: Sequence[Any]) -> None:
+        super().__init__("a step that is only looked at")
+        self.gradients = gradients
+
+
 class Applied:
     """What an optimizer was given in a step, without the numbers."""
 
@@ -43,12 +55,32 @@ class TracedStep:
         num_samples: Samples in its batch, a tensor of the graph; None where no such step is being traced.
         exchanges: Those that it has had so far.
         is_test: Whether it is a step of evaluation.
+        num_looked_at: Samples of a batch whose gradients are only looked at, without other ranks; None in other steps.
     """
 
     def __init__(self) -> None:
         self.num_samples: Any = None
         self.exchanges: list[Exchange] = []
         self.is_test = False
+        self.num_looked_at: Any = None
+
+    @contextmanager
+    def looking(self, num_samples: Any) -> Iterator[None]:
+        """Inside, a step on so many samples ends with `GradientsFound`."""
+        self.num_looked_at = num_samples
+        try:
+            yield
+        finally:
+            self.num_looked_at = None
+
+    def show(self, gradients: Sequence[Any]) -> None:
+        """Ends a step that is only looked at.
+
+        Raises:
+            GradientsFound: It is.
+        """
+        if self.num_looked_at is not None:
+            raise GradientsFound(gradients)
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:

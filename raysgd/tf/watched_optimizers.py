@@ -90,6 +90,7 @@ class WatchedOptimizers:
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
                 registration.build_optimizer(optimizer, variables)
             self._refuse_strangers(optimizer, variables)
+            self._traced.show(gradients)
             self._traced.note(Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
@@ -104,6 +105,7 @@ class WatchedOptimizers:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             self._refuse_strangers(optimizer, variables)
+            self._traced.show(gradients)
             self._traced.note(Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):

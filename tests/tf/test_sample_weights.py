@@ -1,4 +1,7 @@
-"""How much a rank's share of a batch counts: its samples, and the scale of its losses."""
+"""How much a rank's share of a batch counts: its samples, and the scale of its losses.
+
+Covers `raysgd.tf.traced_step`: it is what the weights are told of a step.
+"""
 
 from __future__ import annotations
 
