@@ -217,7 +217,7 @@ def test_auto_takes_rich_then_tqdm_then_lines(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("style", DRAWING)
 def test_a_missing_package_is_named_when_the_bar_is_made(style: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, style, None)
-    with pytest.raises(ModuleNotFoundError, match=rf'style="{style}".*raysgd\[progress\]'):
+    with pytest.raises(ModuleNotFoundError, match=rf'style="{style}".*pip install "tqdm>='):
         ProgressBar(style)
 
 

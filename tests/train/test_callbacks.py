@@ -253,7 +253,7 @@ class TestMLflow:
 
 def test_a_missing_mlflow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ImportError, match=r'pip install "raysgd\[mlflow\]"'):
+    with pytest.raises(ImportError, match=r'pip install "mlflow-skinny>='):
         MLflowLoggerCallback()
 
 

@@ -207,6 +207,6 @@ def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pyte
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.tune", None)
-    with pytest.raises(ImportError, match=r'`raysgd\[tune\]` needs: pip install .*"ray\[tune\]') as caught:
+    with pytest.raises(ImportError, match=r'or run: pip install .*"ray\[tune\]') as caught:
         trainer(tmp_path).to_tune_trainable(lambda: None)
     assert isinstance(caught.value, ValueError)
