@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.replicas.history import History
+from raysgd.storage import open_folder
+from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
     from raysgd.callbacks.worker_callback import WorkerCallback
@@ -141,16 +143,12 @@ class Run:
     @cached_property
     def folder(self) -> Path:
         """Where callbacks put files. The folder is made when this is first read."""
-        folder = Path(self._folder) if self._folder is not None else self._new_folder()
-        folder = folder.expanduser().absolute()
+        if self._folder is None:
+            moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
+            return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path
+        folder = Path(self._folder).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def _new_folder(self) -> Path:
-        moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
-        base = RESULTS_FOLDER.expanduser() / f"{self.name}_{moment}"
-        candidates = (base.with_name(f"{base.name}_{number}") if number else base for number in range(1000))
-        return next(each for each in candidates if not each.exists())
 
     def stop(self, reason: str) -> None:
         """Ends the run after the epoch that is running.

@@ -44,9 +44,9 @@ class Checkpointing(Callback):
     all. Beside it is a small file with the history of the run and the states of all callbacks. `trainer.fit(...,
     resume_from="auto")` resumes from the newest file in `folder`.
 
-    If a file cannot be written, because a disk is full or a store cannot be reached, the log says so, the training goes
-    on, and the next epoch tries again. After `max_failures` failures in a row the run ends with an error, and the
-    trainer keeps its state.
+    A run does not begin if the folder cannot be written to. If a file cannot be written later, because a disk is full
+    or a store cannot be reached, the log says so, the training goes on, and the next epoch tries again. After
+    `max_failures` failures in a row the run ends with an error, and the trainer keeps its state.
 
     Args:
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
@@ -142,6 +142,7 @@ class Checkpointing(Callback):
 
         Raises:
             NotImplementedError: The run is that of a function.
+            StorageError: Nothing can be read or written there.
         """
         if run.trainer is None:
             raise NotImplementedError(
@@ -154,8 +155,10 @@ class Checkpointing(Callback):
         self._folder, self._num_failures, self._pending = folder, 0, None
         try:
             self._look_around()
-        except StorageError as error:
-            logger.warning("Checkpointing: could not look into %s: %s", folder, error)
+        except OSError as error:
+            raise StorageError(
+                f"`folder={str(folder)!r}` cannot be written to: {error}. Pass a folder where you may write."
+            ) from error
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Saves, if this epoch is to be saved, or an earlier one could not be."""
@@ -182,7 +185,7 @@ class Checkpointing(Callback):
         try:
             self._folder.make()
             run.save(self._location(new.name))
-            self._write_index()
+            self._write_index(self._saved)
         except OSError as error:
             self._saved = before
             if new.name not in {each.name for each in before}:
@@ -245,7 +248,7 @@ class Checkpointing(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Which checkpoints there are."""
-        return {"saved": [asdict(each) for each in self._saved]}
+        return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the checkpoints of another run in the same folder."""
@@ -260,9 +263,9 @@ class Checkpointing(Callback):
         assert self._folder is not None
         return str(self._folder.local_path / name) if self._folder.is_local else (self._folder / name).uri
 
-    def _write_index(self) -> None:
+    def _write_index(self, saved: list[Saved]) -> None:
         assert self._folder is not None
-        self._folder.write(INDEX_FILE, json.dumps(self.state_dict(), indent=1).encode())
+        self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
 
     def _indexed(self) -> list[Saved]:
         """What the folder says is in it; nothing where there is no such file, or it is damaged."""
@@ -276,22 +279,27 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Forgets what is no longer there, and warns of what another run has left."""
+        """Forgets what is no longer there, and warns of what another run has left; the list of that stays as it is."""
         assert self._folder is not None
-        if self._saved:
-            present = set(self._folder.names())
-            self._saved = [each for each in self._saved if each.name in present]
-        elif found := self._indexed():
+        present = set(self._folder.names())
+        self._saved = [each for each in self._saved if each.name in present]
+        found = [] if self._saved else self._indexed()
+        if found:
             logger.warning(
                 "Checkpointing: %s has %d checkpoints of another run, which this one may replace; to continue that "
                 'run, pass `resume_from="auto"`',
                 self._folder,
                 len(found),
             )
+        self._write_index(self._saved or found)  # what cannot be written to is found before the first epoch
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else _checks.check_count(name, value, hint)
+
+
+def _as_state(saved: list[Saved]) -> dict[str, Any]:
+    return {"saved": [asdict(each) for each in saved]}
 
 
 def _read(state: Mapping[str, Any]) -> list[Saved]:

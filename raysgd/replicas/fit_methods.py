@@ -41,7 +41,7 @@ class FitMethods(ABC):
     """Whether replicas call callbacks around their steps."""
 
     @abstractmethod
-    def _check_dataset(self, dataset: Any, training: bool) -> None:
+    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         """Refuses what cannot take the place of the registered data for one call."""
 
     @property
@@ -202,13 +202,15 @@ class FitMethods(ABC):
             dataset: Trained on instead of the registered data, as in `train`.
             validation_dataset: Validated on instead of the registered data, as in `validate`.
             resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
-                checkpoint that the callbacks find, and starts from the beginning if there is none.
-            folder: Where callbacks put their files. Default: a new folder in `~/ray_results`.
+                checkpoint that the callbacks find, as `Checkpointing` does, and starts from the beginning if there is
+                none.
+            folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
 
         Returns:
             One row per epoch, and all that happened.
 
         Raises:
+            ValueError, TypeError: An argument is wrong, or a callback can do nothing in such a run. Nothing has begun.
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
         """
@@ -244,7 +246,7 @@ class FitMethods(ABC):
             The rows of the history, one after the other.
 
         Raises:
-            CallbackError, WorkerError, WorkersLostError: As in `fit`.
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError: As in `fit`.
 
         Example:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP

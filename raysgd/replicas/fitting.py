@@ -6,21 +6,23 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raysgd import _checks
+from raysgd._paths import check_path, make_folder
 from raysgd.callbacks import calling
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling import CallbackCalls
+from raysgd.callbacks.calling import CallbackCalls, overrides
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.engine.call import Call
 from raysgd.exceptions import InvalidCountError, NoDataError
 from raysgd.replicas.epochs import VALIDATES
 from raysgd.replicas.history import History
 from raysgd.replicas.runner import ClassRunner
+from raysgd.storage import files
 
 AUTO = "auto"
+_INSTEAD_OF_URI = "Callbacks that can write to a store take a URI themselves, as `Checkpointing(folder=...)` does."
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class FitOptions:
     Raises:
         InvalidCountError: A count is out of range.
         TypeError: Something is of another kind.
+        ValueError: A place is empty, or the folder is a URI.
     """
 
     epochs: int
@@ -50,9 +53,10 @@ class FitOptions:
                 f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
                 "epochs."
             )
-        for name, value in (("resume_from", self.resume_from), ("folder", self.folder)):
-            if value is not None and not isinstance(value, str | Path):
-                raise TypeError(f"`{name}={value!r}`: need a path, or None.")
+        if self.resume_from is not None:
+            files.check_location("resume_from", self.resume_from)
+        if self.folder is not None:
+            check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
 class Fit:
@@ -88,7 +92,27 @@ class Fit:
         return self._run.history
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Trains; yields the row of each epoch as it ends. Closing the iterator stops the run."""
+        """Trains; yields the row of each epoch as it ends. Closing the iterator stops the run.
+
+        Raises:
+            ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
+        """
+        self._check()
+        return self._epochs()
+
+    def _check(self) -> None:
+        options = self._options
+        self._trainer._check_dataset(options.dataset, training=True)
+        self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
+        if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):
+            raise ValueError(
+                '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
+                "`callbacks=[Checkpointing(...)]`, or the path of a file."
+            )
+        if options.folder is not None:
+            make_folder("folder", options.folder)
+
+    def _epochs(self) -> Iterator[dict[str, Any]]:
         with self._in_workers():
             self._resume()
             with self._told_of_the_run():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import secrets
 import sys
 from typing import Any
 
@@ -41,6 +44,30 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
         return LocalFolder(_uris.local_path_of(argument, text))
     _filesystems.check(argument, text)
     return StoreFolder(Store(text, patience=Patience.from_environment()))
+
+
+def make_new(parent: Folder, name: str) -> Folder:
+    """Make a folder that was not there, also if other programs do the same at this moment.
+
+    Args:
+        parent: What it is in.
+        name: What it is called; a number follows if the name is taken. In a store, where two programs can make the
+            same folder, chance makes the name different.
+
+    Raises:
+        StorageError: It could not be made.
+    """
+    if not parent.is_local:
+        folder = parent / f"{name}_{secrets.token_hex(4)}"
+        folder.make()
+        return folder
+    parent.make()
+    for number in itertools.count():
+        folder = parent / (f"{name}_{number}" if number else name)
+        with contextlib.suppress(FileExistsError):
+            folder.local_path.mkdir()
+            return folder
+    raise AssertionError("there is always another number")
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:

@@ -63,11 +63,12 @@ class OfDataset:
         return self.dataset.unpacked() if isinstance(self.dataset, datasets.PackedDataset) else self.dataset
 
 
-def check(dataset: Any, *, with_fit: bool = False, training: bool = False) -> None:
+def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
     """Refuses what cannot be used for one call.
 
     Args:
         dataset: What the call was given.
+        name: What the argument is called.
         with_fit: Whether Keras's own loops draw the batches.
         training: Whether it is to train on.
 
@@ -90,7 +91,7 @@ def check(dataset: Any, *, with_fit: bool = False, training: bool = False) -> No
     if not with_fit and (ray_batches(dataset) is not None or has_shards):
         return
     raise TypeError(
-        f"`dataset=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
+        f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
         "dataset of Ray Data, a function `(config, batch_size)` that returns a `tf.data.Dataset`, or an object with "
         "`set_num_shards(n)` and `get_shard(i)`."
     )

@@ -218,8 +218,8 @@ class TFTrainer(ChangingTrainer):
             return MultiWorkerConnection(variables)
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
-    def _check_dataset(self, dataset: Any, training: bool) -> None:
-        call_data.check(dataset, with_fit=self._trains_with_fit, training=training)
+    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
+        call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
         if training:
             arguments.check_can_be_constant(dataset, self._settings)
 

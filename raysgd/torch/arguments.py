@@ -71,7 +71,7 @@ def check_operator_class(operator_cls: Any) -> None:
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
 
 
-def check_dataset(dataset: Any, *, steps_apart: bool = False, joint_option: str = "") -> None:
+def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
     """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
 
     Raises:
@@ -96,7 +96,7 @@ def check_dataset(dataset: Any, *, steps_apart: bool = False, joint_option: str 
         return
     if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
         raise TypeError(
-            f"`dataset=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
+            f"`{name}=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
             "arrays or a data frame, a list of dicts (the samples), a function `(config, batch_size)` that returns a "
             "loader, or an object with `set_num_shards(n)` and `get_shard(i)`."
         )

@@ -271,10 +271,10 @@ class TorchTrainer(ChangingTorchTrainer):
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
-    def _check_dataset(self, dataset: Any, training: bool) -> None:
+    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
         joint_option = self._settings.batch_options.joint_option if training else ""
-        arguments.check_dataset(dataset, steps_apart=steps_apart, joint_option=joint_option)
+        arguments.check_dataset(dataset, name, steps_apart=steps_apart, joint_option=joint_option)
 
     @contextmanager
     def _shown(self) -> Iterator[None]:

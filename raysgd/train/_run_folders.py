@@ -14,6 +14,7 @@ from typing import Any
 from raysgd._paths import check_path
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri
+from raysgd.storage.opening import make_new
 from raysgd.train import constants
 from raysgd.train.utils import construct_path
 
@@ -40,11 +41,19 @@ def make_logdir(log_dir: str | Path | None) -> Path | Folder:
     Raises:
         StorageError: A store could not be reached.
     """
-    if log_dir is not None:
-        check_logdir(log_dir)
-    folder = _opened(log_dir or time.strftime("train_%Y-%m-%d_%H-%M-%S"))
-    _make(folder)
+    folder = _new() if log_dir is None else _given(log_dir)
     logger.info("the results of this trainer go to %s", folder)
+    return folder
+
+
+def _new() -> Path:
+    return make_new(open_folder(_results()), time.strftime("train_%Y-%m-%d_%H-%M-%S")).local_path
+
+
+def _given(log_dir: str | Path) -> Path | Folder:
+    check_logdir(log_dir)
+    folder = _opened(log_dir)
+    _make(folder)
     return folder
 
 
@@ -148,6 +157,6 @@ def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
 
 
 def _results() -> Path:
-    folder = Path(constants.DEFAULT_RESULTS_DIR).expanduser()
+    folder = Path(constants.DEFAULT_RESULTS_DIR).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -20,6 +20,7 @@ class TestTheFolderOfARun:
         runs = [Run(name="line"), Run(name="line")]
         for run in runs:
             run.started_at = 0.0
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # as if others looked at the same time
         folders = {run.folder for run in runs}
         assert len(folders) == 2
         assert all(folder.parent == tmp_path and folder.name.startswith("line_19") for folder in folders)

@@ -144,6 +144,11 @@ class TestResuming:
         assert checkpoints_in(tmp_path) == [1, 2]
         assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) == str(tmp_path / "epoch_0001.ckpt")
 
+    def test_another_run_that_saves_nothing_leaves_the_list_as_it_is(self, make_local: Make, tmp_path: Path) -> None:
+        make_local().fit(2, callbacks=[Checkpointing(tmp_path)])
+        make_local().fit(0, callbacks=[Checkpointing(tmp_path)])
+        assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) == str(tmp_path / "epoch_0002.ckpt")
+
     def test_in_the_folder_of_the_run(self, make_local: Make, tmp_path: Path) -> None:
         for epochs in (2, 3):
             trainer = make_local()
@@ -201,7 +206,7 @@ class TestWhatCannotBeWritten:
         with fail_save(trainer), pytest.raises(CallbackError, match=r"Checkpointing.*No space") as error:
             trainer.fit(9, callbacks=[Checkpointing(tmp_path, max_failures=2)])
         assert isinstance(error.value.__cause__, OSError)
-        assert (len(trainer.history), files_in(tmp_path)) == (2, [])
+        assert (len(trainer.history), checkpoints_in(tmp_path)) == (2, [])
         trainer.fit(1, callbacks=[Checkpointing(tmp_path)])
         assert checkpoints_in(tmp_path) == [3]
 
@@ -210,15 +215,14 @@ class TestWhatCannotBeWritten:
         with fail_save(trainer, OSError(errno.EIO, os.strerror(errno.EIO))):
             assert len(trainer.fit(5, callbacks=[Checkpointing(tmp_path, max_failures=None)])) == 5
 
-    def test_a_folder_that_cannot_be_made(
-        self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    def test_a_folder_that_cannot_be_made_is_refused_before_the_first_epoch(
+        self, make_local: Make, tmp_path: Path
     ) -> None:
         (tmp_path / "file").write_text("")
         trainer = make_local()
-        with pytest.raises(CallbackError, match="Checkpointing"):
-            trainer.fit(3, callbacks=[Checkpointing(tmp_path / "file" / "checkpoints", max_failures=1)])
-        assert len(trainer.history) == 1
-        assert "could not save epoch 1" in caplog.text
+        with pytest.raises(CallbackError, match=r"`Checkpointing` failed in `on_run_begin`.*cannot be written to"):
+            trainer.fit(1, callbacks=[Checkpointing(tmp_path / "file" / "checkpoints", max_failures=None)])
+        assert len(trainer.history) == 0
 
     @pytest.mark.soak  # the SDK of the store takes its time
     def test_a_store_that_cannot_be_reached(
@@ -228,9 +232,9 @@ class TestWhatCannotBeWritten:
         uri = "s3://id:secret@bucket/run?scheme=http&endpoint_override=127.0.0.1:9&region=us-east-1"
         trainer = make_local()
         with pytest.raises(CallbackError, match="Checkpointing") as error:
-            trainer.fit(2, callbacks=[Checkpointing(uri, max_failures=1)])
+            trainer.fit(2, callbacks=[Checkpointing(uri)])
         assert "secret" not in str(error.value) + caplog.text
-        assert len(trainer.history) == 1
+        assert len(trainer.history) == 0
 
 
 def test_in_a_store(make_local: Make, s3_server: S3Server) -> None:

@@ -230,7 +230,15 @@ class TestEpochs:
             ({"epochs": "3"}, InvalidCountError, "`epochs='3'`"),
             ({"epochs": 1, "validation_freq": 0.5}, InvalidCountError, r"need 0 \(never\), 1 \(after each epoch\)"),
             ({"epochs": 1, "resume_from": 7}, TypeError, "`resume_from=7`: need a path"),
+            ({"epochs": 1, "resume_from": ""}, ValueError, "`resume_from=''`: need a path"),
+            ({"epochs": 1, "resume_from": "auto"}, ValueError, r"no callback finds checkpoints.*\[Checkpointing"),
             ({"epochs": 1, "folder": 7}, TypeError, "`folder=7`: need a path"),
+            ({"epochs": 1, "folder": ""}, ValueError, "`folder=''`: need a path"),
+            ({"epochs": 1, "folder": "s3://bucket/x"}, ValueError, r"not a URI\. Callbacks .*`Checkpointing"),
+            ({"epochs": 1, "folder": "/proc/x"}, ValueError, "`folder='/proc/x'`: the folder cannot be made"),
+            ({"epochs": 1, "folder": __file__}, ValueError, r"cannot be made \(File exists\)"),
+            ({"epochs": 1, "dataset": "x"}, TypeError, "`dataset=` got `str`"),
+            ({"epochs": 1, "validation_dataset": "x"}, TypeError, "`validation_dataset=` got `str`"),
             ({"epochs": 1, "callbacks": [7]}, TypeError, "`callbacks` has 7"),
         ],
     )
@@ -240,11 +248,17 @@ class TestEpochs:
         error: type[Exception],
         words: str,
         make_local: Make,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.chdir(tmp_path)
         trainer = make_local()
         with pytest.raises(error, match=words):
             trainer.fit(**options)
+        with pytest.raises(error, match=words):
+            trainer.epochs(**options)
         assert len(trainer.history) == 0
+        assert not list(tmp_path.iterdir())
 
 
 class TestCallbacks:

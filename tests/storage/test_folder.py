@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.storage import Folder, StorageError, open_folder
+from raysgd.storage.opening import make_new
 
 CONTENT = bytes(range(256)) * 8
 
@@ -131,6 +132,18 @@ class TestFolders:
         (folder / "a").delete()
         assert not inner.exists()
         assert folder.names() == []
+
+    def test_that_are_new_are_different_for_all_who_make_one_at_the_same_time(self, folder: Folder) -> None:
+        begins = threading.Barrier(4)
+
+        def make(_: int) -> Folder:
+            begins.wait()
+            return make_new(folder, "run")
+
+        with ThreadPoolExecutor(4) as threads:
+            made = set(threads.map(make, range(4)))
+        assert len(made) == 4
+        assert all(each.exists() and each.name.startswith("run") for each in made)
 
     def test_name_what_is_in_them(self, folder: Folder) -> None:
         assert folder.names() == []

@@ -42,6 +42,17 @@ def test_a_trainer_has_the_folder_that_it_is_given(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
 
 
+def test_trainers_without_a_folder_that_start_in_the_same_second_have_different_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "train_2026-01-01_00-00-00")
+    assert [make_logdir(None), make_logdir(None)] == [
+        tmp_path / "train_2026-01-01_00-00-00",
+        tmp_path / "train_2026-01-01_00-00-00_1",
+    ]
+
+
 def test_runs_in_a_store_are_numbered_too() -> None:
     logdir = make_logdir("memory://run-folders/numbered")
     assert isinstance(logdir, Folder)

@@ -4,7 +4,7 @@
       <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
         checkpoint_000000/
 
-Programs that read the results of the old library find the same names here. Nothing is written before `make()`.
+Programs that read the results of the old library find the same names here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.storage import Folder, open_folder
+from raysgd.storage.opening import make_new
 
 DEFAULT_STORAGE = "~/ray_results"
 EXPERIMENT_TAG = "0"
@@ -139,7 +140,7 @@ def _checkpoints_in(names: Iterable[str]) -> list[str]:
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
-    """Chooses the folders of a new run. Writes nothing.
+    """Chooses the folders of a new run. Makes that of an experiment without a name, so that it is for this run alone.
 
     Args:
         run_config: A `RunConfig`: `storage_path`, `storage_filesystem` and `name` count.
@@ -148,8 +149,8 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
     Raises:
         StorageError: The storage cannot be used.
     """
-    root, date = storage_of(run_config), _now()
-    experiment = root / run_config.name if run_config.name else _unused(root, f"{trainer_name}_{date}")
+    root, name = storage_of(run_config), run_config.name
+    experiment = root / name if name else make_new(root, f"{trainer_name}_{_now()}")
     return new_trial(experiment, trainer_name)
 
 
@@ -167,9 +168,3 @@ def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
-
-
-def _unused(root: Folder, name: str) -> Folder:
-    """A folder of that name, or one like it when there is one: two runs may begin in the same second."""
-    folder = root / name
-    return root / f"{name}_{secrets.token_hex(2)}" if folder.exists() else folder

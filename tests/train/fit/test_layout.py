@@ -30,11 +30,7 @@ def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_without_a_name_it_is_the_trainer_and_the_time(tmp_path: Path) -> None:
-    names = set()
-    for _ in range(3):
-        folder = new_trial_folder(RunConfig(storage_path=tmp_path), "Mine")
-        folder.make()
-        names.add(folder.experiment_name)
+    names = {new_trial_folder(RunConfig(storage_path=tmp_path), "Mine").experiment_name for _ in range(3)}
     assert len(names) == 3
     assert all(re.match(r"Mine_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name) for name in names)
 
