@@ -322,6 +322,7 @@ class FakeCluster:
         while_waiting: Given the driver's on_wait, lets happen what happens during each call of a function of a test.
         nodes: Nodes of the ranks of a group that starts; one node for all without it.
         silent: Ranks that do not answer any more, without a word of why.
+        stuck: Ranks that answer, and do not finish what they do after a loss.
         groups: Every group that was made.
     """
 
@@ -339,6 +340,7 @@ class FakeCluster:
     while_waiting: Callable[[Callable[[], None]], None] = lambda on_wait: on_wait()
     nodes: Sequence[str] = ()
     silent: set[int] = field(default_factory=set)
+    stuck: set[int] = field(default_factory=set)
     groups: list[FakeGroup] = field(default_factory=list)
 
     def make_group(self, spec: GroupSpec, num_workers: int) -> WorkerGroup:
@@ -371,6 +373,7 @@ class FakeGroup(WorkerGroup):
     infos: list[WorkerInfo] = []  # noqa: RUF012 - here and below: instead of properties of the class that it imitates
     worlds: list[World] = []  # noqa: RUF012
     silent: set[int] = set()  # noqa: RUF012
+    stuck: set[int] = set()  # noqa: RUF012
     slots: FakeSlots
     standby: FakeStandbyWorkers
 
@@ -387,6 +390,7 @@ class FakeGroup(WorkerGroup):
         self.ended_by: str | None = None
         self.is_killed_beside = False
         self.silent: set[int] = set()
+        self.stuck: set[int] = set()
         self.gone: set[int] = set()
         self.functions: list[str] = []
         self.killed_ranks: list[int] = []
@@ -512,7 +516,8 @@ class FakeGroup(WorkerGroup):
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         lost = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
         self.silent = set(self.cluster.silent) - lost
-        return [rank for rank in range(self.num_workers) if rank not in lost | self.silent]
+        self.stuck = set(self.cluster.stuck)
+        return [rank for rank in range(self.num_workers) if rank not in lost | self.silent | self.stuck]
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         event = _next(self.cluster.stands)

@@ -75,6 +75,8 @@ class InPlaceChanges:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, tell_stuck)
+        if group.stuck and classify(report).kind == "disconnected":  # else they are slow, and another one died
+            budget.note_hang()
         silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
 
         def cause(gone: Collection[int]) -> str:

@@ -117,8 +117,9 @@ class ScalingPolicy:
 class RetryBudget:
     """The restarts that one call may use up, or several that make up one piece of work.
 
-    A rejoin is free once a step was completed; anything else costs one. Survivors
-    that went on and completed no step do not go on again: the way they went on may be what ended them.
+    A rejoin is free where there was progress: at least a step of the call, and more than one since the last rejoin.
+    Anything else costs one, and so does a worker that hangs: its code may do so again and again. Survivors that went on
+    and completed no step do not go on again: the way they went on may be what ended them.
 
     Attributes:
         num_spent: How many were used up.
@@ -138,6 +139,7 @@ class RetryBudget:
         self.num_spent = 0
         self.num_refused = 0
         self._rejoined_at: int | None = None  # steps done in all when survivors went on, since the workers were new
+        self._has_hung = False
 
     @property
     def is_spent(self) -> bool:
@@ -147,18 +149,26 @@ class RetryBudget:
         """Why survivors do not go on after `progress` steps in all; None when that is free or can still be paid for."""
         if self._rejoined_at is not None and progress <= self._rejoined_at:
             return "no step was completed since the survivors went on the last time"
-        if not self.num_restarts or (not progress and self.is_spent):
+        if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
             return "no retry is left to pay for going on"
         return None
 
+    def note_hang(self) -> None:
+        """Notes that what comes next is because of a worker that hung."""
+        self._has_hung = True
+
+    def _is_free(self, progress: int) -> bool:
+        """Whether a rejoin costs nothing. What fails at every step completes one between two losses."""
+        least = 1 if self._rejoined_at is None else self._rejoined_at + 2
+        return progress >= least and not self._has_hung
+
     def pay_for_rejoin(self, progress: int) -> None:
-        if not progress:
-            self.num_spent += 1
-        self._rejoined_at = progress
+        self.num_spent += not self._is_free(progress)
+        self._rejoined_at, self._has_hung = progress, False
 
     def pay_for_rebuild(self) -> None:
         self.num_spent += 1
-        self._rejoined_at = None
+        self._rejoined_at, self._has_hung = None, False
 
     def refuse(self) -> None:
         """Notes a loss that nothing is left for."""

@@ -201,6 +201,11 @@ class WorkerGroup:
         """Ranks that at the last `settle` neither answered nor were known to be dead."""
         return self._survivors.silent
 
+    @property
+    def stuck(self) -> set[int]:
+        """Ranks that at the last `settle` answered and did not finish what they do."""
+        return self._survivors.stuck
+
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on.
 
@@ -223,13 +228,13 @@ class WorkerGroup:
         """Kills the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in ranks:
             worker = self._members.remote(rank)
-            if rank in self.silent or rank in self._survivors.stuck:
+            if rank in self.silent or rank in self.stuck:
                 self.kill_rank(rank)
             else:
                 worker.kill()
             self.slots.give_back(worker.slot)
         self.silent.clear()
-        self._survivors.stuck.clear()
+        self.stuck.clear()
         self.gone |= set(ranks)
 
     def regroup(

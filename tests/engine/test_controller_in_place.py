@@ -110,6 +110,34 @@ def test_a_lost_connection_of_all_keeps_all() -> None:
     assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
 
 
+@pytest.mark.parametrize(
+    ("num_steps_between", "stuck", "num_rejoined"),
+    [(1, (), 4), (1, (1,), 3), (2, (), 8), (2, (1,), 3)],
+    ids=["dies at every step", "hangs at every step", "dies now and then", "hangs now and then"],
+)
+def test_a_rank_that_fails_at_every_step_or_hangs_again_and_again_uses_up_the_retries(
+    num_steps_between: int, stuck: tuple[int, ...], num_rejoined: int
+) -> None:
+    trainer = Trainer()
+    trainer.cluster.stuck = set(stuck)
+    done = range(num_steps_between, 8 * num_steps_between + 1, num_steps_between)
+    kind, lost = ("disconnected", (0,)) if stuck else ("died", (1,))
+    losses = [Lost(lost, kind, dict.fromkeys(range(3), num_steps)) for num_steps in done]
+    if num_rejoined == len(losses):
+        assert trainer.walk(20, *losses) == [20, 20, 20]
+    else:
+        with pytest.raises(WorkersLostError, match="the 3 allowed retries of this call are used up"):
+            trainer.walk(20, *losses)
+    assert trainer.kinds.count("rejoined") == num_rejoined
+
+
+def test_a_slow_survivor_of_a_death_is_replaced_at_no_cost() -> None:
+    trainer = Trainer()
+    trainer.cluster.stuck = {2}
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2}), max_retries=1) == [5, 5, 5]
+    assert trainer.kinds == ["rejoined"]
+
+
 def test_a_call_that_changes_nothing_is_begun_again_by_the_survivors() -> None:
     trainer = Trainer()
     trainer.walk(2)
@@ -271,8 +299,8 @@ def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_a
 
 def test_going_on_with_progress_spends_no_retry() -> None:
     trainer = Trainer()
-    losses = [Lost((1,), after={0: step, 2: step}) for step in (1, 2, 3, 4)]
-    assert trainer.walk(5, *losses, max_retries=1) == [5, 5, 5]
+    losses = [Lost((1,), after={0: step, 2: step}) for step in (1, 3, 5, 7)]
+    assert trainer.walk(8, *losses, max_retries=1) == [8, 8, 8]
     assert trainer.kinds == ["rejoined"] * 4
     assert trainer.controller.history.num_failures == 4
 

@@ -228,7 +228,8 @@ NOTHING_LEFT = "no retry is left to pay for going on"
         (3, (5, "rebuild"), 5, None),
         (3, (0, "rebuild"), 0, None),
         (3, (5, "rebuild", 0), 0, NO_STEP),
-        (1, (0,), 1, None),  # progress is free also when nothing is left
+        (1, (0,), 2, None),  # progress is free also when nothing is left
+        (1, (0,), 1, NOTHING_LEFT),  # what fails at every step makes none
         (1, ("rebuild",), 0, NOTHING_LEFT),
         (1, ("rebuild",), 1, None),
         (0, (), 100, NOTHING_LEFT),
@@ -245,9 +246,28 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
 
 def test_going_on_is_free_while_there_is_progress() -> None:
     budget = RetryBudget(1)
-    for progress in (1, 2, 5, 6):
+    for progress in (1, 3, 5, 9):
         budget.pay_for_rejoin(progress)
     assert not budget.is_spent
+
+
+def test_going_on_after_one_step_since_the_last_time_spends_one() -> None:
+    budget = RetryBudget(3)
+    for progress in (7, 8, 9, 10):
+        budget.pay_for_rejoin(progress)
+    assert budget.is_spent
+
+
+def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None:
+    budget = RetryBudget(2)
+    for progress in (10, 20, 30):
+        if progress != 20:
+            budget.note_hang()
+        assert budget.rejoin_obstacle(progress) is None
+        budget.pay_for_rejoin(progress)
+    assert budget.is_spent
+    budget.note_hang()
+    assert budget.rejoin_obstacle(40) == NOTHING_LEFT
 
 
 def test_going_on_before_the_first_step_spends_one() -> None:

@@ -37,14 +37,13 @@ class WatchedBudget(RetryBudget):
         super().__init__(num_restarts)
         self._invariants = invariants
         self.num_rebuilds = 0
-        self.num_free_rejoins = 0
-        self.rejoined: list[int] = []
+        self._last_rejoin: int | None = None
 
     def pay_for_rejoin(self, progress: int) -> None:
-        before = self.num_spent
+        before, hung = self.num_spent, self._has_hung
         super().pay_for_rejoin(progress)
-        self.rejoined.append(progress)
-        due = 0 if progress else 1
+        last, self._last_rejoin = self._last_rejoin, progress
+        due = int(not progress or hung or (last is not None and progress - last < 2))
         self._invariants.require(
             self.num_spent - before == due, f"a rejoin after {progress} steps cost {self.num_spent - before}"
         )
@@ -53,6 +52,7 @@ class WatchedBudget(RetryBudget):
     def pay_for_rebuild(self) -> None:
         before = self.num_spent
         super().pay_for_rebuild()
+        self._last_rejoin = None
         self.num_rebuilds += 1
         self._invariants.require(self.num_spent == before + 1, "a rebuild was free")
         self._invariants.require(self.num_spent <= self.num_restarts, "more retries were spent than there are")
