@@ -7,8 +7,18 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 # The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
+first_supported = $(shell for candidate in $(1); do \
 	if $$candidate -c '$(SUPPORTED)' 2>/dev/null; then echo $$candidate; break; fi; done)
+PYTHON ?= $(call first_supported,python3 python3.13 python3.12 python3.11 python3.10)
+
+# The lowest versions that are supported have an environment of their own, with the lowest Python that starts.
+LOWEST ?= .venv-lowest
+LOWEST_PY := $(LOWEST)/bin/python
+LOWEST_STAMP := $(LOWEST)/.installed
+LOWEST_PYTHON ?= $(call first_supported,python3.10 python3.11 python3.12)
+
+# Examples of what needs more than these: PyTorch 2.8, Ray Data 2.55, Horovod, an exporter to ONNX that comes later.
+NEWER := (fsdp or ray_data or horovod or export_model)
 
 # One thread for each process: the tests and the demo run several processes, often more than there are cores.
 export OMP_NUM_THREADS ?= 1
@@ -19,7 +29,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test soak lint typecheck format bench docs site lock clean help
+.PHONY: demo quick unit test test-lowest soak lint typecheck format bench docs site lock clean help
 
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and programs, one of which needs Horovod.
 QUICK := not integration and not soak and not gpu and not program
@@ -38,6 +48,11 @@ quick: $(STAMP) ## style, types and the tests that need neither Ray nor Horovod 
 
 unit: $(STAMP) ## the tests of `make quick`
 	$(PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-lowest: $(LOWEST_STAMP) ## run the tests of `make quick`, and the examples on Ray, with the lowest supported versions
+	$(LOWEST_PY) -m raysgd doctor
+	$(LOWEST_PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	RAYSGD_FORKED_WORKERS=0 $(LOWEST_PY) -m pytest tests/examples -q -m soak -k "as_a_program_on_workers and not $(NEWER)"
 
 soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
@@ -64,15 +79,18 @@ docs: $(DOCS_STAMP) ## run the Python of all pages, then build the site
 site: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page in no menu, a public name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-lock: $(STAMP) ## write constraints-dev.txt again from pyproject.toml; UPGRADE=1 chooses all versions again
+lock: $(STAMP) ## write constraints-*.txt again from pyproject.toml; UPGRADE=1 chooses all versions of -dev again
 	$(PY) .ci/lock.py $(if $(UPGRADE),--upgrade)
+	$(VENV)/bin/uv pip compile pyproject.toml --quiet --all-extras --group dev --resolution lowest-direct \
+		--python-version 3.10 --no-annotate --custom-compile-command "make lock" --upgrade \
+		--output-file constraints-lowest.txt
 
 clean: ## remove build results and caches, but not the environment
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find raysgd operators examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PyTorch goes first and pinned: left to a range, pip may fetch builds with gigabytes of libraries for GPUs.
 $(STAMP): pyproject.toml setup.py constraints-dev.txt
@@ -87,6 +105,15 @@ $(STAMP): pyproject.toml setup.py constraints-dev.txt
 # It does not build with Python 3.13, where the tests go without it.
 $(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 13))' || $(PY) -m raysgd.horovod.install
+	touch $@
+
+$(LOWEST_STAMP): pyproject.toml setup.py constraints-lowest.txt
+	@test -n "$(LOWEST_PYTHON)" || { echo "no Python 3.10 to 3.12 found: install one, or set LOWEST_PYTHON=..." >&2; exit 1; }
+	test -x $(LOWEST_PY) || $(LOWEST_PYTHON) -m venv $(LOWEST)
+	$(LOWEST_PY) -m pip install --upgrade "pip>=25.1"
+	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev
+	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all]"
+	$(LOWEST_PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(LOWEST_PY) -m raysgd.horovod.install
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -25,11 +25,11 @@ Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
     "ray": "2.44",  # an older one drops a thread's state after each call: PyTorch then ends a worker that joins a group
-    "torch": "2.6",
-    "tensorflow": "2.16",
-    "keras": "3.0",
-    "lightning": "2.1",
-    "transformers": "4.40",
+    "torch": "2.7",
+    "tensorflow": "2.19",
+    "keras": "3.5",
+    "lightning": "2.5.2",
+    "transformers": "4.51",
 }
 """The packages that are looked for, with their oldest supported versions: those of `pyproject.toml`."""
 NEEDED = ("ray",)

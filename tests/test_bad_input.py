@@ -24,6 +24,7 @@ from raysgd.train.fit import frameworks
 from raysgd.train.torch import TorchConfig
 from raysgd.utils import BATCH_SIZE
 from raysgd.v2 import Trainer as TrainerV2
+from tests.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator
 
 NAN, INF = math.nan, math.inf
@@ -347,6 +348,7 @@ OF_FUNCTIONS: list[Callable[..., object]] = [
 ]
 
 
+@RunIf(modules=["horovod"])
 @pytest.mark.parametrize("row", DIVIDING, ids=named)
 def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
     where = r"omit it, or pass it to `raysgd.torch.TorchTrainer`.* with an operator"

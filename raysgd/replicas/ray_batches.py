@@ -134,8 +134,7 @@ class RayBatches:
 
             raise RuntimeError(
                 f"Ray {ray.__version__} cannot divide a dataset so that every worker has whole batches and no row is "
-                "lost: that takes `Dataset.repartition(target_num_rows_per_block=..., strict=True)`. Install a newer "
-                "Ray."
+                'lost. Run: pip install --upgrade "ray[data]>=2.55"'
             )
         assert self.batch_size is not None, "`sized` comes first"
         return repartition(target_num_rows_per_block=self.batch_size * self.batches_per_block, strict=True)

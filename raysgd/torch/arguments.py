@@ -226,8 +226,8 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     """Refuses options that are unknown, of the wrong kind, or not asked for, and a PyTorch that is too old."""
     if parallel == "fsdp" and not _has_fsdp():
         raise ValueError(
-            f'`parallel="fsdp"` needs a later PyTorch than {torch.__version__}: run `pip install --upgrade torch`, or '
-            'pass `parallel="ddp"`.'
+            f'`parallel="fsdp"` needs PyTorch 2.8, but {torch.__version__} is installed: run `pip install --upgrade '
+            'torch`, or pass `parallel="ddp"`.'
         )
     if fsdp_args is None:
         return FSDPOptions()

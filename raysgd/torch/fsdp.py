@@ -119,9 +119,8 @@ class FSDP(NoParallel):
         for part in _sharded_parts(models):
             if not hasattr(part, "set_custom_reduce_scatter"):
                 raise RuntimeError(
-                    f'`parallel="fsdp"` with your own `train_batch` or `train_epoch` needs a later PyTorch than '
-                    f"{torch.__version__}: install one with `FSDPModule.set_custom_reduce_scatter`, or override a "
-                    "lower rung."
+                    f'`parallel="fsdp"` with your own `train_batch` or `train_epoch` needs PyTorch 2.9, but '
+                    f"{torch.__version__} is installed. Install PyTorch 2.9 or later, or override a lower rung."
                 )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 

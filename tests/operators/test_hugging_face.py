@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
@@ -21,10 +24,12 @@ def lab() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def keeps_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def keeps_the_environment() -> Iterator[None]:
     """`TrainingArguments` writes into it."""
-    for name, value in list(os.environ.items()):
-        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 STEPS = {
@@ -56,6 +61,8 @@ STEPS = {
 def test_one_process_trains_what_the_trainer_of_transformers_trains(
     lab: Any, task: str, steps: str, tmp_path: Path
 ) -> None:
+    if task in ("adapter", "next words") and Version(metadata.version("transformers")) < Version("5.23"):
+        pytest.skip("their mean over the words counts the first word of each text, for which there is no loss")
     config, options, arguments = STEPS[steps]
     theirs = lab.train_with_theirs(task, tmp_path, **arguments)
     _, ours, _ = lab.train(task, config=config, clip_grad_norm=1.0, **options)

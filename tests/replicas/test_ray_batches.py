@@ -62,7 +62,7 @@ def test_what_is_wrong_is_said() -> None:
         RayBatches(Rows([]), batches_per_block=0)
     with pytest.raises(ValueError, match="pass both"):
         RayBatches(Rows([]), label_column="y")
-    with pytest.raises(RuntimeError, match="Install a newer Ray"):
+    with pytest.raises(RuntimeError, match=r'Run: pip install --upgrade "ray\[data\]>=2.55"'):
         RayBatches(OldRows([]), batch_size=1).shares(2)
 
 

@@ -14,9 +14,11 @@ import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.opening import make_new
@@ -120,8 +122,14 @@ class TestFiles:
         assert all(content in contents for content in seen)
 
 
+def skip_where_empty_folders_vanish(folder: Folder) -> None:
+    if folder.uri.startswith("gs:") and Version(metadata.version("pyarrow")) < Version("26"):
+        pytest.skip("this version of pyarrow leaves nothing in such a store for an empty folder")
+
+
 class TestFolders:
     def test_are_made_and_deleted(self, folder: Folder) -> None:
+        skip_where_empty_folders_vanish(folder)
         inner = folder / "a" / "b"
         assert not inner.exists()
         inner.make()
@@ -153,6 +161,7 @@ class TestFolders:
         assert [name for name in folder.names() if name != "c"] == ["a", "b"]
 
     def test_travel_whole(self, folder: Folder, tmp_path: Path) -> None:
+        skip_where_empty_folders_vanish(folder)
         source = a_tree(tmp_path / "source")
         folder.upload(source)
         folder.download(tmp_path / "copy")

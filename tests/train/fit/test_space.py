@@ -12,8 +12,8 @@ from raysgd import tune
 from raysgd.train import RunConfig, ScalingConfig
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.frameworks import HorovodTrainer
 from raysgd.train.fit.space import check_space, merged_arguments
-from raysgd.train.horovod import HorovodTrainer
 from raysgd.train.tensorflow import TensorflowTrainer
 from raysgd.train.torch import TorchTrainer
 from tests.run_if import RunIf
@@ -54,7 +54,15 @@ def test_what_no_trial_could_begin_with_is_refused(space: dict[str, Any], words:
         check_space(TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=1)), space)
 
 
-@pytest.mark.parametrize("trainer_cls", [DataParallelTrainer, TorchTrainer, TensorflowTrainer, HorovodTrainer])
+@pytest.mark.parametrize(
+    "trainer_cls",
+    [
+        DataParallelTrainer,
+        TorchTrainer,
+        TensorflowTrainer,
+        pytest.param(HorovodTrainer, marks=RunIf(modules=["horovod"])),
+    ],
+)
 def test_the_arguments_of_every_trainer_are_known(trainer_cls: type[DataParallelTrainer]) -> None:
     names = ["train_loop_config", "datasets", "metadata", "preprocessor", "dataset_config", "resume_from_checkpoint"]
     check_space(trainer_cls(loop), {name: {"a": 1} for name in names})
