@@ -17,8 +17,8 @@ LOWEST_PY := $(LOWEST)/bin/python
 LOWEST_STAMP := $(LOWEST)/.installed
 LOWEST_PYTHON ?= $(call first_supported,python3.10 python3.11 python3.12)
 
-# Examples of what needs more than these: PyTorch 2.8, Ray Data 2.55, Horovod, an exporter to ONNX that comes later.
-NEWER := (fsdp or ray_data or horovod or export_model)
+# Examples of what needs more than these: Ray Data 2.55, Horovod, a later exporter to ONNX.
+NEWER := (ray_data or horovod or export_model)
 
 # One thread for each process: the tests and the demo run several processes, often more than there are cores.
 export OMP_NUM_THREADS ?= 1

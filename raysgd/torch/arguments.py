@@ -223,12 +223,7 @@ _OTHER_FSDP = {
 
 
 def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
-    """Refuses options that are unknown, of the wrong kind, or not asked for, and a PyTorch that is too old."""
-    if parallel == "fsdp" and not _has_fsdp():
-        raise ValueError(
-            f'`parallel="fsdp"` needs PyTorch 2.8, but {torch.__version__} is installed: run `pip install --upgrade '
-            'torch`, or pass `parallel="ddp"`.'
-        )
+    """Refuses options that are unknown, of the wrong kind or not asked for."""
     if fsdp_args is None:
         return FSDPOptions()
     if not isinstance(fsdp_args, Mapping):
@@ -253,14 +248,6 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
             f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."
         )
     return options
-
-
-def _has_fsdp() -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed import fsdp  # not at the top: it takes a while, and few need it
-
-    return hasattr(getattr(fsdp, "FSDPModule", None), "set_reshard_after_forward")
 
 
 def check_joint_batches(settings: TorchSettings) -> None:

@@ -285,13 +285,6 @@ def test_wrong_arguments_are_refused_before_anything_starts(
         TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, **arguments})
 
 
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_pytorch_that_is_too_old_to_divide_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_reshard_after_forward")
-    with pytest.raises(ValueError, match=r"needs PyTorch 2.8, but .*pip install --upgrade torch"):
-        TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, parallel="fsdp")
-
-
 def no_lightning_module() -> type[TrainingOperator]:
     return type("Lit", (LinearOperator,), {"_lightning_module_cls": None})
 
