@@ -15,6 +15,7 @@ from raysgd._checks import check_runtime_env, is_integer, is_number
 from raysgd._secrets import masked
 from raysgd.air._dataset_config import DatasetConfig
 from raysgd.air._scaling import ScalingConfig
+from raysgd.storage import open_folder
 
 __all__ = ["CheckpointConfig", "DatasetConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig"]
 
@@ -149,6 +150,7 @@ class RunConfig:
     Raises:
         ValueError: A value that cannot be, or two folders.
         TypeError: Something else than the config of that name.
+        ModuleNotFoundError: A package that the URI needs is missing.
     """
 
     name: str | None = None
@@ -188,10 +190,15 @@ class RunConfig:
             )
         self.storage_path = self.storage_path or self.sync_config.upload_dir or self.local_dir
         self.local_dir = None
+        if self.storage_path is not None:
+            open_folder(self.storage_path, self.storage_filesystem, argument="storage_path")
 
     def _check(self) -> None:
-        if self.name is not None and (not isinstance(self.name, str) or self.name.strip() in ("", ".", "..")):
-            raise ValueError(f"`name={self.name!r}`: need the name of a folder, or None.")
+        if self.name is not None and not _is_name(self.name):
+            raise ValueError(
+                f"`name={self.name!r}`: need the name of a folder, without slashes, or None. `storage_path` says where "
+                "it is."
+            )
         if self.verbose is not None and not is_integer(self.verbose):
             raise ValueError(f"`verbose={self.verbose!r}`: need 0, 1, 2 or 3, or None.")
         if self.callbacks is not None and not isinstance(self.callbacks, list | tuple):
@@ -203,6 +210,10 @@ class RunConfig:
                 f'`stop={self.stop!r}`: need a dict such as `{{"training_iteration": 10}}`, a function of the '
                 "trial's id and its metrics, or None."
             )
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.strip() not in ("", ".", "..") and not {"/", "\0"} & {*name}
 
 
 def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from raysgd._checks import did_you_mean
 from raysgd._nested import flattened, value_at
 from raysgd._ranking import MAX, MIN, is_number, mode_of
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.calling import overrides
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +37,21 @@ class WatchedMetric:
     def __init__(self, owner: str, name: Any, mode: Any) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"`{owner}(metric={name!r})`: need the name of a metric, such as 'val_loss'.")
-        self.name, self.mode = name, chosen_mode(owner, name, mode)
+        self.name, self.mode = name, _chosen_mode(owner, name, mode)
         self.was_found = False
         self._owner = owner
+
+    def check_run(self, run: Run) -> None:
+        """Refuses a run that is never validated, if only a validation could measure the metric.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if self.name.startswith(_OF_VALIDATION) and not run._may_validate and not any(map(_may_add, run.callbacks)):
+            raise ValueError(
+                f"`{self._owner}(metric={self.name!r})` with `validation_freq=0`: no epoch has a metric of validation. "
+                "Pass `validation_freq=1`, or a metric of training, such as 'train_loss'."
+            )
 
     def value_in(self, result: Mapping[str, Any]) -> float | None:
         """Its value; None in an epoch without validation, if it is a metric of validation.
@@ -73,7 +87,12 @@ class WatchedMetric:
         )
 
 
-def chosen_mode(owner: str, metric: str, mode: Any) -> str:
+def _may_add(callback: Callback) -> bool:
+    """Return whether a callback of the user may add metrics to results, as one that validates in its own way."""
+    return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
+
+
+def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
     """Return "min" or "max"; warn where that was not given and the name does not say it.
 
     Raises:

@@ -49,6 +49,7 @@ class FunctionCalls:
 
     Raises:
         TypeError: One of the callbacks needs something in the workers.
+        ValueError: Two of them write to the same place.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class FunctionCalls:
                 f"`{owner}` runs in the workers, around each step, and a training function takes its steps itself: "
                 "leave it out, or use `TorchTrainer.fit`."
             )
+        self._calls.check()
 
     @property
     def is_stopping(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd.callbacks._operators import index_of, is_sharded, models_of, optimizers_of, rank_of, state_of
-from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
+
+logger = logging.getLogger(__name__)
 
 Weights = list[dict[str, Any]]
 """For each model its tensors by name."""
@@ -100,7 +103,8 @@ class EMA(AveragedWeights):
 class SWA(AveragedWeights):
     """Keeps the plain mean of the weights at the end of epochs (stochastic weight averaging).
 
-    The learning rate is up to your scheduler. The statistics of batch norms are averaged too; for exact ones call
+    A run that ends before `start_epoch` warns: only a later one continues the count. The learning rate is up to your
+    scheduler. The statistics of batch norms are averaged too; for exact ones call
     `torch.optim.swa_utils.update_bn` on the model of `get_model`.
 
     Args:
@@ -117,6 +121,16 @@ class SWA(AveragedWeights):
     def __init__(self, start_epoch: int = 1, every_n_epochs: int = 1) -> None:
         self.start_epoch = _checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
         self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
+
+    def _check_run(self, run: Run) -> None:
+        """Warn of a run that ends too early; refusing it would refuse `fit(2)` twice, which is `fit(4)`."""
+        if run.epochs is not None and run.epochs < self.start_epoch:
+            logger.warning(
+                "`SWA(start_epoch=%s)`: this run ends with epoch %s, so it averages nothing, unless later runs with "
+                "the same callback follow. Pass a lower `start_epoch`, or train more epochs",
+                self.start_epoch,
+                run.epochs,
+            )
 
     def worker_callback(self) -> Averager:
         return SWAInWorker(self.start_epoch, self.every_n_epochs)

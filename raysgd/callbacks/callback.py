@@ -90,6 +90,24 @@ class Callback:
     def load_state_dict(self, state: Any) -> None:
         """Takes over what `state_dict` returned."""
 
+    def _check_run(self, run: Run) -> None:
+        """Refuses a run that this callback cannot be part of; nothing has begun."""
+
+
+def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
+    """Refuses a run in which another callback of the class writes to the same place, which `_given` says.
+
+    Raises:
+        ValueError: There is one.
+    """
+    others: list[Any] = [each for each in run.callbacks if isinstance(each, type(callback)) and each is not callback]
+    if any(other._given == callback._given for other in others):
+        kind, place = type(callback).__name__, callback._given or "the folder of the run"
+        raise ValueError(
+            f"`callbacks` has two `{kind}` that write to {place}: pass another `{argument}` to one of them, or leave "
+            "it out."
+        )
+
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
     """Warns of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
@@ -127,6 +145,7 @@ class Run:
         callbacks: list[Callback] | None = None,
         save: Callable[[Run, str], None] | None = None,
         obstacle_to_stop: str | None = None,
+        may_validate: bool = True,
     ) -> None:
         self.trainer = trainer
         self.name = name
@@ -139,6 +158,7 @@ class Run:
         self._folder = folder
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop
+        self._may_validate = may_validate
 
     @cached_property
     def folder(self) -> Path:

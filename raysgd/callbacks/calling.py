@@ -49,6 +49,15 @@ class CallbackCalls:
                 found.append((name_of(callback), brought))
         return found
 
+    def check(self) -> None:
+        """Refuses a run that a callback cannot be part of; nothing has begun.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for callback in self._callbacks:
+            callback._check_run(self._run)
+
     def begin(self) -> None:
         """The run begins."""
         for callback in self._callbacks:
@@ -167,11 +176,16 @@ def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
 
     Raises:
         TypeError: They are no list, or one of them is no callback.
+        ValueError: One of them is there twice.
     """
     if callbacks is None:
         return []
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable):
         raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks.")
+    callbacks = list(callbacks)
+    for number, each in enumerate(callbacks):
+        if any(each is other for other in callbacks[:number]):
+            raise ValueError(f"`{argument}` has {each!r} twice, which would be called twice: pass each object once.")
     return sorted((_one(each, argument) for each in callbacks), key=lambda each: each.runs_last)
 
 

@@ -13,7 +13,7 @@ from raysgd import _checks
 from raysgd._ranking import Ranking
 from raysgd.callbacks import sidecar
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 
@@ -136,6 +136,11 @@ class Checkpointing(Callback):
         return self._location(found[-1].name) if found else None
 
     # ------------------------------------------------------------------------------------------------ the run
+
+    def _check_run(self, run: Run) -> None:
+        refuse_one_place(self, "folder", run)
+        if self._metric is not None:
+            self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
         """Finds the folder, and what an earlier run has left there.

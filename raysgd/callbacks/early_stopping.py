@@ -68,6 +68,9 @@ class EarlyStopping(Callback):
         self.best_epoch = 0
         self.num_without_improvement = 0
 
+    def _check_run(self, run: Run) -> None:
+        self._metric.check_run(run)
+
     def on_run_begin(self, run: Run) -> None:
         """Begins to count; if a checkpoint has brought the counts of its run, stops at once where that one stopped."""
         if not self._is_loaded:

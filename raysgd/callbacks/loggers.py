@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from raysgd._checks import refuse_text
 from raysgd._optional import require_installed
-from raysgd._paths import check_local
+from raysgd._paths import check_path
 from raysgd.callbacks.adapters import TRAINING_ITERATION
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.writers.comet_run import CometRun
 from raysgd.writers.csv_table import CsvTable, keep_rows
 from raysgd.writers.event_file import LateEventFile
@@ -19,6 +20,8 @@ from raysgd.writers.failing import never_ends_a_run
 from raysgd.writers.json_files import JsonLines, keep_lines
 from raysgd.writers.mlflow_run import MLflowRun
 from raysgd.writers.wandb_run import WandbRun
+
+_MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
@@ -71,10 +74,14 @@ class _FileLogger(MetricsLogger):
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
-        check_local("path", path)
+        if path is not None:
+            check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
         self.path: Path | None = self._given
         self._file: Any = None
+
+    def _check_run(self, run: Run) -> None:
+        refuse_one_place(self, "path", run)
 
     def _open(self, run: Run) -> None:
         self.path = self._given if self._given is not None else run.folder / self._default_name
@@ -99,7 +106,7 @@ class CSVLogger(_FileLogger):
         path: The file.
 
     Raises:
-        ValueError: `path` is a URI.
+        TypeError, ValueError: `path` is no path, or a URI.
     """
 
     _default_name = "metrics.csv"
@@ -119,7 +126,7 @@ class JSONLogger(_FileLogger):
         path: The file.
 
     Raises:
-        ValueError: `path` is a URI.
+        TypeError, ValueError: `path` is no path, or a URI.
     """
 
     _default_name = "metrics.jsonl"
@@ -137,12 +144,13 @@ class TensorBoardLogger(MetricsLogger):
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
-        ValueError: `folder` is a URI.
+        TypeError, ValueError: `folder` is no path, or a URI.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__()
-        check_local("folder", folder)
+        if folder is not None:
+            check_path("folder", folder)
         require_installed("tensorboardX", extra="tensorboard", purpose="`TensorBoardLogger`")
         self._folder = Path(folder).expanduser() if folder is not None else None
         self._file: LateEventFile | None = None
@@ -244,11 +252,14 @@ class WandbLogger(_ServiceLogger):
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
+        ValueError: `mode` is unknown.
     """
 
     def __init__(
         self, project: str | None = None, *, name: str | None = None, mode: str | None = None, **options: Any
     ) -> None:
+        if mode not in _MODES_OF_WANDB:
+            raise ValueError(f'`mode={mode!r}`: allowed are "online", "offline", "disabled" and "shared", or None.')
         given = {"project": project, "mode": mode}
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(purpose="`WandbLogger`", **options), name)
@@ -276,6 +287,7 @@ class CometLogger(_ServiceLogger):
     def __init__(
         self, project: str | None = None, *, name: str | None = None, online: bool = True, **options: Any
     ) -> None:
+        refuse_text(online=online)
         options |= {} if project is None else {"project_name": project}
         super().__init__(CometRun(online, purpose="`CometLogger`", **options), name)
 

@@ -39,7 +39,7 @@ class ProfilerTrace(Callback):
         if self._folder.is_local:  # workers may have another working directory
             self._folder = open_folder(self._folder.local_path.absolute())
         self.steps = _checked_steps(steps)
-        self.ranks = None if ranks is None else frozenset(ranks)
+        self.ranks = None if ranks is None else _checked_ranks(ranks)
 
     def worker_callback(self) -> WorkerCallback:
         """Records in the workers."""
@@ -85,6 +85,13 @@ class ProfilerInWorker(WorkerCallback):
             path = Path(temporary, "trace.json")
             profiler.export_chrome_trace(str(path))
             self._folder.write(f"rank{rank_of(operator)}.json", path.read_bytes())
+
+
+def _checked_ranks(ranks: Any) -> frozenset[int]:
+    found = list(ranks) if isinstance(ranks, Iterable) else []
+    if not found or not all(_checks.is_integer(rank) and rank >= 0 for rank in found):
+        raise ValueError(f"`ranks={ranks!r}`: need a list of ranks, each 0 or more, such as [0, 1], or None for all.")
+    return frozenset(map(int, found))
 
 
 def _checked_steps(steps: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._atomic_file import replacing
+from raysgd._paths import check_path
 from raysgd._secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks._page import RunFacts, page_of
@@ -41,13 +42,16 @@ class HTMLReport(Callback):
     Args:
         path: The file; None means `report.html` in the folder of the run.
 
+    Raises:
+        TypeError, ValueError: `path` is no path, or a URI.
+
     Example:
         >>> trainer.fit(10, callbacks=[HTMLReport()])  # doctest: +SKIP
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
-            raise TypeError(f"`path={path!r}`: need the path of a file, such as 'report.html', or None.")
+        if path is not None:
+            check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
         self._rest_until = 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,7 @@ class Arrays:
             raise ValueError(
                 f"`label_column={self.label_column!r}` without `feature_columns`: name the columns of both."
             )
-        has_columns = is_frame(self.data) or isinstance(self.data, Mapping)
-        if self.feature_columns is not None and not has_columns:
-            raise ValueError(
-                f"`feature_columns={self.feature_columns!r}` with a `{type(self.data).__name__}`, which has no named "
-                "columns: pass a dict or a data frame, or leave it out."
-            )
+        check_columns(self.feature_columns, self.data)
 
     @property
     def form(self) -> BatchForm:
@@ -74,6 +69,22 @@ class Arrays:
 def is_frame(data: Any) -> bool:
     """Whether it is a data frame of pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
+
+
+def check_columns(feature_columns: Any, data: Any) -> None:
+    """Refuses columns of data that have none.
+
+    Raises:
+        TypeError: They are no names.
+        ValueError: The data have no named columns.
+    """
+    if feature_columns is not None and not isinstance(feature_columns, str | Iterable):
+        raise TypeError(f"`feature_columns={feature_columns!r}`: need the name of a column, a list of names, or None.")
+    if feature_columns is not None and not (is_frame(data) or isinstance(data, Mapping)):
+        raise ValueError(
+            f"`feature_columns={feature_columns!r}` with a `{type(data).__name__}`, which has no named columns: pass a "
+            "dict or a data frame, or leave it out."
+        )
 
 
 def is_of_arrays(data: Any) -> bool:

@@ -79,6 +79,7 @@ class Fit:
             folder=options.folder,
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
+            may_validate=options.validation_freq > 0,
         )
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._num_records = len(trainer.history.records)
@@ -97,6 +98,8 @@ class Fit:
         Raises:
             ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
         """
+        if self._options.resume_from is None:
+            self._run.epochs = self._epochs_done() + self._options.epochs
         self._check()
         return self._epochs()
 
@@ -109,6 +112,7 @@ class Fit:
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
+        self._calls.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
 
@@ -224,12 +228,10 @@ class Fit:
         self._calls.checkpoint(location)
 
     def _resume(self) -> None:
-        run, location = self._run, self._place_to_resume()
+        location = self._place_to_resume()
         if location is not None:
             self._load(location)
-        run.epoch = self._epochs_done()
-        if self._options.resume_from is None:
-            run.epochs = run.epoch + self._options.epochs
+        self._run.epoch = self._epochs_done()
 
     def _place_to_resume(self) -> str | None:
         given = self._options.resume_from

@@ -200,15 +200,18 @@ class Predicts(ABC):
             max_retries: How many times a round of batches is repeated after a loss of workers.
 
         Returns:
-            The same kind of container as `data`. See `docs/predict.md`.
+            The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
 
         Raises:
             TypeError: The data is of an unknown kind.
-            ValueError: The order of the data cannot be kept, or an output has other rows than its batch.
+            ValueError: The order of the data cannot be kept, they have no such columns, or an output has other rows
+                than its batch.
             WorkerError: The operator raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
-        _checks.refuse_text(streaming=streaming, has_target=has_target)
+        _checks.refuse_text(streaming=streaming)
+        if has_target is not None and not isinstance(has_target, bool):
+            raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
         _checks.check_max_retries(max_retries)
         size = self._usual_batch_size() if batch_size is None else batch_size
         size = _checks.check_count("batch_size", size, "It is the number of rows in a batch.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from raysgd._checks import did_you_mean, is_integer
 from raysgd.replicas import trees
-from raysgd.replicas.arrays import Arrays, as_arrays, is_frame, is_of_arrays
+from raysgd.replicas.arrays import Arrays, as_arrays, check_columns, is_frame, is_of_arrays
 from raysgd.replicas.containers import Container, Frame, InDict, InRayData, Plain
 from raysgd.replicas.prediction import Batches, Rows, Slice, Work
 from raysgd.replicas.ray_batches import PLAIN_FORM, BatchForm, Columns, RayBatches, ray_batches
@@ -95,6 +95,8 @@ class ArraySource(InRanges):
         self._arrays, self._form = arrays, form
         num_rows = num_rows_of(arrays)
         super().__init__(num_rows, batch_size)
+        if not num_rows:  # the operator alone knows what its predictions look like
+            self._ranges, self.num_batches = [range(0)], 1
         self.has_target = has_target
         self._row_bytes = trees.nbytes(arrays) / num_rows if num_rows else 0
 
@@ -193,13 +195,19 @@ Found = tuple[Source, Container]
 
 
 def source_of(data: Any, asked: Asked) -> Found | None:
-    """The source and the container for data of a kind that needs no framework; None for any other."""
+    """The source and the container for data of a kind that needs no framework; None for any other.
+
+    Raises:
+        TypeError, ValueError: The columns cannot be, or the data have none.
+    """
+    batches = ray_batches(data)
+    if batches is None:
+        check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
     if isinstance(data, Arrays):
         has_target = isinstance(data.data, tuple) and len(data.data) > 1
         return _of_arrays(data.data, asked, asked.size(data.batch_size), asked.form(data.form), has_target)
     if is_frame(data) or is_of_arrays(data):
         return _of_arrays(data, asked, asked.batch_size, asked.form(), has_target=False)
-    batches = ray_batches(data)
     if batches is None:
         return None
     form = asked.form(batches.form)

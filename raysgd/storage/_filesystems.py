@@ -13,6 +13,7 @@ from raysgd.storage._uris import divided, scheme_of
 
 _NATIVE = {"s3", "gs", "gcs", "hdfs", "viewfs"}
 _AZURE = ("abfs", "abfss", "az")
+_IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark a folder with nothing in it
@@ -62,11 +63,15 @@ def check(argument: str, uri: str) -> None:
     """Makes sure that there is a file system for a URI. Connects to nothing.
 
     Raises:
-        ValueError: The scheme is unknown.
+        ValueError: The scheme is unknown, or the bucket is missing.
         ModuleNotFoundError: A package is missing.
     """
     require("pyarrow.fs", "storage", _PURPOSE)
     scheme = scheme_of(uri)
+    if scheme in _IN_BUCKETS and not divided(uri)[0].partition("://")[2].rpartition("@")[2]:
+        raise ValueError(
+            f"`{argument}={masked(uri)!r}`: need the name of a bucket, such as `{scheme}://bucket/folder`."
+        )
     if scheme in _NATIVE:
         return
     if scheme in _AZURE and (has_secret(uri) or divided(uri)[2]):

@@ -55,6 +55,22 @@ class Exploration:
         return _within(source, type(value)(value * random.choice(self.factors)))
 
 
+def check_space(space: Any) -> None:
+    """Refuses what configs cannot be drawn from.
+
+    Raises:
+        TypeError: It is no dict.
+        ValueError: An entry is a list without choices.
+    """
+    if not isinstance(space, Mapping):
+        raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
+    for name, source in space.items():
+        if isinstance(source, Mapping):
+            check_space(source)
+        elif isinstance(source, list | tuple) and not source:
+            raise ValueError(f"`space` has `{name!r}: {source!r}`: need at least one choice, or leave it out.")
+
+
 def draw(space: Space, random: Random) -> dict[str, Any]:
     """A config from a space."""
     return {

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any
 
 from raysgd import _checks
-from raysgd.callbacks._watched_metric import Mode, chosen_mode
-from raysgd.tune._explore import Exploration, Space, draw
+from raysgd._ranking import MAX
+from raysgd.callbacks._watched_metric import Mode, WatchedMetric
+from raysgd.tune._explore import Exploration, Space, check_space, draw
 
 __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate"]
 
@@ -108,13 +109,16 @@ class Population:
         seed: int | None = None,
     ) -> None:
         _check_functions(trainer_factory=trainer_factory, step=step)
-        if not isinstance(space, Mapping):
-            raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
+        check_space(space)
         size = _checks.check_count("size", size, hint="It is the number of trainers.")
         if not _checks.is_number(quantile) or not 0 < quantile <= 0.5:
             raise ValueError(f"`quantile={quantile!r}`: need a number above 0, and at most 0.5.")
+        if exploration is not None and not isinstance(exploration, Exploration):
+            raise TypeError(f"`exploration={exploration!r}`: need an `Exploration`, or None.")
+        if seed is not None:
+            _checks.check_seed(seed)
         self._space, self._metric = space, metric
-        self._sign = 1 if chosen_mode("Population", metric, mode) == "max" else -1
+        self._sign = 1 if WatchedMetric("Population", metric, mode).mode == MAX else -1
         self._step, self._quantile = step, quantile
         self._exploration = exploration or Exploration()
         self._random = Random(seed)

@@ -67,6 +67,8 @@ class Tuner:
             raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
         if run_config is not None and not isinstance(run_config, RunConfig):
             raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
+        if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
+            raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
         run_config = chosen(trainable, run_config)
         self._tuner = tune.Tuner(
             as_trainable(trainable, run_config),

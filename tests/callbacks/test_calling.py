@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,13 @@ class TestWhatIsGiven:
     def test_has_to_be_a_list(self, given: Any) -> None:
         with pytest.raises(TypeError, match="need a list of callbacks"):
             checked(given)
+
+    def test_has_each_object_once(self) -> None:
+        ours, of_ray = Callback(), SimpleNamespace(on_trial_result=print)
+        for twice in (ours, of_ray):
+            with pytest.raises(ValueError, match=r"`callbacks` has .* twice.*: pass each object once"):
+                checked([twice, Noting([]), twice])
+        assert len(checked([Callback(), Callback()])) == 2
 
     def test_a_class_is_met_with_a_guess(self) -> None:
         with pytest.raises(TypeError, match=r"Did you mean `Noting\(\)`\?"):

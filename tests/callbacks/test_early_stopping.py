@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import EarlyStopping, Run
+from raysgd.callbacks import Callback, CSVLogger, EarlyStopping, Run
+from raysgd.callbacks.calling import CallbackCalls
 from raysgd.replicas.history import History
 
 
@@ -125,6 +126,26 @@ def test_an_unknown_metric_is_an_error_with_a_guess() -> None:
 def test_a_metric_of_validation_is_missed_once_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     assert not play(EarlyStopping("val_loss"), None, None).is_stopping
     assert [record.getMessage()[:43] for record in caplog.records] == ["EarlyStopping: no epoch had `val_loss`, bec"]
+
+
+class TestInARunThatIsNeverValidated:
+    def test_a_metric_of_validation_is_refused(self) -> None:
+        stopping = EarlyStopping("val_loss")
+        run = Run(name="line", callbacks=[stopping, CSVLogger()], may_validate=False)
+        with pytest.raises(ValueError, match=r"`EarlyStopping\(metric='val_loss'\)` with `validation_freq=0`"):
+            CallbackCalls(run.callbacks, run).check()
+
+    def test_another_metric_is_not(self) -> None:
+        run = Run(name="line", callbacks=[EarlyStopping("train_loss")], may_validate=False)
+        CallbackCalls(run.callbacks, run).check()
+
+    def test_a_callback_of_the_user_may_validate(self) -> None:
+        class Validates(Callback):
+            def on_result(self, run: Run, result: dict[str, Any]) -> None:
+                result["val_loss"] = 1.0
+
+        run = Run(name="line", callbacks=[Validates(), EarlyStopping("val_loss")], may_validate=False)
+        CallbackCalls(run.callbacks, run).check()
 
 
 @pytest.mark.parametrize(

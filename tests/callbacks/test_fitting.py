@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.callbacks import Callback, Checkpointing, GradientNorms, HTMLReport, JSONLogger, Run
+from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
 from raysgd.replicas.epochs import Progress
 from raysgd.replicas.history import name_in_test
@@ -237,6 +237,31 @@ class TestEpochs:
             ({"epochs": 1, "folder": "s3://bucket/x"}, ValueError, r"not a URI\. Callbacks .*`Checkpointing"),
             ({"epochs": 1, "folder": "/proc/x"}, ValueError, "`folder='/proc/x'`: the folder cannot be made"),
             ({"epochs": 1, "folder": __file__}, ValueError, r"cannot be made \(File exists\)"),
+            (
+                {"epochs": 1, "validation_freq": 0, "callbacks": [EarlyStopping("val_loss")]},
+                ValueError,
+                r"`EarlyStopping\(metric='val_loss'\)` with `validation_freq=0`",
+            ),
+            (
+                {"epochs": 1, "validation_freq": 0, "callbacks": [Checkpointing("x", metric="val_loss")]},
+                ValueError,
+                r"`Checkpointing\(metric='val_loss'\)` with `validation_freq=0`",
+            ),
+            (
+                {"epochs": 1, "callbacks": [Checkpointing("x"), Checkpointing("x")]},
+                ValueError,
+                r"two `Checkpointing` that write to .*x: pass another `folder`",
+            ),
+            (
+                {"epochs": 1, "callbacks": [Checkpointing(), Checkpointing()]},
+                ValueError,
+                "two `Checkpointing` that write to the folder of the run",
+            ),
+            (
+                {"epochs": 1, "callbacks": [JSONLogger("x"), JSONLogger("x")]},
+                ValueError,
+                r"two `JSONLogger` that write to .*x: pass another `path`",
+            ),
             ({"epochs": 1, "dataset": "x"}, TypeError, "`dataset=` got `str`"),
             ({"epochs": 1, "validation_dataset": "x"}, TypeError, "`validation_dataset=` got `str`"),
             ({"epochs": 1, "callbacks": [7]}, TypeError, "`callbacks` has 7"),

@@ -127,6 +127,12 @@ class TestFiles:
         with pytest.raises(ValueError, match="need a path on a local or mounted disk"):
             JSONLogger("s3://bucket/log.jsonl")
 
+    @pytest.mark.parametrize("logger", [CSVLogger, JSONLogger, TensorBoardLogger])
+    @pytest.mark.parametrize(("path", "error"), [("", ValueError), (3, TypeError)])
+    def test_have_a_path(self, logger: Any, path: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=f"={path!r}`: need a path"):
+            logger(path)
+
 
 @RunIf(modules=["tensorboardX"])
 def test_tensorboard_is_shown_numbers_by_epoch(tmp_path: Path) -> None:
@@ -198,6 +204,10 @@ class TestWandb:
         monkeypatch.delenv("WANDB_SERVICE")
         yield
         wandb.teardown()
+
+    def test_a_mode_is_one_of_the_service(self) -> None:
+        with pytest.raises(ValueError, match=r"`mode='off'`: allowed are \"online\""):
+            WandbLogger(mode="off")
 
     def test_offline_runs_are_on_the_disk(self, tmp_path: Path) -> None:
         logger = WandbLogger("digits", mode="offline", settings=self.SETTINGS)

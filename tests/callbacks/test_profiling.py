@@ -31,6 +31,12 @@ def test_ranks_are_chosen(make_local: Callable[..., TorchTrainer], tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("ranks", [[-1], ["0"], [True], [], "0", 0])
+def test_ranks_are_a_list_of_numbers(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`ranks=.*need a list of ranks"):
+        ProfilerTrace(tmp_path, ranks=ranks)
+
+
 @pytest.mark.parametrize("steps", [(3, 3), (-1, 2), 5, (1, 2, 3), ("a", "b")])
 def test_steps_are_a_pair(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`steps="):

@@ -338,9 +338,11 @@ def test_a_page_that_takes_long_to_write_is_not_written_after_every_epoch(
     assert pages == ["running", "running", "running", "finished"]
 
 
-@pytest.mark.parametrize("path", ["", 3, b"x"])
-def test_what_is_no_path_is_refused(path: Any) -> None:
-    with pytest.raises(TypeError, match="path="):
+@pytest.mark.parametrize(
+    ("path", "error"), [("", ValueError), ("s3://bucket/report.html", ValueError), (3, TypeError), (b"x", TypeError)]
+)
+def test_what_is_no_path_is_refused(path: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="path="):
         HTMLReport(path)
 
 

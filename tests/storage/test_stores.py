@@ -151,6 +151,13 @@ def test_an_unknown_scheme_is_refused() -> None:
         open_folder("nowhere://x", argument="storage_path")
 
 
+@pytest.mark.parametrize("uri", ["s3://", "s3:///folder", "s3://?region=eu", "s3://key:secret@", "gs://", "az://"])
+def test_a_uri_without_a_bucket_is_refused(uri: str) -> None:
+    with pytest.raises(ValueError, match=r"need the name of a bucket, such as `\w+://bucket/folder`") as error:
+        open_folder(uri)
+    assert "secret" not in str(error.value)
+
+
 def test_a_missing_package_is_named_before_anything_is_connected() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"`path='oss://bucket/x'`.*ossfs.* on all nodes"):
         open_folder("oss://bucket/x")

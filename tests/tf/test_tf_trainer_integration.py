@@ -84,6 +84,7 @@ def test_two_workers_predict_and_evaluate_other_data_as_one_process_does(trainer
     model = trainer.get_model()
     assert np.abs(trainer.predict(x, batch_size=3) - model.predict(x, verbose=0)).max() < 1e-6
     assert trainer.predict(x[:1]).shape == (1, 1)
+    assert trainer.predict(x[:0]).shape == (0, 1)
     expected = model.evaluate(x, y, verbose=0, return_dict=True)["loss"]
     assert trainer.validate(dataset=(x, y))["validation_loss"] == pytest.approx(expected, abs=1e-6)
 

@@ -152,6 +152,19 @@ def test_no_row_is_lost_or_padded(stock: TorchTrainer, expected: Any, num_rows: 
     assert num_rows == 0 or np.abs(found - expected[:num_rows]).max() < 1e-6
 
 
+@pytest.mark.parametrize("data", [X[:0], torch.from_numpy(X[:0]), (X[:0],), frame()[:0]])
+def test_of_no_rows_there_are_no_results_of_the_form_that_others_have(stock: TorchTrainer, data: Any) -> None:
+    found, others = stock.predict(data), stock.predict(frame() if isinstance(data, pd.DataFrame) else X)
+    assert found.shape == (0, *others.shape[1:])
+    assert not isinstance(data, np.ndarray | pd.DataFrame) or type(found) is type(others)
+
+
+def test_columns_are_of_data_that_have_names(stock: TorchTrainer) -> None:
+    for data in (ROWS, DataLoader(ROWS), (X,), iter([X]), Arrays(X)):
+        with pytest.raises(ValueError, match=r"`feature_columns='a'` with a `.*`, which has no named columns"):
+            stock.predict(data, feature_columns="a")
+
+
 def test_a_frame_keeps_its_index_and_may_have_other_columns(stock: TorchTrainer, expected: Any) -> None:
     found = stock.predict(frame().assign(text="no number"), feature_columns=["a", "b", "c"])
     assert list(found.columns) == ["prediction_0", "prediction_1"]
@@ -255,12 +268,21 @@ def test_other_things_are_no_data(stock: TorchTrainer, data: Any, words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({"batch_size": 0}, ValueError), ({"streaming": "no"}, ValueError), ({"info": 3}, TypeError)]
+    ("options", "error"),
+    [
+        ({"batch_size": 0}, ValueError),
+        ({"streaming": "no"}, ValueError),
+        ({"info": 3}, TypeError),
+        ({"has_target": 2}, ValueError),
+        ({"has_target": "no"}, ValueError),
+        ({"feature_columns": ["a"]}, ValueError),
+        ({"feature_columns": 3}, TypeError),
+    ],
 )
 def test_bad_options_are_refused_before_anything_runs(
     stock: TorchTrainer, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match="`{}=".format(*options)):
         stock.predict(X, **options)
 
 

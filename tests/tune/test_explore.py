@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.tune._explore import Exploration, draw
+from raysgd.tune._explore import Exploration, check_space, draw
 
 NEVER_AGAIN = Exploration(resample_probability=0)
 
@@ -77,6 +77,12 @@ def test_an_entry_may_be_drawn_again() -> None:
     space = {"number": lambda: 100.0}
     changed = Exploration(resample_probability=1).changed({"number": 1.0}, space, Random(0))
     assert changed == {"number": 100.0}
+
+
+@pytest.mark.parametrize("space", [{"lr": []}, {"optimizer": {"lr": ()}}])
+def test_a_list_has_choices(space: Any) -> None:
+    with pytest.raises(ValueError, match=r"`space` has `'lr': .*`: need at least one choice"):
+        check_space(space)
 
 
 @pytest.mark.parametrize("options", [{"resample_probability": 2}, {"factors": ()}, {"factors": (0.0,)}])

@@ -145,11 +145,17 @@ def test_a_trainer_that_runs_already_is_no_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [({"param_space": [1]}, "param_space"), ({"run_config": {"name": "a"}}, "run_config")]
+    ("options", "name"),
+    [
+        ({"param_space": [1]}, "param_space"),
+        ({"run_config": {"name": "a"}}, "run_config"),
+        ({"tune_config": 3}, "tune_config"),
+    ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=f"`{name}="):
         tune.Tuner(make_trainer(tmp_path), **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_trial_asks_for_follows_its_config(tmp_path: Path) -> None:
