@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,15 @@ class MetricsLogger(Callback):
             self._close(has_failed=error is not None)
 
     def _open_once(self, run: Run) -> None:
-        if not self._is_open:
+        if self._is_open:
+            return
+        try:
             self._open(run)
-            self._is_open = True
+        except Exception:
+            with suppress(Exception):  # of what may be open by half
+                self._close(has_failed=True)
+            raise
+        self._is_open = True
 
     @abstractmethod
     def _open(self, run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,11 +86,11 @@ class JsonList:
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """The value as JSON. What JSON does not know is written as text, also as a key."""
+    """The value as JSON. What JSON does not know is written as text, also as a key; NaN and infinity as null."""
     try:
-        return json.dumps(value, cls=SafeFallbackEncoder, indent=indent)
-    except (TypeError, ValueError):  # keys that are not text, or a dict inside of itself
-        return json.dumps(_plain(value, depth=0), cls=SafeFallbackEncoder, indent=indent)
+        return json.dumps(value, cls=SafeFallbackEncoder, indent=indent, allow_nan=False)
+    except (TypeError, ValueError):  # keys that are not text, a dict inside of itself, or NaN
+        return json.dumps(_plain(value, depth=0), cls=SafeFallbackEncoder, indent=indent, allow_nan=False)
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -99,7 +100,9 @@ def _plain(value: Any, depth: int) -> Any:
         return {str(key): _plain(each, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each, depth + 1) for each in value]
-    return value
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist(), depth + 1)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def appending(path: Path) -> IO[bytes]:

@@ -6,11 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raysgd._nested import flattened
 from raysgd._optional import require
+from raysgd._secrets import masked
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,18 @@ class MLflowRun:
             where = {"run_id": run_id} if run_id is not None else {"experiment_id": self._find_experiment()}
             active = self._mlflow.start_run(**where, run_name=name, tags=self._tags)
         if run_id is None:
-            self._mlflow.log_params(_by_allowed_names(_parameters(config)))
+            self._log_parameters(_by_allowed_names(_parameters(config)))
         return str(active.info.run_id)
+
+    def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Logs them, or those that MLflow takes: a run that is active may have another value of one."""
+        try:
+            self._mlflow.log_params(parameters)
+        except self._mlflow.exceptions.MlflowException as error:
+            logger.warning("MLflow does not take all parameters: %s", masked(str(error)))
+            for name, value in parameters.items():
+                with suppress(self._mlflow.exceptions.MlflowException):
+                    self._mlflow.log_param(name, value)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Logs what of the metrics is a number."""
@@ -145,4 +157,4 @@ def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
     {'_batch_size': 64, 'top_5': 0.9}
     """
-    return {re.sub(r"[^\w\-. :/]", "_", str(name)): value for name, value in values.items()}
+    return {re.sub(r"[^\w\-. :/]", "_", str(name)) or "_": value for name, value in values.items()}

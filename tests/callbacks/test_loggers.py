@@ -29,10 +29,15 @@ Make = Callable[..., TorchTrainer]
 
 
 def play(
-    callback: Callback, folder: Path, *results: dict[str, Any], epoch: int = 0, error: BaseException | None = None
+    callback: Callback,
+    folder: Path,
+    *results: dict[str, Any],
+    epoch: int = 0,
+    error: BaseException | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Run:
     """What a run does with a logger."""
-    run = Run(name="digits", config={"lr": 0.1, "model": {"width": 4}}, folder=folder)
+    run = Run(name="digits", config=config or {"lr": 0.1, "model": {"width": 4}}, folder=folder)
     run.epoch = epoch
     callback.on_run_begin(run)
     for result in results:
@@ -174,6 +179,29 @@ class TestMLflow:
         play(later, tmp_path, {"loss": 1.0}, epoch=1)
         assert later.run_id == first.run_id
         assert len(self.client(tmp_path).get_metric_history(first.run_id, "loss")) == 2
+
+    def test_a_parameter_with_another_value_costs_no_metric(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import mlflow
+
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri(str(tmp_path / "mlruns"))
+        with mlflow.start_run() as active:
+            mlflow.log_param("lr", "0.5")
+            play(MLflowLogger(), tmp_path, {"loss": 1.0}, config={"lr": 0.1, "width": 4})
+        found = self.client(tmp_path).get_run(active.info.run_id).data
+        assert (found.params, found.metrics) == ({"lr": "0.5", "width": "4"}, {"loss": 1.0})
+        assert caplog.text.count("MLflow does not take all parameters") == 1
+
+    def test_odd_names_and_values_leave_no_run_open(self, tmp_path: Path) -> None:
+        import mlflow
+
+        logger = MLflowLogger()
+        play(logger, tmp_path, {"": 1.0, "loss": 2.0, "text": object()}, config={"": 1, "long": "x" * 10_000, 3: 4})
+        found = self.client(tmp_path).get_run(logger.run_id)
+        assert (found.info.status, found.data.metrics) == ("FINISHED", {"_": 1.0, "loss": 2.0})
+        assert mlflow.active_run() is None
 
     def test_a_run_that_is_active_is_used_and_left_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import mlflow

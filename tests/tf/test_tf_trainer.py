@@ -98,7 +98,7 @@ def test_a_missing_tensorflow_is_named_with_what_installs_it(monkeypatch: pytest
         return None if name == "tensorflow" else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(ImportError, match=r"needs `tensorflow`.*pip install \"tensorflow>="):
+    with pytest.raises(ImportError, match=r"needs `tensorflow`.*pip install .*\"tensorflow>="):
         TFTrainer(**CREATORS, num_workers=2)
 
 
