@@ -29,6 +29,7 @@ class GroupCalls:
         self._spec, self._members, self._platform = spec, members, platform
         self.unanswered: dict[int, Any] = {}
         self._listening: dict[Any, tuple[str, int]] = {}
+        self._has_listened = False
 
     def gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
@@ -62,19 +63,22 @@ class GroupCalls:
         """Lets every rank listen for the others, and then join them where they listen.
 
         Returns:
-            The answers of `join`; or the report of the step that failed.
+            The answers of `join`. Where a rank could not listen for the others, no other one has answered.
         """
         members = self._members
         hosts = hosts_of(members.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[w] for rank, w in enumerate(members.workers) if w in listening}
-        if not members.remote_ranks and not self._spec.connection.listens_alone:
+        # Who was in a group leaves it by listening for the next one.
+        if not members.remote_ranks and not self._spec.connection.listens_alone and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
+        self._has_listened |= bool(opening)
         calls = {rank: members.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self.gather(calls, on_wait)
-        if not opened.ok:
-            return opened
+        if not opened.ok:  # none was asked to join
+            failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
+            return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
         addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
         in_order = tuple(addresses[rank] for rank in range(len(hosts)))
         return self.gather(join(Rendezvous(in_order, members.is_on_one_node)), on_wait)

@@ -101,6 +101,14 @@ def test_ctrl_c_while_frozen_ranks_are_looked_at_ends_the_look_first(nth: int) -
         assert run(schedule).broken is None
 
 
+def test_a_new_worker_that_has_only_listened_when_the_last_survivor_dies_is_no_source() -> None:
+    ops = Op("load", 16), Op("apply", 14), Op("train", None, 6)
+    faults = Fault("die", "open", 3, 6), Fault("die but one", "step", 6, 3)
+    schedule = Schedule(7783, nodes=(2, 2), num_samples=23, heartbeat_s=3.0, ops=ops, faults=faults)
+    verdict = run(schedule)
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+
+
 @pytest.mark.parametrize("nth", range(1, 20))
 def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> None:
     ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)
