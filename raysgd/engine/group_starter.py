@@ -278,6 +278,7 @@ class GroupStarter:
                 logger.warning("could not restore the state: %s", words(classify(report)))
                 self._lifecycle.kill_group()
                 return False
+            self._snapshots.drop_incoming()
             self._take_answers(report)
         return True
 

@@ -264,7 +264,7 @@ class SnapshotKeeper(Generic[CallT]):
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Notes that the workers are gone: what they were sending will not come, and new ones count tokens from 1."""
+        """Notes that the replicas are gone: what they were sending will not come, and new ones count tokens from 1."""
         if self._coming is not None and not self._coming.needs_worker:
             self.poll(timeout_s=None)
         if self._coming is not None:

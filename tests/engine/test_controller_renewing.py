@@ -84,6 +84,14 @@ def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_
     assert trainer.walk(1) == [8, 8, 8], "the next call grows"
 
 
+def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:
+    trainer = Trainer(is_large=True)
+    trainer.cluster.transfer_s = 1000.0
+    trainer.walk(2)
+    assert trainer.walk(5, Lost((0, 1, 2)), Lost((1,))) == [7, 7]
+    assert trainer.group.replicas[0].landed_tokens == [None], "a copy was taken as if there were none on its way"
+
+
 def test_a_part_that_no_node_has_any_more_is_told_with_the_last_file() -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)
