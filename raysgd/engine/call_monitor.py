@@ -62,7 +62,8 @@ class CallMonitor:
         self._take_inside = take_inside
         self._hold = hold
         self._at_round = at_round
-        self._liveness: LivenessCheck[int] = LivenessCheck(lifecycle.spec.heartbeat_s, self._poll_rank, lifecycle.now)
+        self._infos: object = None
+        self._expect_no_answers()
         self._round_s = self._liveness.round_s(self._num_asked)
         self._next_round = lifecycle.now() + self._first_round_s(first_round_s)
         self._snapshot = 0
@@ -120,7 +121,20 @@ class CallMonitor:
         assert self._lifecycle.group is not None
         return self._lifecycle.group.poll(rank, call)
 
+    def _expect_no_answers(self) -> None:
+        self._liveness: LivenessCheck[int] = LivenessCheck(
+            self._lifecycle.spec.heartbeat_s, self._poll_rank, self._lifecycle.now
+        )
+
+    def _drop_debts(self) -> None:
+        """Where ranks were given to other workers: what a former one owes, its successor does not."""
+        infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
+        if infos is not self._infos:
+            self._infos = infos
+            self._expect_no_answers()
+
     def _poll(self) -> None:
+        self._drop_debts()
         polled = self._liveness.poll()
         for rank, found in polled.answers:
             if found.ok and found.value is not None:

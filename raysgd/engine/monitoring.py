@@ -42,7 +42,7 @@ class Monitoring:
         )
 
     def renew(self) -> CallMonitor | None:
-        """Drops what the ranks were asked before they change: what a lost one owes, its successor does not.
+        """Monitors what follows the call: a loss, or a change of the ranks that were held for it.
 
         Returns:
             The monitor until now, which knows how far the ranks were.

@@ -160,6 +160,19 @@ def test_a_rank_that_answers_again_in_time_is_left_alone() -> None:
     assert trainer.group.killed_ranks == []
 
 
+def test_a_new_worker_owes_no_answer_of_the_one_whose_rank_it_got() -> None:
+    trainer = Trainer(heartbeat_s=5.0)
+    trainer.cluster.silent = {1}
+
+    def happens(second: int) -> None:
+        if second == 4:
+            trainer.group.infos = list(trainer.group.infos)
+
+    trainer.during_calls(8, happens)
+    trainer.walk(5)
+    assert trainer.group.killed_ranks == []
+
+
 def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> None:
     trainer = Trainer(heartbeat_s=5.0, rejoins=False)
     trainer.walk(1)
