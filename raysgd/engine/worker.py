@@ -19,6 +19,7 @@ from raysgd import _logging
 from raysgd._logging import Note
 from raysgd.engine.connection import Connection
 from raysgd.engine.faults import describe_fault
+from raysgd.engine.forked_children import let_go_of_ray
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.slots import Slot
 from raysgd.engine.types import (
@@ -386,6 +387,7 @@ class _HostedProcess(WorkerProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        let_go_of_ray()
         super().__init__(*args, **kwargs)
 
     def _guarded(self, body: Callable[[], Any]) -> Any:
