@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.group_hooks import GroupHooks
+from raysgd.engine.history import Event
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import Handover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica, State, used_until
+from tests.simulator.schedule import LOSSES
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -64,8 +66,9 @@ class Invariants:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.hooks = Hooks()
-        self._formed_progress = 0
+        self._formed_progress: dict[str, int] = {}
         self._progress: dict[str, tuple[int, bool]] = {}
+        self._reasons_before: tuple[int, ...] | None = None
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -92,6 +95,11 @@ class Invariants:
 
     def check_formed(self, replica: SimReplica, handover: Handover) -> None:
         """A rank is in its new group: it knows no less than the most advanced of those that are there."""
+        if replica.world.rank == handover.source:
+            self._formed_progress.pop(replica.name, None)  # it comes last now
+            self._formed_progress[replica.name] = replica.replica_progress().progress
+        if self._simulation.process_of(replica).is_killed:  # it goes on for a while in a group that was given up
+            return
         members = self._members_of(replica)
         known = [self._progress[name] for name in members if name in self._progress]
         best = max((steps for steps, is_whole in known if is_whole), default=0)
@@ -101,8 +109,6 @@ class Invariants:
         self.require(replica.is_whole, "a group goes on from the middle of a step")
         self.check_size(replica.world.size)
         self.check_state(replica.state)
-        if replica.world.rank == handover.source:
-            self._formed_progress = replica.replica_progress().progress
 
     def check_size(self, num_workers: int) -> None:
         schedule = self._simulation.schedule
@@ -121,13 +127,19 @@ class Invariants:
         self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
 
+    def check_landed(self, process: Process, token: int | None, newest: int) -> None:
+        """A process hears only of copies that it has made."""
+        self.require(token is None or token <= newest, f"{process} has made {newest} copies; number {token} has landed")
+
     def check_spent(self, num_spent: int) -> None:
         """No retry is spent without something that may have cost one."""
         most = self._simulation.befalling.num_incidents
         self.require(num_spent <= most, f"{num_spent} retries were spent, but {most} things happened")
 
     def check_paid(self, progress: int) -> None:
-        self.require(progress == self._formed_progress, f"paid for {progress} steps, not for {self._formed_progress}")
+        members = {str(process.pid) for process in self._simulation.controller.group.processes}
+        formed = [steps for name, steps in self._formed_progress.items() if name in members][-1]
+        self.require(progress == formed, f"paid for {progress} steps, not for {formed}")
 
     def check_new_process(self, process: Process, reservation: SimReservation, index: int) -> None:
         """A slot has one worker at a time."""
@@ -153,6 +165,26 @@ class Invariants:
             self.require(not num_uncovered, f"{num_uncovered} calls are not covered by a snapshot")
         if every_s == "auto":
             self.require(snapshots.replay_s <= MOST_REPLAY_S, f"{snapshots.replay_s:.0f} s would have to be repeated")
+
+    @property
+    def reasons(self) -> tuple[int, ...]:
+        """How much there was so far for which workers may be lost."""
+        befalling = self._simulation.befalling
+        return befalling.num_incidents, *(befalling.kinds[kind] for kind in (*LOSSES, "slow", "poison", "load long"))
+
+    def check_reasons(self, before: tuple[int, ...], events: Sequence[Event], is_training: bool) -> None:
+        """Workers are lost for a reason: something befell them since the beginning of the last training call."""
+        processes = self._simulation.cluster.processes
+        has_frozen = any(each.outlives_kill or (each.is_frozen and not each.is_dead) for each in processes)
+        is_quiet = self._reasons_before == self.reasons and not has_frozen
+        lost = [str(event) for event in events if event.is_loss or event.kind == "hung"]
+        self.require(not is_quiet or not lost, f"without a reason: {lost}")
+        if is_training:
+            self._reasons_before = before
+
+    def forget_reasons(self) -> None:
+        """After a call that raised: who knows what it has left."""
+        self._reasons_before = None
 
     def check_between_calls(self) -> None:
         """Nothing is left over that no one knows of."""

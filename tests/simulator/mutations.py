@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, group_former, in_place, snapshots, standby
+from raysgd.engine import call_monitor, controller, group_former, in_place, snapshots, standby
 from raysgd.engine.call import Call
+from raysgd.engine.call_monitor import CallMonitor
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group_former import GroupFormer, NextGroup
@@ -24,6 +25,7 @@ from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.snapshotting import Snapshotting
 from raysgd.engine.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.step_hold import StepHold
 from raysgd.engine.survivors import Survivors
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
@@ -369,6 +371,18 @@ _INSIDE = tuple(
     Schedule(seed, snapshot_every=1, rejoins=False, ops=(Op("steps", 8),), faults=(Fault("die", "merge", 6),))
     for seed in range(5)
 )
+_BROKEN_OFF = tuple(
+    Schedule(
+        seed,
+        snapshot_every=1,
+        regroups=False,
+        rejoins=False,
+        num_samples=40,
+        ops=(Op("steps", 8, 0), Op("train")),
+        faults=(Fault("die", "merge", 6), Fault("die", "merge", 7)),
+    )
+    for seed in range(20)
+)
 _FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
 _LOADING = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),)) for seed in range(10))
 _ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
@@ -394,6 +408,78 @@ _LOOKED_AT = tuple(
 )
 
 
+class _Agreeing:
+    """A group whose ranks all seem to agree."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def ask_beside(self, method: str, *args: Any, ranks: Any = None) -> dict[int, Any]:
+        found = self._group.ask_beside(method, *args, ranks=ranks)
+        return dict.fromkeys(ranks, args[-1]) if ranks is not None and ranks != [0] else found
+
+
+def _agrees_with_all(real: Any) -> Any:
+    def agree(self: StepHold, group: Any, steps_per_s: float) -> None:
+        real(self, _Agreeing(group), steps_per_s)
+
+    return agree
+
+
+def _takes_any_number(real: Any) -> Any:
+    """Each rank gives the newest that it has, whatever was asked for."""
+    return lambda replica, number: replica.part_of_snapshot(replica.inside.newest or number)
+
+
+def _keeps_silent(real: Any) -> Any:
+    def settle(self: Survivors, *args: Any) -> list[int]:
+        return sorted({*real(self, *args), *self.silent})
+
+    return settle
+
+
+def _keeps_token(real: Any) -> Any:
+    def drop(self: SnapshotKeeper[Any]) -> None:
+        token = self.landed_token
+        real(self)
+        self.landed_token = token
+
+    return drop
+
+
+def _keeps_incoming(real: Any) -> Any:
+    def drop(self: SnapshotKeeper[Any]) -> None:
+        self.landed_token = None
+
+    return drop
+
+
+def _covers_one_less_inside(real: Any) -> Any:
+    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+        last = self._calls[-1:] if captures[0].progress is not None else []
+        real(self, captures, fetch, is_first=is_first)
+        if last and captures[0].token is not None:
+            self._num_covered -= 1
+        elif last:
+            self._calls[:0], self._call_s[:0] = last, [0.0]
+
+    return take
+
+
+def _infos_reversed(real: Any) -> Any:
+    return lambda self, workers, infos: real(self, workers, infos[::-1])
+
+
+def _orphans_lost(real: Any) -> Any:
+    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
+        return real(self, survivors, joining, replace(handover, orphans=()), on_wait)
+
+    return regroup
+
+
 def _forget_stuck(real: Any) -> Any:
     def let_finish(self: Survivors, *args: Any) -> set[int]:
         lost: set[int] = real(self, *args)
@@ -412,59 +498,55 @@ def _form_with_the_stateless(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (346,)),
+    Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (1148,)),
     Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
-    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
-    Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
-    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (7,)),
-    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (35,)),
-    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (3,)),
+    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
+    Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (11,)),
+    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (18,)),
+    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (5,)),
+    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source",
-        group_former,
-        "choose_source",
-        _source(lambda r: r.progress),
-        (340,),
+        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (29,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
         group_former,
         "choose_source",
         _source(lambda r: r.is_whole),
-        (340,),
+        (29,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (479,)),
-    Mutation("survivors keep their own states", in_place, "takers", always(()), (390,)),
-    Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (7,)),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", in_place, "takers", always(()), (29,)),
+    Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
-    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (3,)),
-    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (551,)),
-    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (551,)),
+    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
+    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
+    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
     Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
-    Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (3,)),
-    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (207,)),
+    Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
+    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (1,)),
     Mutation(
-        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (16,)
+        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (1,)
     ),
-    Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (40,)),
-    Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (40,)),
-    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (46,)),
-    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (16,)),
-    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (16,)),
-    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (12,)),
-    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (3,)),
-    Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (3,)),
+    Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
+    Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
+    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (31,)),
+    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (6,)),
+    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (6,)),
+    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (25,)),
+    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (0,)),
+    Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
     Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (16,)),
-    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (16,)),
-    Mutation("a held call counts as finished", controller, "_is_held", always(False), (18,)),
-    Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (7,)),
-    Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (46,)),
-    Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (18,)),
-    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (46,)),
+    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (0,)),
+    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (6,)),
+    Mutation("a held call counts as finished", controller, "_is_held", always(False), (126,)),
+    Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
+    Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
+    Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
+    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (141,)),
     Mutation(
         "workers that do not work while they start are waited for",
         StartupCheck,
@@ -479,22 +561,38 @@ MUTATIONS = (
     ),
     Mutation("workers may load without an end", standby, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
-    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (347,)),
+    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
     Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
-    Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (9,)),
-    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (9,)),
-    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (176,)),
+    Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
+    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (6,)),
+    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (33,)),
     Mutation(
         "a load whose state could not be stored is not repeated",
         SnapshotKeeper,
         "expect",
         _expects_without_the_call,
-        (224,),
+        (16,),
     ),
-    Mutation("copies are never due", SnapshotPace, "is_due", always(False), (5,)),
-    Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (424,)),
-    Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (134,)),
+    Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
+    Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (308,)),
+    Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
+    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (893,)),
+    Mutation(
+        "each rank gives its newest snapshot inside a call", call_monitor, "_part_of_snapshot", _takes_any_number, (29,)
+    ),
+    Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (161,)),
+    Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
+    Mutation(
+        "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
+    ),
+    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (625,)),
+    Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (128,)),
+    Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
+    Mutation("what was measured on a left node is lost", WorkerGroup, "regroup", _orphans_lost, (), (_GROWN,)),
+    Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (68,)),
+    Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
+    Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
@@ -16,17 +17,18 @@ from tests.simulator.network import LostConnectionError, SimConnection
 from tests.simulator.replica import SimReplica
 
 LOOK_S = 2.0
+_NEVER = float("inf")
 _LANES = {"describe": "signs", "interrupt": "signs", "beside": "beside", "stack": "beside", "send": "sending"}
 
 
 class Call(Future):
     """A call of a worker, as the driver sees it: its value is what arrives, its error a `Failure`."""
 
-    __slots__ = ("info", "method")
+    __slots__ = ("method", "pid")
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, pid: int = 0) -> None:
         super().__init__()
-        self.method = method
+        self.method, self.pid = method, pid
 
     def outcome(self, rank: int) -> Outcome:
         if not self.is_done:
@@ -40,8 +42,11 @@ class Host(Protocol):
     """What a process needs of the simulation."""
 
     kernel: Kernel
+    rng: random.Random
     copy_s: float
     """How long a copy of the state takes."""
+    late_s: float
+    """How long what is asked beside the work waits at most, because something else has the interpreter."""
 
     def travel_s(self) -> float:
         """How long a message is on its way."""
@@ -86,6 +91,9 @@ class Process:
         watch: The last look of another process at it.
         outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
         is_driver: Whether it is the driver itself, whose end is the end of all.
+        died_at: When it ended.
+        thawed_at: When it last went on after it was frozen.
+        answered_at: When its last answer arrived.
         num_repeated: So many of the next questions that are asked beside its work arrive twice.
     """
 
@@ -96,6 +104,7 @@ class Process:
         self.replica: SimReplica | None = None
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
         self.loads = self.is_endless = False
+        self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
         self.watch: Call | None = None
         self._is_seen = True
         self._parked: list[Callable[[], None]] = []
@@ -117,7 +126,7 @@ class Process:
     # ------------------------------------------------------------------------------------ calls
 
     def submit(self, method: str, args: tuple[Any, ...]) -> Call:
-        call = Call(method)
+        call = Call(method, self.pid)
         call.then(self.host.kernel.note_answer)
         if self.is_dead:
             self.host.kernel.after(self.host.travel_s(), lambda: call.set(error=death(-1, "it was dead already")))
@@ -125,8 +134,17 @@ class Process:
         self._open[call] = None
         for each in (call, Call(method)) if self._is_repeated(method) else (call,):
             task = getattr(self, f"_{method}")(*args)
-            self.host.kernel.after(self.host.travel_s(), lambda each=each, task=task: self._enqueue(each, task))
+            self.host.kernel.after(self._way_s(method), lambda each=each, task=task: self._enqueue(each, task))
         return call
+
+    def _way_s(self, method: str) -> float:
+        """How long it takes until this is looked at; what is asked beside the work keeps its order."""
+        way_s = self.host.travel_s()
+        if _LANES.get(method) != "beside" or not self.host.late_s:
+            return way_s
+        now = self.host.kernel.now
+        self._looks_at = max(self._looks_at, now + way_s + self.host.late_s * self.host.rng.random())
+        return self._looks_at - now
 
     def _is_repeated(self, method: str) -> bool:
         if method not in _LANES or not self.num_repeated:
@@ -184,6 +202,7 @@ class Process:
 
     def _arrive(self, call: Call, value: Any, failure: Failure | None) -> None:
         self._open.pop(call, None)
+        self.answered_at = self.host.kernel.now
         call.set(value, failure)
 
     def _failure(self, error: Exception) -> Failure:
@@ -208,7 +227,7 @@ class Process:
         """Ends it; the driver hears of that a little later, and so do the ranks that wait for it."""
         if self.is_dead:
             return
-        self.is_dead = True
+        self.is_dead, self.died_at = True, self.host.kernel.now
         if not self.is_killed:
             self.host.note_death()
         for running in self._running.values():
@@ -240,6 +259,7 @@ class Process:
         if not self.is_frozen or self.is_dead:
             return
         self.is_frozen = self.loads = False
+        self.thawed_at = self.host.kernel.now
         parked, self._parked = self._parked, []
         for go_on in parked:
             self.host.kernel.soon(go_on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.call import Call
@@ -59,7 +60,7 @@ class Program:
         self._is_exact = True
         self._has_stop = False
         self._file = Snapshot(State(), ((0, 0),))
-        self._num_loads = 0
+        self._num_loads, self._numbers = 0, count(1)
         self._possible: list[State] = []
         self._before_raised: list[State] = []  # what a loss may go back to until a snapshot has what a failed call did
         schedule = simulation.schedule
@@ -97,7 +98,7 @@ class Program:
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
         was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
-        num_events = len(simulation.controller.history.events)
+        num_events, reasons = len(simulation.controller.history.events), self._invariants.reasons
         self.is_in_call = self.is_in_call or is_first
         try:
             value = getattr(self, f"_{op.kind}")(op, budget)
@@ -106,6 +107,7 @@ class Program:
             raise
         except BaseException as error:
             self._judge(error, op, budget, before)
+            self._invariants.forget_reasons()
             simulation.tell(f"RAISED {type(error).__name__}: {str(error)[:300]}")
             return False
         finally:
@@ -123,6 +125,8 @@ class Program:
                 self._invariants.check_covered(must_follow or op.kind == "apply")
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
+                events = simulation.controller.history.events[num_events:]
+                self._invariants.check_reasons(reasons, events, op.kind in ("train", "steps"))
             self._invariants.check_between_calls()
         return True
 
@@ -147,8 +151,11 @@ class Program:
         self._controller.start()
 
     def _train(self, op: Op, budget: WatchedBudget) -> State:
+        base, is_exact = self.committed, self._is_exact
         state = self._walked(None, budget)
         self._invariants.require(state.consumed == 0, f"a pass ended in its middle: {state}")
+        if is_exact and self._is_alone and self._is_joint_batch_constant:
+            self._invariants.require(state.epoch == base.epoch + 1, f"a pass led from {base} to {state}")
         return state
 
     def _steps(self, op: Op, budget: WatchedBudget) -> State:
@@ -162,16 +169,24 @@ class Program:
         return state
 
     def _walked(self, num_steps: int | None, budget: WatchedBudget) -> State:
+        number = next(self._numbers)
         call = Call(
             walk,
-            lambda worlds: [(num_steps,)] * len(worlds),
+            lambda worlds: [(number, num_steps)] * len(worlds),
             changes_state=True,
             keeps_alike=True,
             resume=walk_on,
         )
+        before, events = self.committed, self._simulation.controller.history.events
+        num_events = len(events)
         walked: list[Walked] = self._controller.run(call, budget=budget)
+        is_own = num_steps is None or {each.num_steps for each in walked} == {num_steps}
+        self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
         state = self._one([each.state for each in walked])
-        self._check_measured(walked, state)
+        is_in_peace = (
+            self._is_alone and self._is_exact and {each.kind for each in events[num_events:]} <= {"grown", "left"}
+        )
+        self._check_measured(walked, state, before if is_in_peace else None)
         self._commit(state)
         return state
 
@@ -201,6 +216,8 @@ class Program:
     def _look(self, op: Op, budget: WatchedBudget) -> State:
         state = self._one(self._controller.run(Call(look), budget=budget))
         self._commit(state, is_change=False)
+        if not self._before_raised:  # what a failed call has left is known now, and nothing can go back behind it
+            self.committed, self._is_exact, self._possible = state, True, []
         return state
 
     def _snapshot(self, op: Op, budget: WatchedBudget) -> State:
@@ -296,8 +313,8 @@ class Program:
         """What of a state is still there after it."""
         return state if self._is_joint_batch_constant else State(noted=state.noted)
 
-    def _check_measured(self, walked: Sequence[Walked], state: State) -> None:
-        """No sample is measured twice, nor one that was not used."""
+    def _check_measured(self, walked: Sequence[Walked], state: State, before: State | None) -> None:
+        """No sample is measured twice, nor one that was not used; and all that were used where no worker was lost."""
         for epoch, used in enumerate(state.used):
             masks = [each.measured[epoch] for each in walked if len(each.measured) > epoch]
             self._invariants.require(sum(masks) & ~used == 0, f"measured more of pass {epoch} than was used")
@@ -305,6 +322,11 @@ class Program:
             for mask in masks:
                 self._invariants.require(together & mask == 0, f"samples of pass {epoch} were measured twice")
                 together |= mask
+            if before is not None:
+                due = used & ~(before.used[epoch] if epoch < len(before.used) else 0)
+                self._invariants.require(
+                    together == due, f"of pass {epoch}, {together:b} was measured instead of {due:b}"
+                )
 
     def _judge(self, error: BaseException, op: Op, budget: WatchedBudget, before: Any) -> None:
         """Whether this error is one that this call may raise."""

@@ -59,10 +59,15 @@ class Walked:
 
 @dataclass
 class Run:
-    """One training call on one replica."""
+    """One training call on one replica.
 
+    Attributes:
+        call: Which call of the user's program it is.
+        requested: How many steps it is to take; None for the rest of the pass.
+    """
+
+    call: int
     requested: int | None
-    began: int
     steps: int = 0
     measured: tuple[int, ...] = ()
     is_finished: bool = False
@@ -102,6 +107,9 @@ class Surroundings(Protocol):
 
     def check_state(self, state: State) -> None:
         """After a step, on each rank."""
+
+    def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
+        """When a rank hears which of its copies has landed."""
 
     def check_formed(self, replica: SimReplica, handover: Handover) -> None:
         """After a rank has taken its place in another group."""
@@ -144,6 +152,7 @@ class SimReplica:
         self.is_walking = False
         self.hold_number = 0
         self.copies = PendingCopies()
+        self._newest_token = 0
         self.inside = MidCallSnapshots(around.snapshot_every)
 
     # ------------------------------------------------------------------------------------ its state
@@ -152,18 +161,22 @@ class SimReplica:
         return f"rank {self.world.rank} of {self.world.size}"
 
     def capture(self, landed_token: int | None) -> Capture:
+        if not self.world.rank:
+            self.around.check_landed(self, landed_token, self._newest_token)
         self.copies.drop_landed(landed_token)
         return self._with_copy(Capture(self.own))
 
     def _capture_inside(self, run: Run) -> Capture:
         self.copies.drop_unclaimed()
-        progress = (run.steps, run.requested, run.began, run.measured)
+        progress = (run.steps, run.call, run.requested, run.measured)
         return self._with_copy(Capture(self.own, progress=progress))
 
     def _with_copy(self, part: Capture) -> Capture:
         if self.world.rank:
             return part
-        return self.copies.add(part, self.state, 10**6 if self.around.is_large else 10)
+        kept = self.copies.add(part, self.state, 10**6 if self.around.is_large else 10)
+        self._newest_token = kept.token or self._newest_token
+        return kept
 
     @property
     def own(self) -> tuple[int, int]:
@@ -182,8 +195,8 @@ class SimReplica:
 
     def restore_inside(self, shared_state: State, own_state: Any, first: Any, parts: Iterable[Any]) -> None:
         self.restore(shared_state, own_state)
-        steps, requested, began, _ = first
-        self.run = Run(requested, began, steps)
+        steps, call, requested, _ = first
+        self.run = Run(call, requested, steps)
         for part in parts:
             self.run.count(part[3])
 
@@ -207,7 +220,7 @@ class SimReplica:
         yield from self.around.point("regroup", self)
         if world.rank == handover.source and handover.takers:
             run = self.run
-            told = None if run is None else (run.steps, run.requested, run.began, run.is_finished)
+            told = None if run is None else (run.steps, run.call, run.requested, run.is_finished)
             self.connection.send("handover", (self.state, told))
             yield from self.around.point("sent", self)
         elif world.rank in handover.takers:
@@ -220,14 +233,14 @@ class SimReplica:
         self.around.check_formed(self, handover)
         return self.setup()
 
-    def _take_over(self, state: State, told: tuple[int, int | None, int, bool] | None) -> None:
+    def _take_over(self, state: State, told: tuple[int, int, int | None, bool] | None) -> None:
         self.state, self.is_whole = state, True
         if told is None:
             self.run = None
             return
-        steps, requested, began, is_finished = told
+        steps, call, requested, is_finished = told
         measured = self.run.measured if self.run is not None else ()
-        self.run = Run(requested, began, steps, measured, is_finished)
+        self.run = Run(call, requested, steps, measured, is_finished)
 
     # ------------------------------------------------------------------------------------ beside its work
 
@@ -263,17 +276,18 @@ class SimReplica:
 
     # ------------------------------------------------------------------------------------ calls
 
-    def walk(self, num_steps: int | None) -> Task:
+    def walk(self, call: int, num_steps: int | None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
         self.inside.clear()
         self.is_whole = True
-        self.run = Run(num_steps, self.state.steps)
+        self.run = Run(call, num_steps)
         return (yield from self._go_through(self.run))
 
-    def walk_on(self, num_steps: int | None) -> Task:
+    def walk_on(self, call: int, num_steps: int | None) -> Task:
         run = self.run
         if run is None:
-            return (yield from self.walk(num_steps))
+            return (yield from self.walk(call, num_steps))
+        assert run.call == call, f"call {call} goes on inside call {run.call}"
         if run.answer is not None:
             return run.answer
         if run.is_finished:
@@ -357,12 +371,12 @@ def stepped(state: State, consumed: int, num_samples: int, samples: Sequence[int
     return State(state.epoch + 1, 0, steps, weights, (*used, 0), state.noted)
 
 
-def walk(replica: SimReplica, num_steps: int | None) -> Task:
-    return replica.walk(num_steps)
+def walk(replica: SimReplica, call: int, num_steps: int | None) -> Task:
+    return replica.walk(call, num_steps)
 
 
-def walk_on(replica: SimReplica, num_steps: int | None) -> Task:
-    return replica.walk_on(num_steps)
+def walk_on(replica: SimReplica, call: int, num_steps: int | None) -> Task:
+    return replica.walk_on(call, num_steps)
 
 
 def note(replica: SimReplica, number: int) -> Task:

@@ -16,7 +16,6 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import Clock, ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.types import Handover, World
-from raysgd.engine.worker_group import WorkerGroup
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
 from tests.simulator.kernel import Kernel, Lock, Stopped
@@ -26,6 +25,7 @@ from tests.simulator.processes import Process
 from tests.simulator.program import Program
 from tests.simulator.replica import SimReplica, State
 from tests.simulator.schedule import Schedule
+from tests.simulator.watched import WatchedGroup
 
 SELDOM = 20_000  # new objects between two searches of Python for what is not used any more
 SETTLE_S = 60.0  # longer than any process is frozen that goes on later
@@ -87,7 +87,7 @@ class Simulation:
                 schedule.num_workers, schedule.min_workers, draw=lambda: 0.5, num_local=int(schedule.use_local)
             ),
             FailurePolicy(schedule.rejoins),
-            make_group=partial(WorkerGroup, platform=self.platform),
+            make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel)),
             release_timeout_s=10.0,
@@ -121,6 +121,10 @@ class Simulation:
     @property
     def copy_s(self) -> float:
         return self.schedule.copy_s
+
+    @property
+    def late_s(self) -> float:
+        return self.schedule.late_s
 
     def _make_process(self, pid: int, node: str, is_driver: bool) -> Process:
         return Process(self, pid, node, SimConnection(self.network), is_driver)
@@ -192,6 +196,9 @@ class Simulation:
 
     def check_state(self, state: State) -> None:
         self.invariants.check_state(state)
+
+    def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
+        self.invariants.check_landed(self.process_of(replica), token, newest)
 
     def check_formed(self, replica: SimReplica, handover: Handover) -> None:
         self.invariants.check_formed(replica, handover)

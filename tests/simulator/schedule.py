@@ -58,10 +58,14 @@ SIMPLER = (
     "use_local",
     "snapshot_every_s",
     "copy_s",
+    "late_s",
 )
 """What of a schedule is simplest as it is by itself."""
 
 IN_DRIVER = ("interrupt", "stop")
+
+NUM_FAULTS = (1, 2, 3, 4, 6, 9, 12)
+"""How many a schedule has. Chosen by how soon one half of the faults in `mutations` is found: see `rates`."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Schedule:
         use_local: Whether rank 0 is the driver.
         snapshot_every_s: As for `GroupSpec`.
         copy_s: How long a copy of the state takes.
+        late_s: How long what is asked of a worker beside its work waits at most.
     """
 
     seed: int
@@ -117,6 +122,7 @@ class Schedule:
     use_local: bool = False
     snapshot_every_s: EverySeconds = 0.0
     copy_s: float = 0.0
+    late_s: float = 0.0
     ops: tuple[Op, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
 
@@ -145,7 +151,7 @@ def drawn(seed: int) -> Schedule:
     num_spares = rng.choice([0, 0, 0, 1, 2])
     num_nodes = rng.choice([1, 2, 2, 3])
     extra = rng.choice([0, 0, 1, 3])
-    regroups = rng.random() < 0.85
+    regroups = rng.random() < 0.8
     num_samples = rng.choice([8, 16, 23, 40])
     is_rare = rng.random() < 0.4
     schedule = Schedule(
@@ -156,18 +162,19 @@ def drawn(seed: int) -> Schedule:
         num_spares=num_spares if regroups else 0,
         num_samples=num_samples,
         batch_size=rng.choice([2, 4, 6]),
-        rejoins=regroups and rng.random() < 0.9,
+        rejoins=regroups and rng.random() < 0.85,
         regroups=regroups,
         renews=not regroups and seed % 2 == 1,
         is_large=rng.random() < 0.5,
         has_halves=rng.random() < 0.2,
-        snapshot_every=rng.choice([None, None, 1, 3]),
-        resize_check_s=rng.choice([None, None, 0.5, 2.0]),
+        snapshot_every=rng.choice([None, None, 1, 2, 3]),
+        resize_check_s=rng.choice([None, 0.5, 2.0]),
         tells=rng.random() < 0.75,
         heartbeat_s=rng.choice([3.0, 5.0, 10.0]),
         use_local=num_workers > 1 and rng.random() < 0.2,
         snapshot_every_s=rng.choice(["auto", "auto", 1.0, 3.0, 10.0, None]) if is_rare else 0.0,
         copy_s=rng.choice([0.0005, 0.02, 0.1, 0.5]) if is_rare else 0.0,
+        late_s=rng.choice([0.0, 0.0, 0.0, 0.4, 1.2, 2.5]),
     )
     return replace(schedule, ops=_ops(rng), faults=_faults(rng))
 
@@ -188,6 +195,7 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
         "steps",
         "note",
         "look",
+        "look",
         "apply",
         "load",
         "save",
@@ -207,7 +215,7 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:
-    return tuple(_fault(rng) for _ in range(rng.choice([0, 1, 2, 3, 3, 4, 6, 9])))
+    return tuple(_fault(rng) for _ in range(rng.choice(NUM_FAULTS)))
 
 
 def _fault(rng: random.Random) -> Fault:
@@ -215,7 +223,7 @@ def _fault(rng: random.Random) -> Fault:
     if drawn < 0.62:
         kind = rng.choice([*LOSSES, "die", "die", "die"])
     elif drawn < 0.88:
-        kind = rng.choice(OTHERS)
+        kind = rng.choice([*OTHERS, "drain", "drain", "room comes"])
     else:
         return Fault(rng.choice(IN_DRIVER), "wait", rng.randint(1, 2 * POINTS["wait"]), rng.randrange(4))
     point = rng.choice(LOADING if kind == "load long" else [*POINTS, "merge", "merge", "step"])

@@ -1,0 +1,77 @@
+"""The engine's group as it is, with checks of whom it counts on, who steps in, and who is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raysgd.engine.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.types import GroupReport, Outcome
+from raysgd.engine.worker_group import WorkerGroup
+from tests.simulator.processes import Process
+
+if TYPE_CHECKING:
+    from tests.simulator.invariants import Invariants
+
+_JUST_S = 5.0  # what is silent is told of first, which takes a while
+
+
+class WatchedStandby(StandbyWorkers):
+    """Checks that who steps in was alive when it was chosen."""
+
+    invariants: Invariants
+    taken: list[Process]
+
+    def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
+        began = self._platform.now()
+        found: list[StandbyWorker] = super().take(count, timeout_s, on_wait)
+        for process in map(_process_of, found):
+            self.taken.append(process)
+            self.invariants.require(process.died_at >= began, f"{process} was dead already when it was to step in")
+        return found
+
+
+class WatchedGroup(WorkerGroup):
+    """Checks every change of a group."""
+
+    def __init__(self, *args: Any, platform: Any, invariants: Invariants) -> None:
+        super().__init__(*args, platform=platform)
+        self._invariants = invariants
+        self.standby = WatchedStandby(self._spec, self.slots, platform)
+        self.standby.invariants, self.standby.taken = invariants, []
+
+    @property
+    def processes(self) -> list[Process]:
+        return [worker.process for worker in self._members.workers]  # type: ignore[union-attr]
+
+    def settle(self, report: GroupReport, *args: Any) -> list[int]:
+        unanswered = set(self._calls.unanswered)
+        survivors = super().settle(report, *args)
+        for rank in unanswered.intersection(survivors):
+            process = self.processes[rank]
+            is_known = process.is_driver or self._platform.now() - process.answered_at < self._spec.heartbeat_s
+            self._invariants.require(is_known, f"{process} has been silent for too long, and counts as a survivor")
+        return survivors
+
+    def poll(self, rank: int, call: Any) -> Outcome:
+        asked = [process.pid for process in self.processes[rank : rank + 1]]
+        self._invariants.require(asked == [call.pid], f"an answer of process {call.pid} is expected of rank {rank}")
+        return super().poll(rank, call)
+
+    def kill_rank(self, rank: int) -> None:
+        process = self.processes[rank]
+        is_stuck = rank in self._survivors.stuck
+        is_silent = process.is_dead or process.is_frozen or process.thawed_at > self._platform.now() - _JUST_S
+        self._invariants.require(is_stuck or is_silent, f"{process} was ended by force, though it answers")
+        super().kill_rank(rank)
+
+    def kill(self, timeout_s: float = 5.0) -> None:
+        left = [each for each in self.standby.taken if each not in self.processes and not each.is_killed]
+        dead = [each for each in left if not each.is_dead]
+        self._invariants.require(self.is_ended or not dead, f"taken, and neither in the group nor ended: {dead}")
+        super().kill(timeout_s)
+
+
+def _process_of(standby_worker: Any) -> Process:
+    process: Process = standby_worker.worker.process
+    return process
