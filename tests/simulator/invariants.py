@@ -127,6 +127,18 @@ class Invariants:
         self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
 
+    def lost_measures(self, call: int) -> list[tuple[int, ...]]:
+        """What was not measured in this call, or by ranks that were lost, not those whose nodes were going away."""
+        found: list[tuple[int, ...]] = []
+        for process in self._simulation.cluster.processes:
+            run = process.replica.run if process.replica is not None else None
+            if run is not None and run.call == call:
+                found += (*run.dropped, run.measured, run.given) if process.is_lost else run.dropped
+        return found
+
+    def leaving_nodes(self) -> set[str]:
+        return {node.name for node in self._simulation.cluster.nodes.values() if node.is_leaving}
+
     def check_landed(self, process: Process, token: int | None, newest: int) -> None:
         """A process hears only of copies that it has made."""
         self.require(token is None or token <= newest, f"{process} has made {newest} copies; number {token} has landed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -177,16 +177,13 @@ class Program:
             keeps_alike=True,
             resume=walk_on,
         )
-        before, events = self.committed, self._simulation.controller.history.events
-        num_events = len(events)
+        before, is_exact = self.committed, self._is_exact
         walked: list[Walked] = self._controller.run(call, budget=budget)
         is_own = num_steps is None or {each.num_steps for each in walked} == {num_steps}
         self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
         state = self._one([each.state for each in walked])
-        is_in_peace = (
-            self._is_alone and self._is_exact and {each.kind for each in events[num_events:]} <= {"grown", "left"}
-        )
-        self._check_measured(walked, state, before if is_in_peace else None)
+        is_known = self._is_alone and is_exact and self._is_joint_batch_constant
+        self._check_measured(walked, state, number, before if is_known else None)
         self._commit(state)
         return state
 
@@ -313,20 +310,20 @@ class Program:
         """What of a state is still there after it."""
         return state if self._is_joint_batch_constant else State(noted=state.noted)
 
-    def _check_measured(self, walked: Sequence[Walked], state: State, before: State | None) -> None:
-        """No sample is measured twice, nor one that was not used; and all that were used where no worker was lost."""
+    def _check_measured(self, walked: Sequence[Walked], state: State, call: int, before: State | None) -> None:
+        """No sample is measured twice, nor one that was not used; and all that were used, but by lost ranks."""
         for epoch, used in enumerate(state.used):
-            masks = [each.measured[epoch] for each in walked if len(each.measured) > epoch]
+            masks = _masks([each.measured for each in walked], epoch)
             self._invariants.require(sum(masks) & ~used == 0, f"measured more of pass {epoch} than was used")
             together = 0
             for mask in masks:
                 self._invariants.require(together & mask == 0, f"samples of pass {epoch} were measured twice")
                 together |= mask
             if before is not None:
-                due = used & ~(before.used[epoch] if epoch < len(before.used) else 0)
-                self._invariants.require(
-                    together == due, f"of pass {epoch}, {together:b} was measured instead of {due:b}"
-                )
+                missing = used & ~sum(_masks([before.used], epoch)) & ~together
+                for mask in _masks(self._invariants.lost_measures(call), epoch):
+                    missing &= ~mask
+                self._invariants.require(not missing, f"of pass {epoch}, {missing:b} was used and not measured")
 
     def _judge(self, error: BaseException, op: Op, budget: WatchedBudget, before: Any) -> None:
         """Whether this error is one that this call may raise."""
@@ -362,3 +359,7 @@ class Program:
 
 def _noting(state: State, noted: Sequence[int]) -> State:
     return state._replace(noted=(*state.noted, *noted))
+
+
+def _masks(passes: Iterable[Sequence[int]], epoch: int) -> list[int]:
+    return [each[epoch] for each in passes if len(each) > epoch]

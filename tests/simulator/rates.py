@@ -1,12 +1,17 @@
-"""How many schedules it takes to find each fault of the table, by random seeds alone."""
+"""How many schedules it takes to find each fault of the table, by random seeds alone.
+
+python -m tests.simulator.rates --searches 20
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import argparse
+import math
+import statistics
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 from tests.simulator.mutations import MUTATIONS, Mutation
@@ -17,34 +22,75 @@ MOST_SCHEDULES = 2000
 APART = 10**6
 """Between the first seeds of two searches."""
 
+_Z = 1.96
+
 
 @dataclass(frozen=True)
-class Search:
-    """What searches for one fault came to.
+class Searches:
+    """What the searches for one fault came to.
 
     Attributes:
         words: The fault.
-        counts: For each search, how many schedules it took; None where all of them found nothing.
+        counts: For each search, how many schedules it took; None for one that found nothing.
     """
 
     words: str
-    counts: tuple[int | None, ...]
+    counts: Sequence[int | None]
+
+    @property
+    def found(self) -> list[int]:
+        return [count for count in self.counts if count is not None]
+
+    def as_row(self) -> str:
+        median = f"{statistics.median(self.found):.0f}" if self.found else ""
+        low, high = interval(len(self.found), len(self.counts))
+        return f"| {self.words} | {len(self.found)} of {len(self.counts)} | {low:.0%} to {high:.0%} | {median} |"
 
 
-def searched(indices: list[int], num_searches: int, num_processes: int = 2) -> Iterator[Search]:
-    """Searches for these faults of the table, each several times."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        yield from pool.map(partial(_search, num_searches), indices)
+def interval(num_found: int, num: int) -> tuple[float, float]:
+    """The interval of Wilson, 95 %, for a share that was seen in so many tries."""
+    share, spread = num_found / num, _Z**2 / num
+    middle = share + spread / 2
+    half = _Z * math.sqrt(share * (1 - share) / num + spread / num / 4)
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
 
 
-def _search(num_searches: int, index: int) -> Search:
-    mutation = MUTATIONS[index]
+def is_for_weights(mutation: Mutation) -> bool:
+    """Whether a fault is in the half by which the weights of the seeds were chosen."""
+    return zlib.crc32(mutation.words.encode()) % 2 == 0
+
+
+def search(mutation: Mutation, first: int, most: int = MOST_SCHEDULES) -> int | None:
+    """How many schedules it takes to find a fault, from this seed on; None where `most` do not find it."""
     with quiet(), mock.patch.object(mutation.owner, mutation.name, mutation.replacement):
-        return Search(mutation.words, tuple(_count(mutation, APART * (each + 1)) for each in range(num_searches)))
+        return next((number for number in range(1, most + 1) if run(drawn(first + number - 1)).broken), None)
 
 
-def _count(mutation: Mutation, first: int) -> int | None:
-    found = (number for number in range(MOST_SCHEDULES) if run(drawn(first + number)).broken is not None)
-    number = next(found, None)
-    return None if number is None else number + 1
+def as_table(all_searches: Iterable[Searches]) -> str:
+    """The faults that some search did not find, least found first; then those that each found, and all of them."""
+    ordered = sorted(all_searches, key=lambda each: len(each.found))
+    missed = [each for each in ordered if len(each.found) < len(each.counts)]
+    others = ordered[len(missed) :]
+    sums = _together(f"{len(others)} others", others), _together(f"all {len(ordered)}", ordered)
+    head = f"| fault | found within {MOST_SCHEDULES} | 95 % interval | schedules, median |", "|---|---|---|---|"
+    return "\n".join([*head, *(each.as_row() for each in [*missed, *sums])])
+
+
+def _together(words: str, all_searches: Iterable[Searches]) -> Searches:
+    return Searches(words, [count for each in all_searches for count in each.counts])
+
+
+def main() -> None:
+    """Prints the table of the half that the weights were not chosen by."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--searches", type=int, default=20, help="how many for each fault, each with seeds of its own")
+    parser.add_argument("--weights", action="store_true", help="the half that the weights were chosen by")
+    arguments = parser.parse_args()
+    threading.excepthook = lambda args: None  # a fault may well end a thread
+    firsts = [APART * (index + 1) for index in range(arguments.searches)]
+    chosen = [mutation for mutation in MUTATIONS if is_for_weights(mutation) == arguments.weights]
+    print(as_table(Searches(each.words, [search(each, first) for first in firsts]) for each in chosen))
+
+
+if __name__ == "__main__":
+    main()

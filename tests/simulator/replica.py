@@ -64,12 +64,16 @@ class Run:
     Attributes:
         call: Which call of the user's program it is.
         requested: How many steps it is to take; None for the rest of the pass.
+        given: The samples of the step that it is in, as `measured` has them: others may complete it.
+        dropped: Those of steps that others completed, and that it took over from them.
     """
 
     call: int
     requested: int | None
     steps: int = 0
     measured: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    dropped: tuple[tuple[int, ...], ...] = ()
     is_finished: bool = False
     answer: Walked | None = None
     proposed: int | None = None
@@ -239,8 +243,9 @@ class SimReplica:
             self.run = None
             return
         steps, call, requested, is_finished = told
-        measured = self.run.measured if self.run is not None else ()
-        self.run = Run(call, requested, steps, measured, is_finished)
+        before = self.run or Run(call, requested)
+        dropped = (*before.dropped, before.given)
+        self.run = Run(call, requested, steps, before.measured, dropped=dropped, is_finished=is_finished)
 
     # ------------------------------------------------------------------------------------ beside its work
 
@@ -329,6 +334,7 @@ class SimReplica:
     def _step(self, run: Run) -> Task:
         state = self.state
         own, consumed = self._next_part(state)
+        run.given = (*[0] * state.epoch, own)
         yield from self.around.point("step", self)
         yield self.around.step_s()
         name = (state.weights, state.noted, run.steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.standby import StandbyWorker, StandbyWorkers
@@ -52,6 +52,12 @@ class WatchedGroup(WorkerGroup):
             is_known = process.is_driver or self._platform.now() - process.answered_at < self._spec.heartbeat_s
             self._invariants.require(is_known, f"{process} has been silent for too long, and counts as a survivor")
         return survivors
+
+    def remove_workers(self, ranks: Sequence[int]) -> None:
+        leaving = self._invariants.leaving_nodes()
+        for process in [self.processes[rank] for rank in ranks if rank not in self.silent | self.stuck]:
+            process.has_left = not process.is_dead and not process.is_frozen and process.node in leaving
+        super().remove_workers(ranks)
 
     def poll(self, rank: int, call: Any) -> Outcome:
         asked = [process.pid for process in self.processes[rank : rank + 1]]
