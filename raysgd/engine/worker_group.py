@@ -193,7 +193,9 @@ class WorkerGroup:
 
     def share(self, value: Any) -> list[Any]:
         """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
-        stored = value if isinstance(value, Stored) else self.store(value)
+        stored = value if isinstance(value, Stored) else Stored(value, None)
+        if stored.reference is None:  # perhaps it was stored while the driver was alone
+            stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self._members.workers]
 
     @property

@@ -18,6 +18,7 @@ from raysgd.engine.members import Members
 from raysgd.engine.platform import RayPlatform
 from raysgd.engine.slots import Slots
 from raysgd.engine.standby import StandbyWorkers
+from raysgd.engine.transfers import Stored
 from raysgd.engine.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import WorkerFault
@@ -76,6 +77,9 @@ class AnsweringPlatform(RayPlatform):
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
         return reference
+
+    def store(self, value: Any) -> Stored:
+        return Stored(value, f"reference to {value}")
 
 
 @pytest.mark.parametrize(
@@ -137,3 +141,14 @@ def test_where_a_rank_dies_before_others_join_it_they_have_not_answered() -> Non
     report = Calls(DyingWorker("open_endpoint")).connect()
     assert [found.answered for found in report.outcomes] == [False, True]
     assert report.outcomes[1].failure is not None
+
+
+def test_a_value_that_was_stored_while_the_driver_was_alone_reaches_those_who_joined_it() -> None:
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, use_local=True), 1, AnsweringPlatform())
+    assert group.start().ok
+    stored = group.store("a state")
+    assert group.share(stored) == ["a state"]
+    group._members.workers.append(DyingWorker(""))  # type: ignore[arg-type]
+    assert group.share(stored) == ["a state", "reference to a state"]
+    group._members.workers.pop()
+    group.stop(1.0)
