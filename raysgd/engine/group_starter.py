@@ -225,7 +225,7 @@ class GroupStarter:
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
             report = group.start(timeout_s, self._num_needed)
-            report = self._without_lost(report, group, self._spec.captures_after_calls)
+            report = self._without_lost(report, group, captures=self._spec.captures_after_calls)
             if report.ok:
                 return self._call_start_hook(group) or report
             group.kill()
@@ -241,10 +241,20 @@ class GroupStarter:
         """How many workers have to live through a start; None for all, where a group cannot change."""
         return self._scaling.min_workers if self._spec.keeps_processes else None
 
-    def _without_lost(self, report: GroupReport, group: WorkerGroup, captures: bool = False) -> GroupReport:
+    def _without_lost(
+        self,
+        report: GroupReport,
+        group: WorkerGroup,
+        on_wait: Callable[[], None] | None = None,
+        captures: bool = False,
+    ) -> GroupReport:
         if not self._spec.keeps_processes:
             return report
-        return renew_without_lost(group, report, self._scaling.min_workers, captures=captures)
+        return renew_without_lost(group, report, self._scaling.min_workers, on_wait, captures=captures)
+
+    def _monitor(self) -> CallMonitor:
+        """Monitors a restore. It takes no snapshots: one taken now would seem to cover all calls that are repeated."""
+        return CallMonitor(self._lifecycle, take_inside=lambda parts: False)
 
     def _call_start_hook(self, group: WorkerGroup) -> GroupReport | None:
         """Lets the front end see a new group; returns the report of a failure, after which nothing is left."""
@@ -273,7 +283,7 @@ class GroupStarter:
     def _restore_those_left(self) -> bool:
         """Restores the state in all who live through it; False when too few do."""
         while (failed := self._restore()) is not None:
-            report = self._without_lost(failed, self._lifecycle.running)
+            report = self._without_lost(failed, self._lifecycle.running, self._monitor().poll)
             if not report.ok:
                 logger.warning("could not restore the state: %s", words(classify(report)))
                 self._lifecycle.kill_group()
@@ -289,8 +299,7 @@ class GroupStarter:
             What failed, when a worker died over it.
         """
         group, snapshot = self._lifecycle.running, self._reachable_snapshot()
-        # Calls that are repeated take long, too. No snapshots: one taken now would seem to cover all of them.
-        monitor = CallMonitor(self._lifecycle, take_inside=lambda parts: False)
+        monitor = self._monitor()  # calls that are repeated take long, too
         if snapshot is not None:
             function: Callable[..., Any] = _restore if snapshot.progress is None else _restore_inside
             rests = snapshot.for_ranks(len(group))

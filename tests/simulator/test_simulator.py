@@ -109,6 +109,28 @@ def test_a_new_worker_that_has_only_listened_when_the_last_survivor_dies_is_no_s
     assert (verdict.broken, verdict.num_happened) == (None, 2)
 
 
+def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_waited_for() -> None:
+    losses = Fault("lose node", "step", 23, 2), Fault("die", "answer", 3, 3), Fault("freeze", "joined", 8, 2)
+    schedule = Schedule(
+        6001991,
+        num_workers=4,
+        nodes=(2, 2),
+        num_samples=40,
+        batch_size=6,
+        rejoins=False,
+        regroups=False,
+        renews=True,
+        snapshot_every=2,
+        tells=False,
+        heartbeat_s=3.0,
+        use_local=True,
+        ops=(Op("train"),),
+        faults=(Fault("room comes", "merge", 4), *losses),
+    )
+    verdict = run(schedule)
+    assert (verdict.broken, verdict.num_happened) == (None, 4)
+
+
 @pytest.mark.parametrize("nth", range(1, 20))
 def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> None:
     ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)
