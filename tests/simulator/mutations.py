@@ -340,7 +340,13 @@ _POISONED = Schedule(
     1, num_workers=3, nodes=(4,), ops=(Op("train"),), faults=(Fault("poison", "step", 2), Fault("die", "step", 4))
 )
 _GROWN = Schedule(
-    1, num_workers=3, nodes=(3, 3), num_samples=40, ops=(Op("train"), Op("train")), faults=(Fault("drain", "step", 5),)
+    1,
+    num_workers=2,
+    nodes=(3, 3),
+    num_samples=40,
+    batch_size=2,
+    ops=(Op("train"), Op("train")),
+    faults=(Fault("drain", "step", 5),),
 )
 
 _STUCK_AND_FROZEN = tuple(

@@ -177,14 +177,12 @@ class Program:
             keeps_alike=True,
             resume=walk_on,
         )
-        before, is_exact, events = self.committed, self._is_exact, self._simulation.controller.history.events
-        num_events = len(events)
+        before, is_exact = self.committed, self._is_exact
         walked: list[Walked] = self._controller.run(call, budget=budget)
         is_own = num_steps is None or {each.num_steps for each in walked} == {num_steps}
         self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
         state = self._one([each.state for each in walked])
-        is_constant = self._is_joint_batch_constant or not any(event.is_loss for event in events[num_events:])
-        is_known = self._is_alone and is_exact and is_constant
+        is_known = self._is_alone and is_exact and self._is_joint_batch_constant
         self._check_measured(walked, state, number, before if is_known else None)
         self._commit(state)
         return state
