@@ -62,8 +62,11 @@ def is_for_weights(mutation: Mutation) -> bool:
 
 def search(mutation: Mutation, first: int, most: int = MOST_SCHEDULES) -> int | None:
     """How many schedules it takes to find a fault, from this seed on; None where `most` do not find it."""
-    with quiet(), mock.patch.object(mutation.owner, mutation.name, mutation.replacement):
-        return next((number for number in range(1, most + 1) if run(drawn(first + number - 1)).broken), None)
+    with quiet():
+        with mock.patch.object(mutation.owner, mutation.name, mutation.replacement):
+            found = next((seed for seed in range(first, first + most) if run(drawn(seed)).broken), None)
+        assert found is None or run(drawn(found)).broken is None, f"schedule {found} is broken without any fault"
+    return None if found is None else found - first + 1
 
 
 def as_table(all_searches: Iterable[Searches]) -> str:
