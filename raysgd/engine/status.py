@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from raysgd._cards import card, facts, folded, grid
+from raysgd._ranks import listed
 from raysgd.engine.history import Event, History
 from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
@@ -16,6 +17,7 @@ from raysgd.engine.time_spent import TimeLedger
 from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
+_MOST_ALONE = 16  # workers that are shown one by one
 
 
 @dataclass(frozen=True)
@@ -141,16 +143,17 @@ class TrainerStatus:
         return rows
 
     def _worker_rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                str(worker.rank),
-                worker.node,
-                str(worker.pid),
-                "no answer" if worker.heartbeat is None else _doing(worker.heartbeat),
-                "-" if worker.own_s is None else f"{worker.own_s:.2f} s",
-            )
-            for worker in self.workers
-        ]
+        return [_row(workers) for workers in self._shown_together()]
+
+    def _shown_together(self) -> list[list[WorkerStatus]]:
+        """Each worker alone while they are few; else those that do the same, and the straggler."""
+        if len(self.workers) <= _MOST_ALONE:
+            return [[worker] for worker in self.workers]
+        alike: dict[Any, list[WorkerStatus]] = {}
+        for worker in self.workers:
+            place = (worker.heartbeat.phase, worker.heartbeat.epoch) if worker.heartbeat is not None else None
+            alike.setdefault((worker.rank == self.straggler, place), []).append(worker)
+        return list(alike.values())
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
@@ -202,9 +205,31 @@ def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
     return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s)
 
 
-def _doing(heartbeat: Heartbeat) -> str:
-    step = f", step {heartbeat.step}" if heartbeat.step >= 0 else ""
-    return f"{heartbeat.phase}, epoch {heartbeat.epoch}{step}"
+def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
+    """Workers that do the same, as a row of a table: ranks, nodes, processes, what they do, their own time."""
+    nodes = list(dict.fromkeys(worker.node for worker in workers))
+    own_s = sorted(worker.own_s for worker in workers if worker.own_s is not None)
+    return (
+        listed([worker.rank for worker in workers]),
+        nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes",
+        str(workers[0].pid) if len(workers) == 1 else f"{len(workers)} processes",
+        _doing([worker.heartbeat for worker in workers if worker.heartbeat is not None]),
+        f"{_span([f'{seconds:.2f}' for seconds in own_s])} s" if own_s else "-",
+    )
+
+
+def _doing(heartbeats: Sequence[Heartbeat]) -> str:
+    """What workers do that are in one phase of one epoch; none of them answered if there is no heartbeat."""
+    if not heartbeats:
+        return "no answer"
+    steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)
+    step = f", step {_span([str(each) for each in steps])}" if steps else ""
+    return f"{heartbeats[0].phase}, epoch {heartbeats[0].epoch}{step}"
+
+
+def _span(numbers: Sequence[str]) -> str:
+    """The first and the last of numbers in order; one of them where they look alike."""
+    return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _at(event: Event) -> str:

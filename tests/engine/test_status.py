@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,31 @@ def test_a_rank_that_does_not_answer_is_shown_as_such() -> None:
     assert [(worker.heartbeat, worker.own_s) for worker in found.workers] == [(BEATS[0], 1.0), (None, None)]
     assert found.straggler is None
     assert "rank 1: 10.0.0.2, 12, no answer" in str(found)
+
+
+def test_many_workers_are_shown_together_by_what_they_do_and_the_straggler_alone() -> None:
+    def beat(rank: int) -> Heartbeat:
+        phase = "training" if rank < 2000 else "validation"
+        return Heartbeat(3, 17 + rank % 2, phase, own_s=9.0 if rank == 7 else 1.0 + rank % 2)
+
+    found = status(
+        infos=[WorkerInfo(f"node {rank // 8}", f"10.0.0.{rank // 8}", 100 + rank) for rank in range(2500)],
+        heartbeats={rank: beat(rank) for rank in range(2500) if rank != 42},
+    )
+    found = replace(found, straggler=7)
+    rows = [line.strip() for line in str(found).splitlines() if line.startswith("  rank")]
+    assert rows == [
+        "rank 0-6, 8-41, 43-1999: 250 nodes, 1998 processes, training, epoch 3, step 17 to 18, 1.00 to 2.00 s",
+        "rank 7: 10.0.0.0, 107, training, epoch 3, step 18, 9.00 s",
+        "rank 42: 10.0.0.5, 142, no answer, -",
+        "rank 2000-2499: 63 nodes, 500 processes, validation, epoch 3, step 17 to 18, 1.00 to 2.00 s",
+    ]
+    assert "<td>2000-2499</td>" in found.as_card("a trainer")
+
+
+def test_a_few_workers_are_shown_one_by_one() -> None:
+    found = status(infos=[INFOS[0]] * 16, heartbeats=dict.fromkeys(range(16), BEATS[0]))
+    assert str(found).count("\n  rank ") == 16
 
 
 def test_the_text_says_what_there_is() -> None:
