@@ -1,16 +1,17 @@
 """Workers that do nothing, thousands of them in a few processes: what remains is what the driver does for each.
 
 The driver is the whole engine, and every message is one of Ray's. A worker is `WorkerProcess`, as in training, with a
-replica that only answers; many of them live in one asyncio actor.
+replica that only answers; many of them live in one asyncio actor. A call asks and answers what one of `train` does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,15 @@ from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.replica import Capture
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
+from raysgd.engine.time_spent import TimeSpent
 from raysgd.engine.types import ClusterView, Handover, Heartbeat, NodeView, ReplicaProgress, World
 from raysgd.engine.worker import Answer, RemoteWorker, WorkerProcess
 from raysgd.engine.worker_group import WorkerGroup
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.results import WorkerMetrics
 
 NUM_HOSTS = 2
+REQUEST = EpochRequest(num_steps=1, info={}, profile=False, seed=0)
 
 
 class Idle:
@@ -59,14 +64,23 @@ class Idle:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a call answers that is to take so many seconds."""
+    """What a call answers that is to take so many seconds, and then to answer something else."""
 
     seconds: float
+    answer: EpochAnswer
 
 
-def rest(replica: Idle, seconds: float) -> Rest:
+def rest(replica: Idle, request: EpochRequest, seconds: float) -> Rest:
     """A call."""
-    return Rest(seconds)
+    return Rest(seconds, answer_of_training())
+
+
+def answer_of_training() -> EpochAnswer:
+    """What a worker answers to a call of `train`."""
+    totals = {"train_loss": (16.0, 32.0)}
+    values = {"num_samples": 32, "epoch": 1, "batch_count": 1, "train_loss": 0.5, "last_train_loss": 0.5}
+    heartbeat = Heartbeat(1, 1, "training", 32, at=time.monotonic(), own_s=0.1, time=TimeSpent("1", {"steps": 1.0}))
+    return EpochAnswer(WorkerMetrics(values, totals), None, 1, 0, heartbeat)
 
 
 class Host:
@@ -82,7 +96,12 @@ class Host:
         value = getattr(self._workers[index], method)(*args)
         if isinstance(value, Answer) and isinstance(value.value, Rest):
             await asyncio.sleep(value.value.seconds)
+            return replace(value, value=value.value.answer)
         return value
+
+    async def answer(self, request: EpochRequest) -> EpochAnswer:
+        """What bare Ray calls."""
+        return answer_of_training()
 
 
 class HostedWorker(RemoteWorker):
@@ -119,16 +138,22 @@ class NoReservation(Reservation):
 
 
 class CrowdPlatform(RayPlatform):
-    """Ray, with many workers in each process."""
+    """Ray, with many workers in each process.
+
+    Args:
+        hosts: The processes.
+        alone: Processes with one worker each.
+    """
 
     make_reservation: Callable[..., Reservation] = NoReservation
 
-    def __init__(self, hosts: list[Any]) -> None:
-        self._hosts, self._num_workers = hosts, 0
+    def __init__(self, hosts: list[Any], alone: list[Any]) -> None:
+        self._hosts, self._alone, self._num_workers = hosts, iter(alone), 0
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         self._num_workers += 1
-        return HostedWorker(slot, self._hosts[self._num_workers % len(self._hosts)], self._num_workers)
+        host = next(self._alone, self._hosts[self._num_workers % len(self._hosts)])
+        return HostedWorker(slot, host, self._num_workers)
 
 
 class Crowd:
@@ -138,45 +163,57 @@ class Crowd:
         num_workers: How many.
     """
 
-    def __init__(self, num_workers: int, hosts: list[Any]) -> None:
-        self.num_workers, self._hosts = num_workers, hosts
+    def __init__(self, num_workers: int, num_losses: int, make_host: Callable[[], Any]) -> None:
+        self.num_workers = num_workers
+        self._hosts, self._mortal = ([make_host() for _ in range(count)] for count in (NUM_HOSTS, num_losses))
         spec = GroupSpec(Unconnected(), Idle, regroups=True, snapshot_every_s="auto")
         room = {"CPU": float(num_workers)}
         self._controller = ElasticController(
             spec,
             ScalingPolicy(num_workers),
             FailurePolicy(rejoins=True),
-            make_group=partial(WorkerGroup, platform=CrowdPlatform(hosts)),
+            make_group=partial(WorkerGroup, platform=CrowdPlatform(self._hosts, self._mortal)),
             view=lambda: ClusterView((NodeView("node", "127.0.0.1", room, {}),)),
         )
         self._controller.start()
 
     def call(self, seconds: float = 0.0) -> None:
         """One call to all of them, which lasts so long."""
-        self._controller.run(Call(rest, lambda worlds: [(seconds,)] * len(worlds), changes_state=True))
+        args = (REQUEST, seconds)
+        self._controller.run(Call(rest, lambda worlds: [args] * len(worlds), changes_state=True, resume=rest))
+
+    def call_with_loss(self, seconds: float) -> None:
+        """One call in whose middle a worker is lost; the others go on."""
+        import ray
+
+        timer = threading.Timer(seconds / 2, ray.kill, [self._mortal.pop()])
+        timer.start()
+        self.call(seconds)
+        timer.join()
 
     def ask_all(self) -> None:
         """What it takes at least to call all of them: by bare Ray."""
         import ray
 
-        ray.get([self._hosts[i % len(self._hosts)].run.remote(i, "stack") for i in range(self.num_workers)])
+        ray.get([self._hosts[i % NUM_HOSTS].answer.remote(REQUEST) for i in range(self.num_workers)])
 
     def close(self) -> None:
         """Ends it."""
+        import ray
+
         self._controller.stop(force=True)
+        for host in [*self._hosts, *self._mortal]:
+            ray.kill(host)
 
 
 @contextmanager
-def crowd(num_workers: int) -> Iterator[Crowd]:
-    """A crowd in the cluster that is running."""
+def crowd(num_workers: int, num_losses: int) -> Iterator[Crowd]:
+    """A crowd in the cluster that is running, of which so many workers can be lost."""
     import ray
 
     actor = ray.remote(num_cpus=0, max_concurrency=4 * num_workers)(Host)
-    hosts = [actor.remote() for _ in range(NUM_HOSTS)]
-    found = Crowd(num_workers, hosts)
+    found = Crowd(num_workers, num_losses, actor.remote)
     try:
         yield found
     finally:
         found.close()
-        for host in hosts:
-            ray.kill(host)

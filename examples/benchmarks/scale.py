@@ -1,11 +1,12 @@
-"""Many workers: what the driver pays for each call and for signs of life, and how long a loss among 32 takes.
+"""Many workers: what the driver pays for a call, signs of life and a loss, and how long a loss among 32 takes.
 
     python examples/benchmarks/scale.py [--smoke-test] [--repetitions 5] [--sizes 100,1000]
 
-For the first two, workers do nothing and live in two processes (`_crowd.py`); the driver and every message are real.
-Bare Ray calls the same workers and waits for all of them, which is the least that a call can cost; for signs of life it
-asks all of them every two seconds, as Ray Train's controller does. The time counts that the driver's process
-computes, in all of its threads.
+For the first three, workers do nothing and live in a few processes (`_crowd.py`); the driver and every message are
+real, and calls ask and answer what those of `train` do. Bare Ray sends the same to as many workers and gets the same
+answers, which is the least that a call can cost; for signs of life it asks all of them every two seconds, as Ray
+Train's controller does. The time counts that the driver's process computes, in all of its threads. A loss is a call
+with a loss in its middle, less a call of the same length without one.
 
 The last part is that of `recovery.py` with more workers, in real processes, and a small model: all of them have to fit
 on one machine. Trainers of raysgd lose a worker several times. With a spare, the time does not contain the start of a
@@ -35,6 +36,7 @@ from _crowd import Crowd, crowd
 
 PEERS = {"bare": "ray", "torchrun": "torch"}
 CALLS_PER_TURN = 5
+LOSS_CALL_S = 2.0
 RAY_TRAIN_POLL_S = 2.0
 RECOVERY = str(Path(__file__).with_name("recovery.py"))
 WORKLOAD = "recovery_tiny"
@@ -43,16 +45,24 @@ WORKLOAD = "recovery_tiny"
 def driver_cost(
     num_workers: int, repetitions: int, rest_s: float, ways: list[str]
 ) -> dict[str, dict[str, list[float]]]:
-    """What one crowd costs the driver, by way: milliseconds for each worker and call, and a share of a core."""
-    found: dict[str, dict[str, list[float]]] = {way: {"call_ms": [], "signs_share": []} for way in ways}
-    with ray_cluster(2), crowd(num_workers) as workers:
+    """What one crowd costs the driver, by way: ms for each worker and call, a share of a core, seconds for a loss."""
+    names = ("call_ms", "signs_share", "loss_s")
+    found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in names} for way in ways}
+    with ray_cluster(2), crowd(num_workers, repetitions) as workers:
         for _ in range(1 + repetitions):
             for way in ways:
                 found[way]["call_ms"].append(call_ms(workers, way))
         for way in ways:
             found[way]["call_ms"].pop(0)  # connections are opened
             found[way]["signs_share"] = [signs_share(workers, way, rest_s)]
+        found[OWN]["loss_s"] = [loss_s(workers) for _ in range(repetitions)]
     return found
+
+
+def loss_s(workers: Crowd) -> float:
+    """The driver's seconds for the loss of a worker."""
+    whole_s = busy_s(lambda: workers.call(LOSS_CALL_S))
+    return busy_s(lambda: workers.call_with_loss(LOSS_CALL_S)) - whole_s
 
 
 def call_ms(workers: Crowd, way: str) -> float:
@@ -89,7 +99,11 @@ def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: fl
     for size in sizes:
         options = {"num_workers": size, "repetitions": repetitions, "rest_s": rest_s, "ways": ways}
         found = run_job(__file__, "driver_cost", **options)
-        names = {"call_ms": "a worker and call, ms", "signs_share": "signs of life, share of a core"}
+        names = {
+            "call_ms": "a worker and call, ms",
+            "signs_share": "signs of life, share of a core",
+            "loss_s": "a loss, s",
+        }
         medians = report.figures(f"The driver with {size} workers", names, {way: [found[way]] for way in ways})
         targets.append(Target(f"{size} workers: a worker and call, ms", 0.4, True, medians[OWN, "call_ms"]))
         targets.append(Target(f"{size} workers: signs of life", 0.05, True, medians[OWN, "signs_share"]))

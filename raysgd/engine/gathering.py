@@ -23,6 +23,7 @@ _POLL_S = 0.1
 _LOOK_S = 0.005
 _TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
+_TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -189,7 +190,10 @@ class CallListener(CallPoller, Protocol):
         """Waits."""
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Those of `references` that came to an end; waits for the first one, or until the time is over."""
+        """Those of `references` that came to an end; waits for the first one, or until the time is over.
+
+        Many answers come one after the other, and each look at all that are missing costs: it waits a moment for more.
+        """
 
 
 class RayPoller:
@@ -212,8 +216,10 @@ class RayPoller:
 
         # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
         done, rest = ray.wait(list(references), num_returns=1, timeout=timeout_s)
-        if done and rest:  # all that are ready by now, in one go
-            done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        if done and rest:
+            together_s = _TOGETHER_S_EACH * len(rest)
+            together_s = together_s if timeout_s is None else min(together_s, timeout_s)
+            done += ray.wait(rest, num_returns=len(rest), timeout=together_s)[0]
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:

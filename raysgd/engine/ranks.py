@@ -19,11 +19,11 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
         infos: Where the workers live.
         first_stays: Whether the first one is rank 0 in any case, as the driver is.
     """
-    nodes = list(dict.fromkeys(info.node_id for info in infos))
+    nodes = _numbered_nodes(infos)
 
     def place(index: int) -> tuple[Any, ...]:
         gpu_ids = _sorted_ids(infos[index].gpu_ids)
-        return not (first_stays and index == 0), nodes.index(infos[index].node_id), [_by_number(g) for g in gpu_ids[:1]]
+        return not (first_stays and index == 0), nodes[infos[index].node_id], [_by_number(g) for g in gpu_ids[:1]]
 
     return sorted(range(len(infos)), key=place)
 
@@ -32,7 +32,11 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     """Gives each worker its place; world ranks follow the order of `infos`, local ranks count up node by node."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
-    node_ranks = {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
+    node_ranks = _numbered_nodes(infos)
+    on_node: dict[str, list[str]] = {node: [] for node in sizes}
+    for info in infos:
+        on_node[info.node_id] += info.gpu_ids
+    gpu_ids = {node: _sorted_ids(found) for node, found in on_node.items()}
     worlds = []
     for rank, info in enumerate(infos):
         worlds.append(
@@ -44,9 +48,7 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
                 node_rank=node_ranks[info.node_id],
                 num_nodes=len(node_ranks),
                 gpu_ids=info.gpu_ids,
-                node_gpu_ids=_sorted_ids(
-                    gpu for other in infos if other.node_id == info.node_id for gpu in other.gpu_ids
-                ),
+                node_gpu_ids=gpu_ids[info.node_id],
             )
         )
         seen[info.node_id] += 1
@@ -72,6 +74,11 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
             others = on_node[following]
             found.update({rank: others[index % len(others)] for index, rank in enumerate(on_node[node])})
     return found
+
+
+def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
+    """The nodes with their numbers, in the order in which they appear."""
+    return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
 
 
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.gathering import Listener, await_all, grace_s
+from raysgd.engine.gathering import Listener, RayPoller, await_all, grace_s
 from raysgd.engine.types import Failure, FailureKind, Outcome
 from raysgd.exceptions import WorkerFault
 
@@ -62,6 +62,47 @@ class Silent:
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
         return Outcome(rank, answered=False)
+
+
+class AnsweredInTurn:
+    """Stands for `ray.wait`: calls that are answered one after the other, at a steady pace.
+
+    Attributes:
+        num_looked_at: How many calls were looked at, each as often as it was.
+    """
+
+    def __init__(self, seconds_each: float) -> None:
+        self._seconds_each, self._now, self.num_looked_at = seconds_each, 0.0, 0
+
+    def wait(self, references: list[int], num_returns: int, timeout: float | None) -> tuple[list[int], list[int]]:
+        self.num_looked_at += len(references)
+        answered_at = sorted(reference * self._seconds_each for reference in references)[num_returns - 1]
+        until = answered_at if timeout is None else min(answered_at, self._now + timeout)
+        self._now = max(self._now, until)
+        done = [reference for reference in references if reference * self._seconds_each <= self._now]
+        return done, [reference for reference in references if reference not in set(done)]
+
+
+def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[], None] | None) -> float:
+    """How often each of so many calls is looked at."""
+
+    class Answered(RayPoller):
+        def outcome(self, rank: int, reference: Any) -> Outcome:
+            return Outcome(rank, "an answer")
+
+    calls = AnsweredInTurn(0.0003)
+    monkeypatch.setattr("ray.wait", calls.wait)
+    outcomes = Listener(dict(enumerate(range(num_calls))), calls=Answered()).listen(on_wait)
+    assert [outcomes[rank].value for rank in range(num_calls)] == ["an answer"] * num_calls
+    return calls.num_looked_at / num_calls
+
+
+@pytest.mark.parametrize("on_wait", [None, lambda: None])
+def test_a_call_of_many_workers_is_looked_at_as_often_as_one_of_a_few(
+    on_wait: Callable[[], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = {num_calls: looks_for_each(num_calls, monkeypatch, on_wait) for num_calls in (100, 1000, 2500)}
+    assert looks[2500] <= 1.25 * looks[100]
 
 
 def test_what_a_listener_looks_at_may_end_once_the_listener_was_stopped() -> None:
