@@ -17,6 +17,7 @@ from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")
 _SIDECAR = ".run.json"
+_PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/sidecar.py`
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300
@@ -158,15 +159,17 @@ def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> Run
     sidecars = [(place, name) for place, inside in places.items() for name in inside if name.endswith(_SIDECAR)]
     if not sidecars and "metrics.jsonl" not in names:
         return None
-    newest = max(
-        (content for place, name in sidecars if isinstance(content := _json(place, name), dict)),
-        key=lambda content: _number(content.get("epoch")),
-        default={},
+    place, newest = max(
+        ((place, content) for place, name in sidecars if isinstance(content := _json(place, name), dict)),
+        key=lambda found: _number(found[1].get("epoch")),
+        default=(folder, {}),
     )
-    given = newest.get("history")
-    history: dict[str, Any] = given if isinstance(given, dict) else {}
+    history = _dict(newest.get("history"))
     rows = _json_lines(folder, "metrics.jsonl") or [row for row in _list(history, "rows") if isinstance(row, dict)]
-    events = [event for event in _list(history, "events") if isinstance(event, dict)]
+    parts = [
+        _dict(_json(place, name)) for name in _list(newest, "parts") if isinstance(name, str) and _PART.fullmatch(name)
+    ]
+    events = [event for part in (*parts, history) for event in _list(part, "events") if isinstance(event, dict)]
     last, stopped = rows[-1] if rows else {}, history.get("stop_reason")
     facts = [
         ("epochs", str(int(_number(last.get("epoch"))) or len(rows))),
@@ -225,6 +228,10 @@ def _tail(folder: Folder, name: str) -> tuple[str, ...]:
 def _list(content: Mapping[str, Any], name: str) -> list[Any]:
     found = content.get(name)
     return found if isinstance(found, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float:

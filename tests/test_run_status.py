@@ -139,6 +139,17 @@ class TestARunOfAClassBasedTrainer:
         assert "rejoined: lost rank 1" in text
         assert "not noted: the newest checkpoint is 60 s old" in text
 
+    def test_what_happened_is_read_from_all_parts_of_the_history(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3)
+        beside, part = tmp_path / "epoch_0003.ckpt.run.json", "history-0123456789abcdef.json"
+        beside.write_text(json.dumps({**json.loads(beside.read_text()), "parts": [part, "../x.json", 3]}))
+        write_lines(tmp_path / part, {"events": [{"kind": "rejoined", "cause": "lost rank 7"}]})
+        write_lines(tmp_path.parent / "x.json", {"events": [{"kind": "rejoined", "cause": "elsewhere"}]})
+        text = status_of(tmp_path)
+        assert "lost rank 7" in text
+        assert "lost rank 1" in text
+        assert "elsewhere" not in text
+
     def test_a_stopped_run_says_why(self, tmp_path: Path) -> None:
         self.write_sidecar(tmp_path, 3, stop_reason="val_loss did not improve for 3 epochs")
         assert "stopped: val_loss did not improve for 3 epochs" in status_of(tmp_path)

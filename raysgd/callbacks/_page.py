@@ -35,6 +35,7 @@ _REFRESH_S = 10
 _MOST_CHARTS = 24
 _MOST_ROWS = 200
 _MOST_SPANS = 400
+_MOST_POINTS = 2000  # of each curve, in the data of the page
 _BIN_CLASSES = {
     USEFUL: "train", DATA: "c3", EXCHANGE: "c1", SLOWER_RANK: "c5", SNAPSHOT: "c2", AGAIN: "bad",
     **dict.fromkeys(RECOVERY, "bad"),
@@ -116,7 +117,7 @@ def page_of(facts: RunFacts, history: History) -> str:
 
 
 def _data(facts: RunFacts, history: History) -> str:
-    content = json.dumps({"run": facts.as_data(), "history": json.loads(history.to_json())})
+    content = json.dumps({"run": facts.as_data(), "history": json.loads(history.thinned(_MOST_POINTS).to_json())})
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -362,9 +363,13 @@ def _results(history: History) -> str:
     metrics = readable.metrics_of(rows)
     names.sort(key=lambda name: (name != "epoch", name not in metrics))
     cells = [[_cell(name, row.get(name, "")) for name in names] for row in rows]
-    told = f"The last {_MOST_ROWS} of {len(history)} rows; the data in the source of this page has all."
+    told = f"The last {_MOST_ROWS} of {len(history)} rows; the data in the source of this page has {_in_data(history)}."
     left_out = f'<p class="note">{told}</p>' if len(history) > len(rows) else ""
     return _table(names, cells, kind="numbers") + left_out
+
+
+def _in_data(history: History) -> str:
+    return "all" if len(history) <= _MOST_POINTS else f"{_MOST_POINTS} of them, evenly chosen"
 
 
 def _cell(name: str, value: Any) -> str:

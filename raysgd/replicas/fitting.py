@@ -13,7 +13,7 @@ from raysgd._paths import check_path, make_folder
 from raysgd.callbacks import calling
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls, overrides
-from raysgd.callbacks.sidecar import Sidecar
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.engine.call import Call
 from raysgd.exceptions import InvalidCountError, NoDataError
 from raysgd.replicas.epochs import VALIDATES
@@ -82,7 +82,8 @@ class Fit:
             may_validate=options.validation_freq > 0,
         )
         self._calls = CallbackCalls(self._callbacks, self._run)
-        self._num_records = len(trainer.history.records)
+        self._sidecars = Sidecars()
+        self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
         self._lacks_data = False
 
@@ -214,17 +215,17 @@ class Fit:
 
     def _take_records(self) -> dict[str, Any]:
         """Takes over what the trainer has recorded since; returns the row of the epoch."""
-        history = self._run.history
-        for record in self._trainer.history.records[self._num_records :]:
+        history, recorded = self._run.history, self._trainer.history
+        for record in recorded.part(self._seen, recorded.extent).records:
             history.add(record)
-        self._num_records = len(self._trainer.history.records)
+        self._seen = recorded.extent
         return history[-1] if len(history) else history.add_row({})
 
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
         self._trainer.save(location)
-        Sidecar(self._run.epoch, self._run.history, self._calls.states()).write(location)
+        self._sidecars.write(location, Sidecar(self._run.epoch, self._run.history, self._calls.states()))
         self._calls.checkpoint(location)
 
     def _resume(self) -> None:
@@ -238,11 +239,11 @@ class Fit:
         if given != AUTO:
             return None if given is None else str(given)
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        return max((str(each) for each in found if each is not None), key=_epoch_of, default=None)
+        return max((str(each) for each in found if each is not None), key=epoch_of, default=None)
 
     def _load(self, location: str) -> None:
         self._trainer.load(location)
-        sidecar = Sidecar.read(location)
+        sidecar = self._sidecars.read(location)
         if sidecar is not None:
             history = self._run.history
             history.take_over(sidecar.history)
@@ -255,8 +256,3 @@ class Fit:
 
 def _epochs_done(replica: ClassRunner) -> int:
     return replica.epochs_done
-
-
-def _epoch_of(checkpoint: str) -> int:
-    sidecar = Sidecar.read(checkpoint)
-    return -1 if sidecar is None else sidecar.epoch

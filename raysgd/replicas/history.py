@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from raysgd import _optional
 from raysgd.engine.history import Event
 from raysgd.replicas import history_views
 from raysgd.replicas.results import as_number
 
+Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
 _FORMER_PREFIX = "validation_"
@@ -43,6 +44,17 @@ class CallRecord:
     num_workers: int
 
 
+class Extent(NamedTuple):
+    """How much a history has of each kind."""
+
+    rows: int = 0
+    records: int = 0
+    events: int = 0
+
+
+BEGINNING = Extent()
+
+
 class History(Sequence[dict[str, Any]]):
     """One row per epoch: the metrics of training, and those of validation under names with `val_`.
 
@@ -68,6 +80,7 @@ class History(Sequence[dict[str, Any]]):
         self._rows: list[dict[str, Any]] = []
         self.records: list[CallRecord] = []
         self.events: list[Event] = [] if events is None else events
+        self._forgotten = BEGINNING
         self.stop_reason: str | None = None
 
     @overload
@@ -114,6 +127,39 @@ class History(Sequence[dict[str, Any]]):
         self._rows[:0] = [dict(row) for row in other]
         self.records[:0] = other.records
         self.events[:0] = other.events
+
+    @property
+    def extent(self) -> Extent:
+        """How much there was of each kind, with what was forgotten."""
+        rows, records, events = self._forgotten
+        return Extent(rows + len(self._rows), records + len(self.records), events + len(self.events))
+
+    def part(self, begin: Extent, end: Extent) -> History:
+        """Return what came between two moments, of which nothing was forgotten; the reason to stop stays behind."""
+        rows, records, events = self._forgotten
+        part = History(self.events[begin.events - events : end.events - events])
+        part._rows = self._rows[begin.rows - rows : end.rows - rows]
+        part.records = self.records[begin.records - records : end.records - records]
+        return part
+
+    def forget_old(self, most: int) -> None:
+        """Keep the newest `most` rows and calls. Nothing happens until there are a quarter more, so it is cheap."""
+        rows, records = (_surplus(len(each), most) for each in (self._rows, self.records))
+        del self._rows[:rows], self.records[:records]
+        before = self._forgotten
+        self._forgotten = before._replace(rows=before.rows + rows, records=before.records + records)
+
+    def thinned(self, most: int) -> History:
+        """Return at most `most` rows, calls of each kind, and events, evenly chosen, with the first and the last."""
+        thin = History(evenly(self.events, most))
+        thin._rows = evenly(self._rows, most)
+        chosen = {id(each) for kind in get_args(Kind) for each in evenly(self._of_kind(kind), most)}
+        thin.records = [record for record in self.records if id(record) in chosen]
+        thin.stop_reason = self.stop_reason
+        return thin
+
+    def _of_kind(self, kind: Kind) -> list[CallRecord]:
+        return [record for record in self.records if record.kind == kind]
 
     def to_pandas(self) -> Any:
         """The rows as a `pandas.DataFrame`.
@@ -220,6 +266,22 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
         return plain(value.tolist())
     return str(value)
+
+
+def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
+    """At most so many entries, two or more, evenly chosen; the first and the last are among them.
+
+    Example:
+        >>> evenly(range(10), 4), evenly("abc", 4)
+        ([0, 3, 6, 9], ['a', 'b', 'c'])
+    """
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[number * (len(entries) - 1) // (most - 1)] for number in range(most)]
+
+
+def _surplus(number: int, most: int) -> int:
+    return number - most if number > most + most // 4 else 0
 
 
 def _num_elements(value: Any) -> int:

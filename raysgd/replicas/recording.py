@@ -14,6 +14,9 @@ from raysgd.replicas.results import Metrics
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+MOST_EPOCHS = 10_000
+"""That the history of a trainer has; a run has its own."""
+
 
 class CallRecorder:
     """Keeps the history of a trainer.
@@ -50,6 +53,7 @@ class CallRecorder:
         if not isinstance(epoch, int):
             epoch = (records[-1].epoch if records else 0) + (kind == "train")
         self.history.add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()))
+        self.history.forget_old(MOST_EPOCHS)
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:

@@ -103,6 +103,18 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
     return open_folder(_uris.child_of(f"{store}{query}", above)), name
 
 
+def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
+    """The location of a file in the folder of another one.
+
+    Example:
+        >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")
+        ('s3://bucket/run/a.json?region=eu', 'a.json')
+    """
+    text, query = _without_query(location)
+    above, slash, _ = text.rpartition("/")
+    return f"{above}{slash}{name}{query}"
+
+
 def beside(location: str | os.PathLike[str], ending: str) -> str:
     """The location of a file beside another one, whose name is longer by `ending`.
 
@@ -110,6 +122,11 @@ def beside(location: str | os.PathLike[str], ending: str) -> str:
         >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")
         ('s3://bucket/last.pt.json?region=eu', 'runs/last.pt.json')
     """
+    text, query = _without_query(location)
+    return f"{text}{ending}{query}"
+
+
+def _without_query(location: str | os.PathLike[str]) -> tuple[str, str]:
     text = _uris.checked_text("path", location)
     query = "" if _uris.is_local(text) else _uris.divided(text)[2]
-    return f"{text.removesuffix(query)}{ending}{query}"
+    return text.removesuffix(query), query

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
+from raysgd.replicas import recording
 from raysgd.replicas.epochs import Progress
 from raysgd.replicas.history import name_in_test
 from raysgd.torch import TorchTrainer
@@ -388,6 +389,17 @@ class TestTheHistoryOfATrainer:
         assert trainer.history.records[0].metrics["num_samples"] == 13
         assert trainer.history.records[-1].metrics == {}
         assert trainer.history["batch_count"] == [2, 3]
+
+    def test_is_no_longer_than_is_of_use_while_that_of_a_run_is_whole(
+        self, make_local: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(recording, "MOST_EPOCHS", 4)
+        trainer = make_local()
+        history = trainer.fit(9)
+        assert history["epoch"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert trainer.history["epoch"][-3:] == [7, 8, 9]
+        assert len(trainer.history) <= 5
+        assert trainer.fit(2)["epoch"] == [10, 11]
 
     def test_has_test_sets_beside_the_rows(self, make_local: Make) -> None:
         trainer = make_local()

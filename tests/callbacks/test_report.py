@@ -5,6 +5,7 @@ Covers `raysgd.callbacks._page`, which makes the page.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -314,7 +315,20 @@ def test_a_long_run_has_a_page_of_bounded_size_with_all_numbers(tmp_path: Path) 
     assert page.all("circle") == []
     [line] = page.all("polyline")
     assert 300 < len((line["points"] or "").split()) <= 600
-    assert "The last 200 of 1200 rows" in page.text
+    assert "The last 200 of 1200 rows; the data in the source of this page has all" in page.text
+
+
+def test_the_page_of_a_very_long_run_has_numbers_of_its_whole_length(tmp_path: Path) -> None:
+    history = History()
+    for epoch in range(1, 5001):
+        history.add(CallRecord("train", epoch, {"train_loss": 1 / epoch}, 100.0 + epoch, 0.5, 2))
+        history.add(CallRecord("validation", epoch, {"val_loss": 1 / epoch}, 100.0 + epoch, 0.5, 2))
+    page = written(make_run(tmp_path, history=history))
+    epochs = [row["epoch"] for row in page.data["history"]["rows"]]
+    assert (len(epochs), epochs[0], epochs[-1]) == (2000, 1, 5000)
+    assert {after - before for before, after in itertools.pairwise(epochs)} == {2, 3}
+    assert len(page.data["history"]["records"]) == 4000
+    assert "The last 200 of 5000 rows; the data in the source of this page has 2000 of them" in page.text
 
 
 def test_a_page_that_takes_long_to_write_is_not_written_after_every_epoch(

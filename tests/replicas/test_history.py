@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -126,6 +126,41 @@ class TestAnotherHistory:
         assert len(after.records) == 2
         after[0]["a"] = 5
         assert before["a"] == [1]
+
+
+class TestALongHistory:
+    def long(self, epochs: int) -> History:
+        return history_of(*(record(kind, n, a=n) for n in range(epochs) for kind in get_args(Kind)[:2]))
+
+    def test_has_parts_from_one_moment_to_another(self) -> None:
+        history = self.long(3)
+        before = history.extent
+        history.add(record("train", 3, a=3))
+        history.events.append(Event("rejoined", 4, 4, 0.5, "rank 2 died"))
+        part = history.part(before, history.extent)
+        assert (part["a"], len(part.records), len(part.events)) == ([3], 1, 1)
+
+    def test_forgets_the_oldest_epochs_now_and_then(self) -> None:
+        history = self.long(100)
+        history.forget_old(80)
+        assert (len(history), len(history.records)) == (100, 80)  # of 200 calls, and there are a quarter more rows
+        history.add(record("train", 100, a=100))
+        history.forget_old(80)
+        assert (history["epoch"], history.records[-1].epoch) == ([*range(21, 101)], 100)
+        assert history.extent == (101, 201, 0)
+
+    def test_has_the_same_parts_whatever_was_forgotten(self) -> None:
+        history, whole = self.long(100), self.long(100)
+        history.forget_old(20)
+        for each in (history, whole):
+            before = each.extent
+            each.add(record("train", 100, a=100))
+            assert each.part(before, each.extent)["a"] == [100]
+
+    def test_can_be_thinned(self) -> None:
+        thin = self.long(100).thinned(10)
+        assert thin["epoch"] == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]
+        assert [each.epoch for each in thin.records if each.kind == "validation"] == thin["epoch"]
 
 
 def test_it_is_shown_in_one_line() -> None:
