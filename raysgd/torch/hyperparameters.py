@@ -7,6 +7,7 @@ entries of the config change later, the numbers that came from these entries fol
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,9 @@ def follow(
 
     Returns:
         Only the numbers that follow, for `apply`; and their names.
+
+    Raises:
+        ValueError: A value is of another kind than the number that it is to replace.
     """
     new: list[Hyperparameters] = []
     for groups in chosen:
@@ -73,16 +77,53 @@ def _followed(group: Mapping[str, Any], config: Mapping[str, Any], changed: Mapp
     followed: dict[str, Any] = {}
     for name in changed.keys() & group.keys():
         value = group.get(_FIRST_RATE, group[name]) if name == _RATE else group[name]
-        is_from_config = any(_is_plain(each) and each == value for each in (changed[name], config[name]))
-        if (
-            is_from_config
-            and _is_plain(config[name])
-            and isinstance(config[name], int | float) == isinstance(value, int | float)
-        ):
+        if any(_is_plain(each) and each == value for each in (changed[name], config[name])):
+            _check_kind(name, config[name], value)
             followed[name] = config[name]
     if _RATE in followed and _FIRST_RATE in group:
         followed[_FIRST_RATE] = followed[_RATE]
     return followed
+
+
+def _check_kind(name: str, new: Any, before: Any) -> None:
+    kinds = (bool, int | float, str, tuple)
+    kind = next((each for each in kinds if isinstance(before, each)), object)
+    is_right = _is_plain(new) and isinstance(new, kind) and (kind is bool or not isinstance(new, bool))
+    if before is not None and not is_right:
+        raise ValueError(f"`{name}={new!r}`: the optimizer has {before!r} there, so it needs a value of that kind.")
+    if isinstance(new, float) and not math.isfinite(new):
+        raise ValueError(f"`{name}={new!r}`: need a number that is finite.")
+
+
+def check_taken(optimizers: Iterable[Any], new: Iterable[Hyperparameters]) -> None:
+    """Check numbers against what optimizers of these classes can be made with.
+
+    Args:
+        optimizers: The optimizers.
+        new: The new numbers of each, as `follow` returns them.
+
+    Raises:
+        ValueError, TypeError: The class of an optimizer refuses its numbers.
+    """
+    for optimizer, groups in zip(optimizers, new, strict=True):
+        defaults = getattr(optimizer, "defaults", {})
+        if any(groups) and _can_be_made(optimizer, defaults):
+            for numbers in groups:
+                _make(optimizer, {**defaults, **{name: numbers[name] for name in numbers if name in defaults}})
+
+
+def _can_be_made(optimizer: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether its class takes the numbers that it has: some need more, or other ones."""
+    try:
+        _make(optimizer, defaults)
+    except Exception:  # code of the class, for which there is no rule
+        return False
+    return True
+
+
+def _make(optimizer: Any, numbers: Mapping[str, Any]) -> None:
+    parameter = optimizer.param_groups[0]["params"][0]
+    type(optimizer)([type(parameter)(parameter.detach()[:0])], **numbers)
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:

@@ -122,6 +122,7 @@ class TorchInternals(Internals):
         new, self.followed = hyperparameters.follow(self.chosen, config, changed)
         if not self.followed:
             return
+        hyperparameters.check_taken(self.registered.optimizers, new)
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 

@@ -7,6 +7,7 @@ hyperparameters follow the config.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,10 +37,26 @@ class Scheduled(DropoutOperator):
         )
 
 
+class OwnOptimizer(torch.optim.SGD):
+    """Needs an argument that no other optimizer has."""
+
+    def __init__(self, params: Any, purpose: str, **numbers: Any) -> None:
+        super().__init__(params, **numbers)
+
+
+class WithAnOwnOptimizer(DropoutOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        optimizer = OwnOptimizer(self.model.parameters(), "tests", lr=config["lr"], momentum=config["momentum"])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=self.model, optimizers=optimizer, criterion=self.criterion
+        )
+
+
 CONFIG = {"lr": 0.004, "momentum": 0.9, "note": "first", "num_samples": 22}
 
 
-def scheduled(make_local: Make, operator_cls: type[Scheduled] = Scheduled, **options: Any) -> TorchTrainer:
+def scheduled(make_local: Make, operator_cls: type[DropoutOperator] = Scheduled, **options: Any) -> TorchTrainer:
     return make_local(operator_cls, config=CONFIG, scheduler_step_freq="epoch", **options)
 
 
@@ -66,6 +83,33 @@ class TestUpdatingTheConfig:
         with pytest.raises(ValueError, match=r"has no `momentun`\. Did you mean `momentum`\? It has `lr`, `momentum`"):
             trainer.update_config(lr=1.0, momentun=0.8)
         assert (rates(trainer)[0][0], dict(trainer.config)) == (0.004, CONFIG)
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"lr": "x"}, r"`lr='x'`: the optimizer has 0\.004 there"),
+            ({"lr": None}, r"`lr=None`: the optimizer has 0\.004 there"),
+            ({"lr": True}, r"`lr=True`: the optimizer has 0\.004 there"),
+            ({"lr": math.nan}, "`lr=nan`: need a number that is finite"),
+            ({"lr": -1.0}, r"Invalid learning rate: -1\.0"),
+            ({"lr": 0.5, "momentum": -0.9}, r"Invalid momentum value: -0\.9"),
+        ],
+    )
+    def test_what_the_optimizer_does_not_take_is_refused(
+        self, make_local: Make, changes: dict[str, Any], told: str
+    ) -> None:
+        trainer = scheduled(make_local)
+        with pytest.raises(ValueError, match=told):
+            trainer.update_config(**changes)
+        assert rates(trainer) == [(0.004, 0.9), (0.005, 0.9)]
+        assert (dict(trainer.config), trainer.get_local_operator().config["lr"]) == (CONFIG, 0.004)
+        trainer.update_config(lr=0.04)
+        assert rates(trainer)[0] == (0.04, 0.9)
+
+    def test_an_optimizer_that_cannot_be_made_by_its_numbers_is_not_asked(self, make_local: Make) -> None:
+        trainer = scheduled(make_local, WithAnOwnOptimizer)
+        trainer.update_config(lr=0.04)
+        assert rates(trainer)[0] == (0.04, 0.9)
 
     def test_the_batch_size_needs_new_loaders(self, make_local: Make) -> None:
         trainer = make_local(config={BATCH_SIZE: 4})
