@@ -146,6 +146,7 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
                 yield found
             finally:
                 _running.remove(found)
+                server.kill()  # a process that a test has forked may still hold the other end of its input
 
 
 def serve(address: str) -> None:
