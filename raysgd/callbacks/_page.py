@@ -117,7 +117,7 @@ def page_of(facts: RunFacts, history: History) -> str:
 
 
 def _data(facts: RunFacts, history: History) -> str:
-    content = json.dumps({"run": facts.as_data(), "history": json.loads(history.thinned(_MOST_POINTS).to_json())})
+    content = json.dumps({"run": facts.as_data(), "history": history.thinned(_MOST_POINTS).as_data()})
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

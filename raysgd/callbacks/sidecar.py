@@ -69,7 +69,7 @@ class Sidecars:
         content = {
             "raysgd_run": _FORMAT,
             "epoch": sidecar.epoch,
-            "history": json.loads(rest.to_json()),
+            "history": rest.as_data(),
             "parts": list(written.names),
             "callbacks": plain(sidecar.callbacks),
         }

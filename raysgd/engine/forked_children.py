@@ -17,7 +17,7 @@ _RAYLET = "/raylet"  # the name of its socket ends with it
 
 def let_go_of_ray() -> None:
     """Let processes that this one forks from now on give up its connection to Ray, which they have no use for."""
-    numbers = [int(name) for name in os.listdir(_FOLDER) if _leads_to_ray(int(name))]
+    numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
     os.register_at_fork(after_in_child=lambda: _let_go(numbers))
 
 

@@ -170,15 +170,19 @@ class History(Sequence[dict[str, Any]]):
         pandas = _optional.require("pandas", extra="data", purpose="`History.to_pandas`")
         return pandas.DataFrame(self._rows)
 
-    def to_json(self) -> str:
-        """All of it as JSON. What JSON has no place for becomes text, and NaN and infinity become null."""
+    def as_data(self) -> Any:
+        """All of it as JSON has it. What JSON has no place for becomes text, and NaN and infinity become null."""
         content = {
             "rows": self._rows,
             "records": [asdict(record) for record in self.records],
             "events": [asdict(event) for event in self.events],
             "stop_reason": self.stop_reason,
         }
-        return json.dumps(plain(content), allow_nan=False)
+        return plain(content)
+
+    def to_json(self) -> str:
+        """What `as_data` returns, as text."""
+        return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> History:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 Hyperparameters = Sequence[Mapping[str, Any]]
 """Of one optimizer: for each group of parameters its numbers by name."""
 
@@ -86,13 +88,14 @@ def _followed(group: Mapping[str, Any], config: Mapping[str, Any], changed: Mapp
 
 
 def _check_kind(name: str, new: Any, before: Any) -> None:
-    kinds = (bool, int | float, str, tuple)
-    kind = next((each for each in kinds if isinstance(before, each)), object)
-    is_right = _is_plain(new) and isinstance(new, kind) and (kind is bool or not isinstance(new, bool))
-    if before is not None and not is_right:
+    if before is not None and not (_is_plain(new) and _kind_of(new) is _kind_of(before)):
         raise ValueError(f"`{name}={new!r}`: the optimizer has {before!r} there, so it needs a value of that kind.")
     if isinstance(new, float) and not math.isfinite(new):
         raise ValueError(f"`{name}={new!r}`: need a number that is finite.")
+
+
+def _kind_of(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
 
 
 def check_taken(optimizers: Iterable[Any], new: Iterable[Hyperparameters]) -> None:
@@ -122,8 +125,7 @@ def _can_be_made(optimizer: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def _make(optimizer: Any, numbers: Mapping[str, Any]) -> None:
-    parameter = optimizer.param_groups[0]["params"][0]
-    type(optimizer)([type(parameter)(parameter.detach()[:0])], **numbers)
+    type(optimizer)([torch.nn.Parameter(torch.empty(0))], **numbers)
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
