@@ -11,6 +11,7 @@ import errno
 import logging
 import math
 import os
+import secrets
 import select
 import socket
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeAlias
 
 from raysgd.connections._handshake import ConnectFailed, Credentials, Handshake, Peer
-from raysgd.engine.types import LOOPBACK
+from raysgd.engine.types import LOOPBACK, PORT_BITS
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,16 @@ _POLL_S = 0.05
 _HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
 _LOOK_S = 1.0  # between two looks for such a process
 _BACKLOG = 4096
-_MOST_TRIES = 100
+_MOST_STRANGERS = 1024  # more of them use up what a process may open
+_MOST_ACCEPTED = 256  # at a time: those accepted before have to get on, too
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HAS_NAMES = sys.platform.startswith("linux")  # for sockets, in no folder
 
 Address: TypeAlias = tuple[str, int]
-"""Host, as a number, and port."""
+"""Host, as a number, and port.
+
+What is larger than a port stands for the name of a Unix socket: random bits before the port that is held for it.
+"""
 
 
 class Deadline:
@@ -91,21 +97,22 @@ class Call(NamedTuple):
 class PeerListener:
     """Listens at a port, and connects this rank to others.
 
-    At the loopback address it listens at a Unix socket that is named after the port: a message takes a third of the
-    time there. The port is held, so that no other process gets it meanwhile.
+    At the loopback address it listens at a Unix socket: a message takes a third of the time there. The port is held, so
+    that no other process gets it meanwhile. Where there can be no such socket, it listens at the port.
+
+    Attributes:
+        port: Where others find it, as an `Address` has it.
     """
 
     def __init__(self, host: str) -> None:
         self._holding: socket.socket | None = None
-        if _is_named(host):
-            self._holding, self._listener = _listen_at_name(host)
+        named = _listen_at_name(host) if are_at_names([host]) else None
+        if named is not None:
+            self._holding, self._listener, self.port = named
         else:
             self._listener = listen_at(host)
+            self.port = int(self._listener.getsockname()[1])
         self._listener.setblocking(False)
-
-    @property
-    def port(self) -> int:
-        return int((self._holding or self._listener).getsockname()[1])
 
     def close(self) -> None:
         """Stops listening."""
@@ -128,7 +135,7 @@ class PeerListener:
             OSError: No rank listens where one should.
             ConnectFailed: Another rank is gone or late, or does not belong to the group.
         """
-        handshakes = _Handshakes(credentials, self._listener)
+        handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
         try:
             for call in calls:
                 handshakes.call(call)
@@ -167,16 +174,17 @@ class _Handshakes:
     Args:
         credentials: Those of this rank.
         listener: Where others connect.
+        most_accepted: How many of those may be in progress; of more, the oldest are disconnected.
 
     Attributes:
         peers: Those that have succeeded.
         pending: Those in progress, by file descriptor.
     """
 
-    def __init__(self, credentials: Credentials, listener: socket.socket) -> None:
+    def __init__(self, credentials: Credentials, listener: socket.socket, most_accepted: int) -> None:
         self.peers: list[Peer] = []
         self.pending: dict[int, _Pending] = {}
-        self._credentials, self._listener = credentials, listener
+        self._credentials, self._listener, self._most_accepted = credentials, listener, most_accepted
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._looks_at = 0.0
@@ -184,7 +192,14 @@ class _Handshakes:
 
     def call(self, call: Call) -> None:
         """Connects to a rank and starts to prove who this one is."""
-        connection = _socket_for(call.address)
+        try:
+            connection = _socket_for(call.address)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._make_room()
+            self._postponed.append(call)
+            return
         code = connection.connect_ex(_name_of(call.address))
         if code not in (0, errno.EINPROGRESS):
             connection.close()
@@ -197,10 +212,16 @@ class _Handshakes:
 
     def _accept(self) -> None:
         until = time.monotonic() + _HANDSHAKE_S
-        for _ in range(_BACKLOG):
+        for _ in range(_MOST_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                if not self._make_room():
+                    time.sleep(_POLL_S)  # others of this process may give some back
                 return
             try:
                 _send_at_once(connection)
@@ -210,6 +231,20 @@ class _Handshakes:
             connection.setblocking(False)
             self._start(connection, self._credentials.respond(connection), until)
             self._advance(connection.fileno())
+
+    def _make_room(self) -> bool:
+        """Disconnects half of those that were accepted and have proved nothing; returns whether there are any."""
+        num_accepted = len(self._accepted)
+        self._drop_oldest(num_accepted // 2)
+        return num_accepted > 0
+
+    @property
+    def _accepted(self) -> list[int]:
+        return [number for number, one in self.pending.items() if one.until < math.inf]
+
+    def _drop_oldest(self, num_left: int) -> None:
+        accepted = self._accepted
+        self.drop(accepted[: max(0, len(accepted) - num_left)])
 
     def _start(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
         self.pending[connection.fileno()] = _Pending(connection, handshake, until)
@@ -229,6 +264,7 @@ class _Handshakes:
         self._drop_late()
         if is_called:
             self._accept()
+            self._drop_oldest(self._most_accepted)
 
     def _advance(self, number: int) -> None:
         one = self.pending[number]
@@ -260,40 +296,37 @@ class _Handshakes:
             self.pending.pop(number).connection.close()
 
 
-def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket]:
-    """A socket that holds a free port of this address, and one that listens under the name that belongs to it."""
-    for _ in range(_MOST_TRIES):
-        holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
-        try:
-            holding.bind((host, 0))
-            listener.bind(_name_of(holding.getsockname()))
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            holding.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return holding, listener
-    raise OSError(errno.EADDRINUSE, f"no port, or no name, was free to listen at ({_MOST_TRIES} tries)")
+def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
+    """A socket that holds a free port of this address, one that listens under a name, and the number of that name.
+
+    Any user of the machine can take a name before, so it is random. None where there can be no names, as in a sandbox.
+    """
+    holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
+    try:
+        holding.bind((host, 0))
+        number = 1 + secrets.randbits(128) << PORT_BITS | holding.getsockname()[1]
+        listener.bind(_name_of((host, number)))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        holding.close()
+        logger.warning("connecting the workers of this node over TCP, as there can be no Unix socket: %s", error)
+        return None
+    return holding, listener, number
 
 
 def are_at_names(hosts: Iterable[str]) -> bool:
-    """Whether ranks at these hosts meet at Unix sockets only."""
-    return all(map(_is_named, hosts))
-
-
-def _is_named(host: str) -> bool:
-    return _HAS_NAMES and host == LOOPBACK
+    """Whether ranks at these hosts meet at Unix sockets only, unless a sandbox forbids these."""
+    return _HAS_NAMES and all(host == LOOPBACK for host in hosts)
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Where to connect to: for the loopback address, the name of a Unix socket. It is the network namespace's, too."""
-    return b"\0raysgd/%d" % address[1] if _is_named(address[0]) else address
+    """Where to connect to: for what is no port, the name of a Unix socket. It is the network namespace's."""
+    return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
 
 
 def _socket_for(address: Address) -> socket.socket:
-    family = socket.AF_UNIX if _is_named(address[0]) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    family = socket.AF_UNIX if address[1] >> PORT_BITS else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
     _send_at_once(connection)

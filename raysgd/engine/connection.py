@@ -52,6 +52,8 @@ class Connection(ABC):
     def open_endpoint(self, host: str, rank: int) -> int:
         """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
 
+        The number may have more bits, which only `join` understands: see `Rendezvous`.
+
         Args:
             host: Under which address of this machine; who cannot reach it does not get in.
             rank: The place in that group; any where `opens_for_any_rank`.

@@ -13,6 +13,8 @@ from raysgd.exceptions import WorkerFault
 
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
+PORT_BITS = 16
+"""What a rank listens at is a port in these bits; more bits name a Unix socket."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Rendezvous:
     """Where the ranks of a group listen for each other. The driver hands it round through Ray.
 
     Attributes:
-        addresses: Host and port of each rank, by rank.
+        addresses: Host and port of each rank, by rank; the port may have more bits than `PORT_BITS`.
         on_one_node: Whether all ranks are.
         secret: By which the ranks of this group know each other.
     """
@@ -52,7 +54,7 @@ class Rendezvous:
     @property
     def port(self) -> int:
         """That of rank 0."""
-        return self.addresses[0][1]
+        return self.addresses[0][1] & (1 << PORT_BITS) - 1
 
 
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:

@@ -156,7 +156,7 @@ def test_who_connects_while_too_many_wait_to_be_accepted_tries_again(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
 def test_at_the_loopback_address_nothing_listens_at_the_port_and_nothing_else_gets_it(stack: ExitStack) -> None:
     rank = Rank(stack, 0)
-    address = rank.address
+    address = HERE, rank.address[1] & 0xFFFF
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -167,14 +167,56 @@ def test_at_the_loopback_address_nothing_listens_at_the_port_and_nothing_else_ge
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
-def test_a_name_that_is_taken_is_not_listened_at(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = Rank(stack, 0)
-    names = iter([_peers._name_of(taken.address), b"\0raysgd/tests/" + secrets.token_bytes(8)])
-    monkeypatch.setattr(_peers, "_name_of", lambda address: next(names))
-    assert Rank(stack, 1).listener.port != taken.listener.port
-    monkeypatch.setattr(_peers, "_name_of", lambda address: b"\0raysgd/%d" % taken.listener.port)
-    with pytest.raises(OSError, match="no port, or no name, was free"):
-        PeerListener(HERE)
+def test_a_name_tells_nothing_of_the_next_one(stack: ExitStack) -> None:
+    one, other = (Rank(stack, number).listener.port >> 16 for number in range(2))
+    assert min(one, other).bit_length() > 96, "random, so that no one takes it before"
+    assert one != other
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
+def test_where_a_name_cannot_be_had_ranks_meet_over_tcp(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = stack.enter_context(socket.socket(socket.AF_UNIX))
+    taken.bind(b"\0raysgd/tests/" + secrets.token_bytes(8))
+    with monkeypatch.context() as patched:
+        patched.setattr(_peers, "_name_of", lambda address: taken.getsockname())
+        host = Rank(stack, 0)
+    peer = Rank(stack, 1)
+    assert host.listener.port < 2**16 <= peer.listener.port
+    met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
+    assert met == [[(1, 0)], [(0, 0)]]
+
+
+@pytest.mark.parametrize("where", HOSTS)
+def test_of_many_strangers_only_the_latest_stay_connected(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(_peers, "_MOST_STRANGERS", 2)
+    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
+    strangers = [stack.enter_context(connect_to(host.address)) for _ in range(20)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(host.lanes, [], 1, 1, Deadline(60))
+        for stranger in strangers[:17]:
+            assert heard_by(stranger) == b"", "it is disconnected while the rank still waits"
+        assert not waiting.done()
+        assert peer.lanes([host], 0, 1, Deadline(60)) == [(0, 0)]
+        assert waiting.result() == [(1, 0)]
+
+
+@pytest.mark.parametrize("where", HOSTS)
+def test_strangers_that_use_up_the_descriptors_do_not_keep_a_group_from_forming(stack: ExitStack, where: str) -> None:
+    resource = pytest.importorskip("resource")
+    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
+    for _ in range(20):
+        stack.enter_context(connect_to(host.address))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as highest:
+        most = highest.fileno() + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert met == [[(1, 0)], [(0, 0)]]
 
 
 def heard_by(stranger: socket.socket) -> bytes:
