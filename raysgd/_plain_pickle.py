@@ -10,7 +10,7 @@ import collections
 import io
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar, cast
 
@@ -20,6 +20,9 @@ _MAX_DEPTH = 100
 """How deep containers may be nested: everything that walks through a state does it by recursion."""
 
 _MAX_KEY_PARTS = 1000
+_MAX_KEYS_ALIKE = 64
+"""How many keys of a container may have the same hash: a new one is compared with each of them."""
+
 _MAX_ARRAY_DIMS = 64
 _ALIGNED = 0x80  # flag of a structured dtype
 
@@ -55,6 +58,43 @@ class Function:
     """What a pickle may call."""
 
     call: Callable[..., Any]
+
+
+class KeyChecks:
+    """Checks the keys of containers, each before it is hashed."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[Any, collections.Counter[int]]] = {}
+
+    def checked(self, key: Any, container: Any) -> Any:
+        """The key, if it can be added to a container without taking for ever, or too deep a stack.
+
+        Raises:
+            DamagedPickleError: It has too many parts, or the hash of too many others.
+        """
+        _check_parts(key)
+        code = hash(key)
+        if not _is_only_one(key, code):
+            _, counts = self._counts.setdefault(id(container), (container, collections.Counter()))  # so the id is kept
+            counts[code] += 1
+            _require(counts[code] <= _MAX_KEYS_ALIKE, "too many keys have the same hash")
+        return key
+
+
+def _is_only_one(key: Any, code: int) -> bool:
+    """Whether no other key of its kind has this hash, unless by chance: that of a text is different in each process."""
+    return type(key) in (str, bytes) or (type(key) is int and key == code)
+
+
+def _check_parts(key: Any) -> None:
+    waiting, num_seen = [(key, 0)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        num_seen += 1
+        _require(num_seen <= _MAX_KEY_PARTS and depth < _MAX_DEPTH, "a key has too many parts")
+        if isinstance(part, tuple):
+            _require(len(part) <= _MAX_KEY_PARTS, "a key has too many parts")
+            waiting.extend((inner, depth + 1) for inner in part)
 
 
 class Unfinished:
@@ -112,6 +152,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         super().__init__(file if is_in_memory else _Bounded(file, num_bytes), encoding="utf-8")
         self._known = {**_KNOWN, **(known or {})}
         self._trusted = trusted or {}
+        self._keys = KeyChecks()
 
     def load(self) -> Any:
         """What the pickle holds.
@@ -193,19 +234,22 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
     def load_setitem(self) -> None:
         """Adds to a dict."""
         value, key = self.stack.pop(), self.stack.pop()
-        self._top(dict, collections.OrderedDict, collections.Counter)[checked_key(key)] = value
+        self._set_items([key], [value])
 
     def load_setitems(self) -> None:
         """Adds to a dict."""
         values = self.pop_mark()
+        self._set_items(values[::2], values[1::2])
+
+    def _set_items(self, keys: list[Any], values: list[Any]) -> None:
         target = self._top(dict, collections.OrderedDict, collections.Counter)
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            target[checked_key(key)] = value
+        for key, value in zip(keys, values, strict=True):
+            target[self._keys.checked(key, target)] = value
 
     def load_additems(self) -> None:
         """Adds to a set."""
-        values = self.pop_mark()
-        self._top(set).update(map(checked_key, values))
+        values, target = self.pop_mark(), self._top(set)
+        target.update(self._keys.checked(value, target) for value in values)
 
     def _top(self, *kinds: type[Any]) -> Any:
         _require(type(self.stack[-1]) in kinds, f"a `{type(self.stack[-1]).__name__}` is no `{kinds[0].__name__}`")
@@ -225,22 +269,10 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
 
 def set_attributes(target: Any, attributes: Any) -> None:
     """Hangs values on an object, none of them in the place of what its class has."""
-    for name, value in dict(attributes).items():
+    _require(type(attributes) is dict, "attributes in another form")
+    for name, value in attributes.items():
         _require(type(name) is str and not hasattr(type(target), name), "an attribute has the name of a method")
         setattr(target, name, value)
-
-
-def checked_key(key: Any) -> Any:
-    """A key of a dict; one that would take for ever to be hashed, or too deep a stack, is refused."""
-    waiting, num_seen = [(key, 0)], 0
-    while waiting:
-        part, depth = waiting.pop()
-        num_seen += 1
-        _require(num_seen <= _MAX_KEY_PARTS and depth < _MAX_DEPTH, "a key has too many parts")
-        if isinstance(part, tuple):
-            _require(len(part) <= _MAX_KEY_PARTS, "a key has too many parts")
-            waiting.extend((inner, depth + 1) for inner in part)
-    return key
 
 
 def plain_dtype(code: Any) -> np.dtype[Any]:
@@ -286,6 +318,7 @@ def _dtype(code: Any, state: Any) -> np.dtype[Any]:
     _, order, subdtype, names, fields, itemsize, _, flags, *more = state
     _require(subdtype is None and order in ("<", ">", "=", "|"), "no plain dtype")
     if names is not None:
+        _require(all(type(name) is str for name in names), "a field without a name")
         offsets = [fields[name][1] for name in names]
         formats = [fields[name][0] for name in names]
         _require(all(isinstance(one, np.dtype) and not one.hasobject for one in formats), "a field of something else")
@@ -334,15 +367,22 @@ def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
 
 def _set(items: Any = ()) -> set[Any]:
     _require(type(items) in (list, tuple), "a set in another form")
-    return set(map(checked_key, items))
+    return set(_checked_keys(items))
 
 
 def _counter(counts: Any = ()) -> collections.Counter[Any]:
-    return collections.Counter({checked_key(key): count for key, count in dict(counts).items()})
+    _require(type(counts) is dict or counts == (), "counts in another form")
+    return collections.Counter(dict(counts))
 
 
 def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
-    return collections.OrderedDict((checked_key(key), value) for key, value in items)
+    keys, values = [key for key, _ in items], [value for _, value in items]
+    return collections.OrderedDict(zip(_checked_keys(keys), values, strict=True))
+
+
+def _checked_keys(keys: Sequence[Any]) -> list[Any]:
+    checks = KeyChecks()
+    return [checks.checked(key, keys) for key in keys]
 
 
 def _complex(real: Any, imaginary: Any) -> complex:

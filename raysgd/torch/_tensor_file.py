@@ -250,7 +250,9 @@ class _Tensors:
         self._count((memory.data_ptr(), offset, tuple(size), tuple(stride), dtype), num_values * dtype.itemsize)
         tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(size), tuple(stride))
         if metadata:
-            _require(set(metadata) <= {"conj", "neg"}, "a tensor with more than its values")
+            _require(
+                type(metadata) is dict and metadata.keys() <= {"conj", "neg"}, "a tensor with more than its values"
+            )
             torch._utils.set_tensor_metadata(tensor, metadata)
         return tensor.requires_grad_(requires_grad is True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import os
 import pickle
@@ -91,6 +92,12 @@ def nested(num_levels: int) -> bytes:
     return b")" + b"\x85" * num_levels
 
 
+def state_with(operator: Any) -> dict[str, Any]:
+    return {"epoch": 1, "operator": operator, "models": [], "optimizers": []}
+
+
+ONE_HASH = [number * sys.hash_info.modulus for number in range(1, 200)]
+FIELD_NAMES = b"|NX\x01\x00\x00\x00a\x85"
 MILLIONS = b"J" + struct.pack("<i", 400_000_000)
 B_AS_BYTES = as_bytes(b"b")
 ONE_MEMORY = {"data/0": bytes(64)}
@@ -109,6 +116,23 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a tensor of no size at all": lambda: archive_of(pickled(tensor_of(16, -1, 1)), **ONE_MEMORY),
     "a key that is nested deeply": lambda: archive_of(pickled(b"}" + nested(200_000) + b"K\x01s")),
     "a set of what is nested deeply": lambda: archive_of(pickled(b"cbuiltins\nset\n]" + nested(200_000) + b"a\x85R")),
+    "counts of what is nested deeply": lambda: archive_of(
+        pickled(b"ccollections\nCounter\n](" + nested(200_000) + b"K\x01\x86e\x85R")
+    ),
+    "an attribute with a name that is nested deeply": lambda: archive_of(
+        pickled(b"ccollections\nOrderedDict\n)R](" + nested(200_000) + b"K\x01\x86eb")
+    ),
+    "a field with a name that is nested deeply": lambda: archive_of(
+        pickled(dtype_with_objects().replace(b"O8", b"f8").replace(FIELD_NAMES, b"|N(" + nested(200_000) + b"t"))
+    ),
+    "keys of one hash": lambda: archive_of(pickle.dumps(state_with({number: 0 for number in ONE_HASH}))),
+    "keys of one hash, one by one": lambda: archive_of(
+        pickled(b"}" + b"".join(pickle.dumps(number, 2)[2:-1] + b"Ns" for number in ONE_HASH))
+    ),
+    "tuples of one hash": lambda: archive_of(pickle.dumps(state_with({(number,) for number in ONE_HASH}))),
+    "pairs of one hash": lambda: archive_of(
+        pickle.dumps(state_with(collections.OrderedDict.fromkeys(ONE_HASH)), protocol=2)
+    ),
     "a value that is nested deeply": lambda: archive_of(pickled(nested(200_000))),
     "what replaces a method": lambda: archive_of(
         pickled(b"ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb")
@@ -191,6 +215,14 @@ def test_such_a_file_is_refused_by_a_documented_error(name: str, tmp_path: Path)
     (tmp_path / "file").write_bytes(FILES[name]())
     with pytest.raises((CheckpointCorruptedError, UnsafeCheckpointError), match="file`"):
         checkpoint_file.read(tmp_path / "file")
+
+
+def test_keys_that_have_one_hash_by_chance_are_read(tmp_path: Path) -> None:
+    offsets = {offset: sum(offset) for offset in itertools.product((-2, -1, 0, 1, 2), repeat=4)}
+    assert max(collections.Counter(map(hash, offsets)).values()) > 10  # -1 and -2 have the same
+    state = state_with([offsets, set(offsets), collections.Counter(offsets), collections.OrderedDict(offsets)])
+    torch.save(state, tmp_path / "file")
+    assert checkpoint_file.read(tmp_path / "file") == state
 
 
 def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:
