@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all.
+"""Files that are written whole or not at all, and what killed writers leave.
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
 process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -36,12 +37,11 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
             "the checkpoint's path is not a regular file: pass another path",
             target,
         )
-    _remove_leftovers(folder)
+    remove_leftovers(folder)
     temporary = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
     file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
     try:
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file.fileno())
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         yield file
@@ -60,21 +60,57 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     _sync_folder(folder)
 
 
-def _remove_leftovers(folder: str) -> None:
-    """Deletes what writers that were killed have left in this folder, as far as that can be told and done."""
+@contextlib.contextmanager
+def held(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep a temporary file or folder from being taken for a leftover."""
+    descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file or a folder, where that works.
+
+    Raises:
+        BlockingIOError: Another writer has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some file systems have no locks, or none for folders
+        return
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Delete what writers that were killed have left in this folder, as far as that can be told and done."""
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < old:
-                        _remove_unless_locked(entry.path)
+                    if _last_change(entry) < old:
+                        _remove_unless_locked(entry)
 
 
-def _remove_unless_locked(path: str) -> None:
-    with open(path, "rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
+def _last_change(entry: os.DirEntry[str]) -> float:
+    """When it was written to, or, if it is a folder, anything directly in it."""
+    times = [entry.stat(follow_symlinks=False).st_mtime]
+    if entry.is_dir(follow_symlinks=False):
+        with os.scandir(entry) as inner:
+            times.extend(each.stat(follow_symlinks=False).st_mtime for each in inner)
+    return max(times)
+
+
+def _remove_unless_locked(entry: os.DirEntry[str]) -> None:
+    with held(entry):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry)
+        else:
+            os.unlink(entry)
 
 
 def _sync_folder(folder: str) -> None:

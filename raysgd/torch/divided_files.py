@@ -1,66 +1,69 @@
 """The tensors of divided models in a folder: each rank writes and reads what it holds.
 
-`torch.distributed.checkpoint` does the work, so any number of ranks reads what any number has written. Nothing in the
-folder runs code when it is read: the file of that library that could is read with a list of what it may name.
+`torch.distributed.checkpoint` writes them, so other programs can read the folder with it. Here it is not read with that
+library, which trusts what it reads, but with the strict reader of checkpoint files, as the index in our own file says.
 """
 
 from __future__ import annotations
 
-import pickle
-import warnings
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import _seal, checkpoint_file
-from raysgd.torch.divided_folder import DIVIDED, FORMAT_VERSION, RANKS, REST, Path_, joined, name_of
+from raysgd.torch._tensor_file import read_archive
+from raysgd.torch.divided_folder import DIVIDED, FORMAT_VERSION, RANKS, REST, joined, name_of
+from raysgd.torch.divided_index import Files, Path_, Piece, Stored, checked_files, checked_tensors
+from raysgd.torch.divided_snapshot import Room
 from raysgd.torch.rng import RNG
 
 _METADATA = ".metadata"
 _PIECE_BYTES = 2**20
-_PLAIN_GLOBALS = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},  # a layout by its name
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-}
 
 
-def write_part(folder: str, tensors: Mapping[Path_, torch.Tensor], rank: int, group: Any) -> dict[str, tuple[int, str]]:
+def write_part(
+    folder: str, tensors: Mapping[Path_, torch.Tensor], rank: int, group: Any
+) -> tuple[Files, Sequence[Stored]]:
     """Writes what this rank holds; all ranks do this at the same time.
 
     What all ranks have alike is written by rank 0.
 
     Returns:
-        Number of bytes and checksum of each file that it wrote.
+        The files that it wrote; and from rank 0, which file has which part of the tensors.
     """
     own = {
         name_of(path): tensor.detach() for path, tensor in tensors.items() if not rank or isinstance(tensor, DTensor)
     }
-    save(own, storage_writer=FileSystemWriter(folder), process_group=group)
+    metadata = save(own, storage_writer=FileSystemWriter(folder), process_group=group)
     names = sorted(entry.name for entry in Path(folder).glob(f"__{rank}_*"))
-    return {name: _facts_of(Path(folder, name)) for name in ([*names, _METADATA] if not rank else names)}
+    files = {name: _facts_of(Path(folder, name)) for name in ([*names, _METADATA] if not rank else names)}
+    return files, () if rank else [_stored(path, metadata) for path in tensors]
+
+
+def _stored(path: Path_, metadata: Metadata) -> Stored:
+    """Where the library put a tensor."""
+    name = name_of(path)
+    facts: Any = metadata.state_dict_metadata[name]
+    size = tuple(facts.size)
+    dims = [dim for chunk in facts.chunks for dim in range(len(size)) if chunk.sizes[dim] != size[dim]]
+    dim = dims[0] if dims else 0
+    pieces = []
+    for chunk in facts.chunks:
+        if chunk.sizes[dim]:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            pieces.append(Piece(chunk.offsets[dim], chunk.sizes[dim], place.relative_path, place.offset, place.length))
+    return Stored(path, facts.properties.dtype, size, dim, tuple(sorted(pieces)))
 
 
 def _facts_of(path: Path) -> tuple[int, str]:
@@ -79,35 +82,33 @@ class DividedFolder:
     Attributes:
         path: Where it is.
         rest: Everything but tensors.
-        paths: Where the tensors belong.
+        tensors: What the tensors are, and where.
         files: Number of bytes and checksum of each file.
-        metadata: What the tensors are.
     """
 
     path: str
     rest: dict[str, Any]
-    paths: tuple[Path_, ...]
-    files: Mapping[str, tuple[int, str]]
-    metadata: Metadata
-
-    def facts_of(self, path: Path_) -> TensorStorageMetadata:
-        """Shape and type of a tensor.
-
-        Raises:
-            CheckpointCorruptedError: There is no such tensor.
-        """
-        found = self.metadata.state_dict_metadata.get(name_of(path))
-        if not isinstance(found, TensorStorageMetadata):
-            raise self.corrupted(f"the tensor `{name_of(path)}` is missing")
-        return found
+    tensors: tuple[Stored, ...]
+    files: Files
 
     def outline(self) -> dict[str, Any]:
-        """The state with tensors that have a shape and no memory."""
-        return joined(self.rest, self.paths, self._shape_of)
+        """The state with tensors that have a shape and no memory.
 
-    def _shape_of(self, path: Path_) -> torch.Tensor:
-        facts = self.facts_of(path)
-        return torch.zeros((), dtype=facts.properties.dtype).expand(facts.size)
+        Raises:
+            CheckpointCorruptedError: The rest has no place for one.
+        """
+        return self.joined({each.path: torch.zeros((), dtype=each.dtype).expand(each.size) for each in self.tensors})
+
+    def joined(self, tensors: Mapping[Path_, torch.Tensor]) -> dict[str, Any]:
+        """The state with these tensors in it.
+
+        Raises:
+            CheckpointCorruptedError: The rest has no place for one.
+        """
+        try:
+            return joined(self.rest, list(tensors), tensors.__getitem__)
+        except (TypeError, LookupError) as error:
+            raise self.corrupted(f"`{REST}` has no place for a tensor ({str(error)[:100]})") from error
 
     def check(self, rank: int, num_ranks: int) -> None:
         """Compares checksums: of every `num_ranks`-th file, since together the ranks look at all.
@@ -116,28 +117,99 @@ class DividedFolder:
             CheckpointCorruptedError: A file is missing or was changed.
         """
         for name in sorted(self.files)[rank::num_ranks]:
-            path = Path(self.path, name)
-            if not path.is_file() or _facts_of(path) != tuple(self.files[name]):
+            path, (num_bytes, _) = Path(self.path, name), self.files[name]
+            if not path.is_file() or path.stat().st_size != num_bytes or _facts_of(path) != self.files[name]:
                 raise self.corrupted(f"`{name}` is missing or does not match its checksum")
 
-    def read_into(self, tensors: Mapping[Path_, torch.Tensor], group: Any = None, *, alone: bool = False) -> None:
-        """Fills tensors, of which each rank may have a part; all ranks do this at the same time, but for `alone`."""
-        named = {name_of(path): tensor for path, tensor in tensors.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(named, storage_reader=_Reader(self.path), process_group=group, no_dist=alone)
+    def read_into(self, tensors: Mapping[Path_, torch.Tensor]) -> None:
+        """Fills tensors, of which each rank may have a part. Call `check` first.
+
+        Raises:
+            CheckpointCorruptedError: A file has something else than it should.
+        """
+        wanted = [
+            _Wanted(piece, stored, room)
+            for stored in self.tensors
+            for room in [Room.of(tensors[stored.path])]
+            for piece in stored.pieces
+            if _overlap(piece, room.span(stored.dim))
+        ]
+        for name, parts in groupby(sorted(wanted, key=_place), lambda part: part.piece.file):
+            with Path(self.path, name).open("rb", buffering=0) as file:
+                for part in parts:
+                    self._take(part, file)
+
+    def _take(self, part: _Wanted, file: IO[bytes]) -> None:
+        try:
+            part.take(file)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes may say anything
+            finding = f"`{part.piece.file}` cannot be read ({str(error)[:100]})"
+            raise self.corrupted(finding) from error
 
     def read_whole(self) -> dict[str, Any]:
         """The whole state in this process."""
         self.check(0, 1)
-        facts = {path: self.facts_of(path) for path in self.paths}
-        tensors = {path: torch.empty(each.size, dtype=each.properties.dtype) for path, each in facts.items()}
-        self.read_into(tensors, alone=True)
-        return joined(self.rest, self.paths, tensors.__getitem__)
+        tensors = {each.path: torch.empty(each.size, dtype=each.dtype) for each in self.tensors}
+        self.read_into(tensors)
+        return self.joined(tensors)
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
         """What to raise where the folder is not what was written."""
         return _corrupted(self.path, finding)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A part of a stored tensor, and the room that some of it belongs into."""
+
+    piece: Piece
+    stored: Stored
+    room: Room
+
+    def take(self, file: IO[bytes]) -> None:
+        """Reads it."""
+        num_bytes = self.piece.num_bytes
+        archive: Any = _Part(file, self.piece.start, num_bytes)
+        found = read_archive(archive, num_bytes, 0)
+        is_right = (
+            isinstance(found, torch.Tensor)
+            and (found.dtype, found.layout, found.device.type) == (self.stored.dtype, torch.strided, "cpu")
+            and tuple(found.shape) == self.stored.size_of(self.piece)
+        )
+        if not is_right:
+            raise ValueError("a tensor is another one than the index says")
+        with torch.no_grad():
+            self.room.take(found, self.stored.dim, self.piece.first)
+
+
+def _place(part: _Wanted) -> tuple[str, int]:
+    return part.piece.file, part.piece.start
+
+
+def _overlap(piece: Piece, span: tuple[int, int]) -> bool:
+    return piece.first < span[1] and span[0] < piece.first + piece.length
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
+        self._file, self._start, self._num_bytes = file, start, num_bytes
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_SET, "the readers say where from the beginning"
+        self._at = offset
+        return offset
+
+    def readinto(self, room: Any) -> int:
+        self._file.seek(self._start + self._at)
+        left = max(0, self._num_bytes - self._at)
+        num_read: int = self._file.readinto(memoryview(room)[:left])  # type: ignore[attr-defined]
+        self._at += num_read
+        return num_read
 
 
 def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
@@ -156,10 +228,15 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     facts = rest.get(DIVIDED)
     if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
         raise _corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
+    try:
+        files = checked_files(facts["files"])
+        tensors = checked_tensors(facts["tensors"], files)
+        resume = dict(rest.get(RESUME) or {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise _corrupted(path, f"`{REST}` contradicts itself ({str(error)[:100]})") from error
     if facts.get("has_ranks") and not for_rank:
-        rest = {**rest, RESUME: {**rest[RESUME], RNG: _rank_states(path)}}
-    paths = tuple(tuple(each) for each in facts["paths"])
-    return DividedFolder(path, rest, paths, facts["files"], _Reader(path).read_metadata())
+        rest = {**rest, RESUME: {**resume, RNG: _rank_states(path)}}
+    return DividedFolder(path, rest, tensors, files)
 
 
 def _rank_states(path: str) -> Any:
@@ -174,32 +251,3 @@ def _corrupted(path: str, finding: str) -> CheckpointCorruptedError:
         f"`{path}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
         "where it came from, or load an earlier checkpoint."
     )
-
-
-class _Reader(FileSystemReader):
-    """Reads what describes the tensors without running code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the tensors are, and which file has which part of them.
-
-        Raises:
-            CheckpointCorruptedError: It is damaged, or names what could run code.
-        """
-        try:
-            with Path(self.path, _METADATA).open("rb") as file:
-                metadata: Metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # damaged bytes may ask for anything, such as more memory than there is
-            raise _corrupted(str(self.path), f"`{_METADATA}` cannot be read ({error})") from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """A class that such a file may name."""
-        module = "pathlib" if module == "pathlib._local" else module  # so Python 3.13 calls it
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
-        if is_type or name in _PLAIN_GLOBALS.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names `{module}.{name}`")

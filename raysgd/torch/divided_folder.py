@@ -10,18 +10,21 @@ Why a folder: ADR 92. `raysgd.torch.divided_files` writes and reads the tensors.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raysgd._atomic_file import held, remove_leftovers
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import checkpoint_file
+from raysgd.torch.divided_index import Files, Path_, Stored
 from raysgd.torch.rng import RNG
 
 REST = "rest.pt"
@@ -33,13 +36,11 @@ RANKS = "ranks.pt"
 DIVIDED = "divided"
 """Key in it of what there is to know about the other files."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """How the folder is laid out."""
 
+_FORMER = ".old"
 _PARTS = ("models", "criterion", "optimizers")
-
-Path_ = tuple[str | int, ...]
-"""Where in a state a tensor belongs."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class WrittenPart:
     Attributes:
         rest: The state without tensors, from rank 0; None from others.
         own: What the rank has for itself.
-        paths: Where its tensors belong.
-        files: Number of bytes and checksum of each file.
+        tensors: Which file has which part of the tensors, from rank 0; empty from others.
+        files: The files that it wrote.
     """
 
     rest: dict[str, Any] | None
     own: Any
-    paths: list[Path_]
-    files: Mapping[str, tuple[int, str]]
+    tensors: Sequence[Stored]
+    files: Files
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -107,7 +108,8 @@ def joined(rest: Mapping[str, Any], paths: Sequence[Path_], tensor_of: Callable[
         >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
         {'models': [{'weight': "('models', 0, 'weight')"}]}
     """
-    state = {name: _copied(value) if name in _PARTS else value for name, value in rest.items() if name != DIVIDED}
+    made: dict[int, Any] = {}
+    state = {name: _copied(value, made) if name in _PARTS else value for name, value in rest.items() if name != DIVIDED}
     for path in paths:
         owner: Any = state
         for step in path[:-1]:
@@ -116,11 +118,19 @@ def joined(rest: Mapping[str, Any], paths: Sequence[Path_], tensor_of: Callable[
     return state
 
 
-def _copied(value: Any) -> Any:
-    """A copy of the containers alone."""
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+def _copied(value: Any, made: dict[int, Any]) -> Any:
+    """A copy of the containers alone, one of each."""
+    if not isinstance(value, Mapping | list):
+        return value
+    if id(value) in made:
+        return made[id(value)]
+    copy: Any = [] if isinstance(value, list) else {}
+    made[id(value)] = copy
+    if isinstance(value, list):
+        copy.extend(_copied(each, made) for each in value)
+    else:
+        copy.update({key: _copied(each, made) for key, each in value.items()})
+    return copy
 
 
 def name_of(path: Path_) -> str:
@@ -138,10 +148,12 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     if target.is_dir() and not is_folder(target) and any(target.iterdir()):
         raise IsADirectoryError(f"`{path}` is a folder with something else in it: save to another path.")
+    remove_leftovers(target.parent)
     beside = target.with_name(f".raysgd-{target.name}-{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir()
     try:
-        yield beside
+        with held(beside):
+            yield beside
         _sync(beside)
         _take_name(beside, target)
     finally:
@@ -150,14 +162,12 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
-        former = folder.with_name(f"{folder.name}.old")
-        target.rename(former)
-        folder.rename(target)
+        target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
+    elif target.exists():
+        target.unlink()  # a file of before, whole; there is no way to swap the two in one step
+    folder.rename(target)
+    for former in target.parent.glob(f".raysgd-{glob.escape(target.name)}-*.tmp{_FORMER}"):  # also of killed saves
         shutil.rmtree(former, ignore_errors=True)
-    else:
-        if target.exists():
-            target.unlink()  # a file of before, whole; there is no way to swap the two in one step
-        folder.rename(target)
     _sync(target.parent)
 
 
@@ -190,7 +200,7 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
             "machine. Workers on several nodes each write a part: save to a path that all nodes share, or pass "
             "`whole=True`, which gathers the whole state on the driver."
         )
-    facts = {"version": FORMAT_VERSION, "paths": [list(path) for path in parts[0].paths], "files": files}
+    facts = {"version": FORMAT_VERSION, "tensors": [astuple(each) for each in parts[0].tensors], "files": files}
     resume = dict(rest.get(RESUME) or {})
     if RNG in resume:
         checkpoint_file.write(folder / RANKS, {**dict.fromkeys(checkpoint_file.REQUIRED_KEYS), RNG: resume.pop(RNG)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd._state_codec import decode
 from raysgd.engine.transfers import Parts
-from raysgd.torch.divided_folder import Path_, joined, split
+from raysgd.torch.divided_folder import joined, split
+from raysgd.torch.divided_index import Path_
 
 if TYPE_CHECKING:
     from raysgd.torch.parallel import NoParallel
@@ -91,19 +93,52 @@ class DividedSnapshot:
         return joined(self.first["rest"], paths, tensors.__getitem__)
 
     def _fill(self, path: Path_, room: torch.Tensor) -> None:
-        dim, total = _dim_of(room), self.first["shapes"][path]
-        local = room.to_local() if isinstance(room, DTensor) else room
-        if not isinstance(room, DTensor) or dim is None:
-            local.copy_(self._whole_tensor(path))
+        dim, total = self.first["dims"][path], self.first["shapes"][path]
+        place = Room.of(room)
+        if dim is None:
+            place.take(self.first["tensors"][path], 0, 0)
             return
-        begin = _begin(total[dim], room.device_mesh.size(), room.device_mesh.get_local_rank())
-        if self.first["dims"][path] != dim:  # they divided it in another way, or not at all
-            local.copy_(self._whole_tensor(path).narrow(dim, begin, local.shape[dim]))
-            return
-        for rank, first, last in overlaps(total[dim], len(self._parts), begin, begin + local.shape[dim]):
+        for rank, *_ in overlaps(total[dim], len(self._parts), *place.span(dim)):
             own = self.part(rank)["tensors"][path]
-            source = own.narrow(dim, first - _begin(total[dim], len(self._parts), rank), last - first)
-            local.narrow(dim, first - begin, last - first).copy_(source)
+            place.take(own, dim, _begin(total[dim], len(self._parts), rank))
+
+
+@dataclass(frozen=True)
+class Room:
+    """A tensor to fill, or this rank's part of one.
+
+    Attributes:
+        local: What is in this process.
+        dim: By which dimension the tensor is divided; 0 if it is not.
+        begin: Where in it `local` begins, along this dimension.
+    """
+
+    local: torch.Tensor
+    dim: int
+    begin: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Room:
+        """That of a tensor."""
+        dim = _dim_of(tensor)
+        if not isinstance(tensor, DTensor) or dim is None:
+            return cls(tensor.to_local() if isinstance(tensor, DTensor) else tensor, 0, 0)
+        mesh = tensor.device_mesh
+        return cls(tensor.to_local(), dim, _begin(tensor.shape[dim], mesh.size(), mesh.get_local_rank()))
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """Between which positions along a dimension it lies."""
+        begin = self.begin if dim == self.dim else 0
+        return begin, begin + self.local.shape[dim]
+
+    def take(self, part: torch.Tensor, dim: int, at: int) -> None:
+        """Copies what it has room for of a part of the tensor, one that begins `at` a position along a dimension."""
+        begin, end = self.span(dim)
+        first, last = max(begin, at), min(end, at + part.shape[dim])
+        source = part.narrow(dim, first - at, last - first)
+        if dim != self.dim:
+            source = source.narrow(self.dim, self.begin, self.local.shape[self.dim])
+        self.local.narrow(dim, first - begin, last - first).copy_(source)
 
 
 def _begin(total: int, num_ranks: int, rank: int) -> int:

@@ -5,7 +5,7 @@ Each rank reads and writes its part alone; no process needs the whole state. `ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import divided_files
 from raysgd.torch.divided_files import DividedFolder
-from raysgd.torch.divided_folder import Path_, StateInFolder, WrittenPart, joined, split
+from raysgd.torch.divided_folder import StateInFolder, WrittenPart, split
+from raysgd.torch.divided_index import Path_
 from raysgd.torch.plain_names import plain, with_plain_names
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def write(folder: str, state: TorchState, parallel: NoParallel) -> WrittenPart:
     """
     rest, tensors = split(state.read_divided())
     rank = dist.get_rank()
-    files = divided_files.write_part(folder, tensors, rank, parallel.group_beside)
-    return WrittenPart(None if rank else rest, state.own(), list(tensors), files)
+    files, stored = divided_files.write_part(folder, tensors, rank, parallel.group_beside)
+    return WrittenPart(None if rank else rest, state.own(), stored, files)
 
 
 def read(place: StateInFolder, state: TorchState, parallel: NoParallel) -> Mapping[str, Any]:
@@ -47,23 +47,23 @@ def read(place: StateInFolder, state: TorchState, parallel: NoParallel) -> Mappi
     folder = divided_files.opened(place.path, place.weights_only, for_rank=True)
     outline = folder.outline()
     state.check(outline)
-    _check(folder, parallel)
-    tensors = room_for(outline, folder.paths, state, parallel)
-    folder.read_into(tensors, parallel.group_beside)
-    return joined(folder.rest, folder.paths, tensors.__getitem__)
+    _together(folder, parallel, lambda: folder.check(dist.get_rank(), dist.get_world_size()))
+    tensors = room_for(outline, [each.path for each in folder.tensors], state, parallel)
+    _together(folder, parallel, lambda: folder.read_into(tensors))
+    return folder.joined(tensors)
 
 
-def _check(folder: DividedFolder, parallel: NoParallel) -> None:
-    """Checks this rank's share of the files. Where one is damaged all ranks raise, so that none waits for others."""
-    found: CheckpointCorruptedError | None = None
+def _together(folder: DividedFolder, parallel: NoParallel, read: Callable[[], None]) -> None:
+    """Lets each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
+    found: Exception | None = None
     try:
-        folder.check(dist.get_rank(), dist.get_world_size())
-    except CheckpointCorruptedError as error:
+        read()
+    except Exception as error:
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=parallel.group_beside)
     if found is not None or verdict.item():
-        told = found or folder.corrupted("a file is missing or does not match its checksum, another worker says")
+        told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
         raise told.with_traceback(None)  # on every rank from this line: workers that failed alike are kept
 
 
