@@ -72,7 +72,7 @@ def checked_files(files: Any) -> Files:
     Raises:
         ValueError: One is not, or its size is no number.
     """
-    _require(type(files) is dict, "its list of files is none")
+    _require(type(files) is dict, "it has no list of files")
     for name, facts in files.items():
         _require(type(name) is str and name not in ("", "..") and PurePath(name).name == name, "a file is elsewhere")
         _require(type(facts) is tuple and len(facts) == 2 and _are_sizes(facts[:1]), "a file has no size")

@@ -14,6 +14,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,8 +27,9 @@ import numpy as np
 import torch
 
 from raysgd.tf import checkpoint_file as array_file
-from raysgd.torch import TorchTrainer
+from raysgd.torch import TorchTrainer, divided_files, divided_folder
 from raysgd.torch import rng as random_states
+from raysgd.torch.divided_folder import WrittenPart
 from tests.torch import mutations
 from tests.torch.mutations import Seed
 from tests.torch.operators_for_tests import DropoutOperator
@@ -67,6 +69,7 @@ def main(num_files: int, first_seed: int) -> None:
     )
     trainer.train(num_steps=2)
     trainer.save(folder / "real")
+    write_folder(folder / "divided", trainer.state_dict())
     seeds = seeds_of_torch(trainer, folder)
     seeds_for_arrays = seeds_of_arrays(folder)
     refused, taken = collections.Counter[str](), 0
@@ -76,7 +79,7 @@ def main(num_files: int, first_seed: int) -> None:
         signal.alarm(PATIENCE_S)
         try:
             if chance.random() < 0.75:
-                is_taken, error = load(trainer, chance, chance.choice(seeds), folder)
+                is_taken, error = load(trainer, folder, changed(chance, seeds, folder))
             else:
                 is_taken, error = read(chance, chance.choice(seeds_for_arrays), folder)
         except BaseException:
@@ -117,12 +120,31 @@ def seeds_of_arrays(folder: Path) -> list[Seed]:
     ]
 
 
-def load(trainer: TorchTrainer, chance: random.Random, seed: Seed, folder: Path) -> tuple[bool, str]:
-    """Loads a changed file into the trainer. One that fits is trained on, before the real one comes back."""
+def write_folder(path: Path, state: dict[str, Any]) -> None:
+    """Writes a state as that of divided models, by one rank."""
+    rest, tensors = divided_folder.split(state)
+    path.mkdir()
+    files, stored = divided_files.write_part(str(path), tensors, 0, None)
+    divided_folder.finish(path, [WrittenPart(rest, None, stored, files)], rest)
+
+
+def changed(chance: random.Random, seeds: list[Seed], folder: Path) -> Path:
+    """A changed file, or a changed folder."""
+    if chance.random() < 0.25:
+        shutil.rmtree(folder / "changed folder", ignore_errors=True)
+        shutil.copytree(folder / "divided", folder / "changed folder")
+        mutations.change_folder(chance, folder / "changed folder")
+        return folder / "changed folder"
+    seed = chance.choice(seeds)
     (folder / "changed").write_bytes(seed.change(chance, seed.content))
+    return folder / "changed"
+
+
+def load(trainer: TorchTrainer, folder: Path, path: Path) -> tuple[bool, str]:
+    """Loads a changed file into the trainer. One that fits is trained on, before the real one comes back."""
     before = fingerprint(trainer)
     try:
-        trainer.load(folder / "changed")
+        trainer.load(path)
     except DOCUMENTED as error:
         _check(error)
         if fingerprint(trainer) != before:

@@ -10,8 +10,14 @@ import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from raysgd.torch import checkpoint_file
 from raysgd.torch._seal import Seal, new_checksum
+from raysgd.torch.divided_folder import DIVIDED, REST
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (
@@ -151,6 +157,48 @@ def _sealed(body: bytes) -> bytes:
     checksum.update(body[:-2] + bytes(2))
     comment = Seal(checksum.hexdigest()).comment
     return body[:-2] + len(comment).to_bytes(2, "little") + comment
+
+
+def change_folder(chance: random.Random, folder: Path) -> None:
+    """Changes a folder of divided models: its index, or a file, which has a right checksum afterwards."""
+    kind = chance.random()
+    if kind < 0.3:
+        (folder / REST).write_bytes(changed_archive(chance, (folder / REST).read_bytes()))
+        return
+    rest = checkpoint_file.read(folder / REST)
+    facts = {**rest[DIVIDED], "files": dict(rest[DIVIDED]["files"])}
+    if kind < 0.6:
+        facts = _with_another_fact(chance, facts)
+    else:
+        [name] = (name for name in facts["files"] if name.startswith("__"))
+        content = _with_changed_part(chance, (folder / name).read_bytes(), facts)
+        (folder / name).write_bytes(content)
+        checksum = new_checksum()
+        checksum.update(content)
+        facts["files"][name] = (len(content), checksum.hexdigest())
+    checkpoint_file.write(folder / REST, {**rest, DIVIDED: facts})
+
+
+def _with_another_fact(chance: random.Random, facts: Any) -> Any:
+    """Something in an index is something else."""
+    if not isinstance(facts, dict | list | tuple) or not facts or chance.random() < 0.1:
+        return chance.choice((*NUMBERS, "x", "../x", None, (), (0,), {}, 1.5, True, torch.float64))
+    keys = list(facts) if isinstance(facts, dict) else range(len(facts))
+    place = chance.choice(keys)
+    changed = {key: _with_another_fact(chance, facts[key]) if key == place else facts[key] for key in keys}
+    return changed if isinstance(facts, dict) else type(facts)(changed.values())
+
+
+def _with_changed_part(chance: random.Random, content: bytes, facts: dict[str, Any]) -> bytes:
+    """A tensor's archive is another, which stands at the end of the file."""
+    place = chance.randrange(len(facts["tensors"]))
+    *tensor, pieces = facts["tensors"][place]
+    [(first, length, name, start, num_bytes)] = pieces
+    part = _changed_body(chance, content[start : start + num_bytes])
+    moved = (first, length, name, len(content), len(part))
+    facts["tensors"] = [*facts["tensors"]]
+    facts["tensors"][place] = (*tensor, (moved,))
+    return content + part
 
 
 def changed_arrays(chance: random.Random, content: bytes) -> bytes:
