@@ -166,7 +166,9 @@ def _take_name(folder: Path, target: Path) -> None:
     elif target.exists():
         target.unlink()  # a file of before, whole; there is no way to swap the two in one step
     folder.rename(target)
-    for former in target.parent.glob(f".raysgd-{glob.escape(target.name)}-*.tmp{_FORMER}"):  # also of killed saves
+    for former in target.parent.glob(
+        f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
+    ):  # of killed saves too
         shutil.rmtree(former, ignore_errors=True)
     _sync(target.parent)
 

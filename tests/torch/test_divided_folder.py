@@ -302,6 +302,7 @@ def test_the_former_folder_of_a_killed_save_goes_when_the_new_one_is_whole(tmp_p
     with pytest.raises(ValueError, match="lacks"):
         write(tmp_path / "last", {"epoch": 1, "models": []})
     assert list(tmp_path.iterdir()) == [former]
+    of_another = leftover(tmp_path / ".raysgd-last-two-00000000.tmp.old", age_s=1000)
     for _ in range(2):
         write(tmp_path / "last", state())
-    assert list(tmp_path.iterdir()) == [tmp_path / "last"]
+    assert sorted(tmp_path.iterdir()) == [of_another, tmp_path / "last"]
