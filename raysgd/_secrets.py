@@ -1,27 +1,123 @@
-"""Keys and passwords in the URIs of stores: found, and masked where a text leaves the library."""
+"""Keys and passwords: the one table of their names, and the one function that masks them where something is shown."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any, overload
 
-# Up to the `@` also where a key has slashes, which no file system takes; a port is no key.
-_USER = re.compile(r"(?<=://)[^/@\s'\"`]*:(?!\d+/)[^@\s'\"`]*@")
-_OPTION = re.compile(r"(?<=[?&])((?:\w*_)?(?:key|secret|token|password)\w*)=[^&\s'\"`]*", re.IGNORECASE)
+_HIDDEN = "***"
+
+# Wherever they stand in a name, where a name ends, and as a word of their own there.
+_ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
+_AT_THE_END = (
+    r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
+    r"|(?:access|account|api|auth|encryption|master|shared|signing|ssh|storage)_?key(?:_?id)?|signature"
+)
+_AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
+_NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
+_IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
+
+# A user and a key before an `@`, up to it also where the key has slashes; but in a URI of no bucket a port is no key.
+_USER = re.compile(
+    r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
+    r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(
+    rf"([?&](?:[\w.\-]{{0,60}}_)?(?:key\w{{0,40}}|[\w.\-]{{0,60}}?{_NAME})=)[^&\s'\"`]+", re.IGNORECASE
+)
+_ENTRY = re.compile(
+    rf"""({_NAME}(?:=|['"]\s*:\s*|\s*=\s*(?=[bru]?['"])))(?!(?:None|True|False|null|true|false)\b)"""
+    r"""(?:([bru]?)(?P<quote>['"])(?:[^'"\\]|\\.|(?!(?P=quote))['"])*(?:(?P=quote)|$)"""
+    r"""|[\[({][^\])}]{0,500}(?:[\])}]|$)|[^\s&;'"`\[({]*[^\s&;'"`,)\]}\[({])""",
+    re.IGNORECASE,
+)
 
 
-def has_secret(uri: str) -> bool:
-    """Return whether there are keys or passwords in a URI.
+def has_secret(text: str) -> bool:
+    """Return whether there are keys or passwords in a text, such as a URI.
 
     >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
     (True, False)
     """
-    return masked(uri) != uri
+    return masked(text) != text
 
 
-def masked(text: str) -> str:
-    """Return a text as it may be shown: without the keys and passwords in the URIs in it.
+def user_of(uri: str) -> str:
+    """Return what stands before the bucket or the host of a URI, with its `@`.
 
-    >>> masked("s3://id:secret@bucket/a?region=x&secret_key=y")
-    's3://***@bucket/a?region=x&secret_key=***'
+    >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
+    ('id:a/secret@', '')
     """
-    return _OPTION.sub(r"\1=***", _USER.sub("***@", text))
+    found = _USER.search(uri)
+    return found["user"] if found is not None and found["slashes"] == "//" else ""
+
+
+@overload
+def masked(value: str) -> str: ...
+
+
+@overload
+def masked(value: Any) -> Any: ...
+
+
+def masked(value: Any) -> Any:
+    """Return a value as it may be shown: without the keys and passwords in it.
+
+    These are the entries that are called so, and those in texts. An object whose `repr` shows one becomes that text,
+    masked. What has none is returned as it is.
+
+    >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
+    {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}
+    >>> masked("cannot open s3://id:a/secret@bucket with {'pwd': 'x'} and AccountKey=abc==;b=1")
+    "cannot open s3://***@bucket with {'pwd': '***'} and AccountKey=***;b=1"
+    """
+    return _masked(value, frozenset())
+
+
+def _masked_text(text: str) -> str:
+    text = _USER.sub(lambda found: f"{found[0].removesuffix(found['user'])}{_HIDDEN}@", text)
+    return _ENTRY.sub(_hidden_entry, _OPTION.sub(rf"\1{_HIDDEN}", text))
+
+
+def _hidden_entry(found: re.Match[str]) -> str:
+    quote = found["quote"] or ""
+    return f"{found[1]}{quote}{_HIDDEN}{quote}"
+
+
+def _masked(value: Any, above: frozenset[int]) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _masked_text(value)
+    if id(value) in above:
+        return "..."
+    inside = above | {id(value)}
+    if isinstance(value, Mapping):
+        shown = {_masked(key, inside): _masked_entry(key, each, inside) for key, each in value.items()}
+        return value if _are_the_same(shown.values(), value.values()) and _are_the_same(shown, value) else shown
+    if type(value) in (list, tuple, set, frozenset):
+        parts = [_masked(each, inside) for each in value]
+        return value if _are_the_same(parts, value) else type(value)(parts)
+    return _masked_object(value)
+
+
+def _masked_entry(name: Any, value: Any, inside: frozenset[int]) -> Any:
+    is_secret = isinstance(name, str) and _IS_SECRET.search(name) is not None
+    return _HIDDEN if is_secret and not (value is None or isinstance(value, bool)) else _masked(value, inside)
+
+
+def _masked_object(value: Any) -> Any:
+    try:
+        text = repr(value)
+    except Exception:  # a value of the user: showing it must not end a run
+        return value
+    shown = _masked_text(text)
+    return value if shown == text else shown
+
+
+def _are_the_same(some: Any, others: Any) -> bool:
+    return len(some) == len(others) and all(
+        one is other or (isinstance(one, str) and one == other) for one, other in zip(some, others, strict=True)
+    )

@@ -176,7 +176,7 @@ class RunConfig:
 
     def __repr__(self) -> str:
         """The config without the keys of its storage."""
-        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        shown = {each.name: masked(getattr(self, each.name)) for each in fields(self) if each.repr}
         return masked(f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
 
     def _take_over_place(self) -> None:

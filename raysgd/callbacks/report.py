@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")
 _NAMES_OF_OPTIONS = {"max_replicas": "num_workers"}
-_SECRET = re.compile(r"(?:^|[_.\-])(?:password|passwd|secret|token|api_?key|access_?key|credentials?)$", re.IGNORECASE)
 _LONG_S, _SHARE = 0.05, 50  # a report that takes longer to write than this may take a fiftieth of the time
 _LONGEST_VALUE = 300
 _MOST_ENTRIES = 500
@@ -37,7 +35,7 @@ class HTMLReport(Callback):
 
     The file is complete whenever you open it, and needs no network. While the run goes on, the page refreshes itself.
     If writing takes long, because the run has very many short epochs, some are skipped; the last one never is.
-    Entries of the config whose names end in words such as "password" or "token" are left out.
+    Keys and passwords in the config are `***`: entries with such names, and those in URIs.
 
     Args:
         path: The file; None means `report.html` in the folder of the run.
@@ -99,7 +97,7 @@ def facts_of(run: Run, state: str, reason: str = "") -> RunFacts:
         started_at=run.started_at,
         written_at=time.time(),
         trainer=_options_of(run.trainer),
-        config=dict(_flat(run.config)),
+        config=dict(_flat(masked(run.config))),
         versions=_versions(),
         ledger={} if run.trainer is None else run.trainer.ledger().total(),
     )
@@ -121,9 +119,7 @@ def _flat(config: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str
         if number >= _MOST_ENTRIES:
             yield f"{above}...", f"{len(config) - number} more"
             return
-        if _SECRET.search(name):
-            yield name, "(left out)"
-        elif isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}.")
         else:
             yield name, _shortened(value)
@@ -131,7 +127,7 @@ def _flat(config: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str
 
 def _shortened(value: Any) -> str:
     try:
-        text = masked(value if isinstance(value, str) else repr(value))
+        text = value if isinstance(value, str) else repr(value)
     except Exception as error:  # a value of the user: its `repr` must not end the run
         text = f"a {type(value).__name__} that cannot be shown: {type(error).__name__}"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text):,} characters)"

@@ -9,6 +9,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from raysgd._secrets import masked
 from raysgd.exceptions import WorkerFault, portable_copy
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -33,7 +34,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
-    message, frames = shortened(str(error)), _frames(error)
+    message, frames = masked(shortened(str(error))), _frames(error)
     return WorkerFault(
         rank=rank,
         node=node,
@@ -41,7 +42,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         type_name=type(error).__name__,
         message=message,
         location=_user_location(frames),
-        traceback_text=_traceback_text(error, message, frames if brief else None) if portable else "",
+        traceback_text=masked(_traceback_text(error, message, frames if brief else None)) if portable else "",
     )
 
 

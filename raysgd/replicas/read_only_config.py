@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from raysgd._secrets import masked
+
 
 class ReadOnlyConfig(dict[str, Any]):
     """What `trainer.config` returns: a copy, which is no use to change. Change `dict(config)` instead."""
@@ -16,6 +18,9 @@ class ReadOnlyConfig(dict[str, Any]):
         )
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __repr__(self) -> str:
+        return repr(masked(dict(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyConfig, (dict(self),)

@@ -114,7 +114,7 @@ class Entry:
         try:
             self.store.ask(f"read `{self.shown}`", attempt, reads=True)
         except FileNotFoundError as error:
-            raise self.missing() from error
+            raise self.missing() from cause_of(error)
 
     def everything(self) -> dict[str, bool]:
         """The paths of all that is in the folder, from there, and whether each is a file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from raysgd._optional import require
 from raysgd._secrets import has_secret, masked
@@ -121,10 +121,17 @@ def _native(uri: str, limit_s: float) -> Opened:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
         query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}={min(max(limit_s, 1.0), 10.0):g}"
-    filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{store}/{query}")
+    filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{_encoded(store)}/{query}")
     if filesystem.type_name == "s3":
         filesystem = _limited_s3(filesystem, store, query, limit_s)
     return Opened(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
+
+
+def _encoded(store: str) -> str:
+    """What names a store, as PyArrow reads it: keys may have slashes, and the scheme is in small letters."""
+    scheme, _, rest = store.partition("://")
+    user, at, bucket = rest.rpartition("@")
+    return f"{scheme.lower()}://{quote(unquote(user), safe=':')}{at}{bucket}"
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:

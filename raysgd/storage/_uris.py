@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raysgd._secrets import masked
+from raysgd._secrets import masked, user_of
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")  # `pathlib` makes one slash of two
 _QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")
@@ -81,8 +81,9 @@ def divided(uri: str) -> tuple[str, str, str]:
     found = _QUERY.search(uri)
     query = found[0] if found is not None else ""
     scheme, _, rest = uri.removesuffix(query).partition("://")
-    authority, _, path = rest.partition("/")
-    return f"{scheme}://{authority}", path.strip("/"), query
+    user = user_of(uri)
+    authority, _, path = rest.removeprefix(user).partition("/")
+    return f"{scheme}://{user}{authority}", path.strip("/"), query
 
 
 def child_of(uri: str, name: str) -> str:

@@ -215,7 +215,7 @@ class BaseTrainer(ABC):
     def __repr__(self) -> str:
         """The class and the arguments that were given."""
         given = ", ".join(
-            f"{name}={masked(repr(value)):.200}" for name, value in self._arguments.items() if value is not None
+            f"{name}={masked(repr(masked(value))):.200}" for name, value in self._arguments.items() if value is not None
         )
         return f"{type(self).__name__}({given})"
 

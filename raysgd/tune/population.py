@@ -19,6 +19,7 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd._ranking import MAX
+from raysgd._secrets import masked
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.tune._explore import Exploration, Space, check_space, draw
 
@@ -167,7 +168,7 @@ class Population:
     def _exploit(self, member: Member, source: Member) -> Exploit:
         config = self._exploration.changed(source.config, self._space, self._random)
         self.copy(member, source, config)
-        logger.info("member %s copies member %s and goes on with %s", member.index, source.index, config)
+        logger.info("member %s copies member %s and goes on with %s", member.index, source.index, masked(config))
         return Exploit(member.index, source.index, config)
 
     def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysgd._nested import flattened
 from raysgd._optional import require
+from raysgd._secrets import masked
 from raysgd.writers.mlflow_run import numbers_in
 
 
@@ -46,7 +47,7 @@ class CometRun:
         self._experiment = self._open(folder, run_id) if self._is_own else active
         if self._is_own and run_id is None:
             self._experiment.set_name(name)
-        self._experiment.log_parameters(flattened(config))
+        self._experiment.log_parameters(flattened(masked(config)))
         return str(self._experiment.get_key())
 
     def _open(self, folder: Path, run_id: str | None) -> Any:

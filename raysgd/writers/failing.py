@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from raysgd._once import Once
+from raysgd._secrets import masked
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -28,7 +29,7 @@ def never_ends_a_run(method: Method) -> Method:
                     "%s: could not write (%s: %s); the run goes on, and it tries again with the next result",
                     type(self).__name__,
                     type(error).__name__,
-                    error,
+                    masked(str(error)),
                 )
             return None
 

@@ -79,7 +79,7 @@ class MLflowRun:
             where = {"run_id": run_id} if run_id is not None else {"experiment_id": self._find_experiment()}
             active = self._mlflow.start_run(**where, run_name=name, tags=self._tags)
         if run_id is None:
-            self._log_parameters(_by_allowed_names(_parameters(config)))
+            self._log_parameters(_by_allowed_names(_parameters(masked(config))))
         return str(active.info.run_id)
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._optional import require
+from raysgd._secrets import masked
 from raysgd.writers.mlflow_run import numbers_in
 
 
@@ -43,7 +44,7 @@ class WandbRun:
         if self._is_own:
             going_on = {} if run_id is None else {"id": run_id, "resume": "allow"}
             options = {"name": name, "dir": str(folder), **going_on, **self._options}
-            self._run = self._wandb.init(config=dict(config), **options)
+            self._run = self._wandb.init(config=dict(masked(config)), **options)
         else:
             self._run = self._wandb.run
         return str(self._run.id)

@@ -229,7 +229,7 @@ def test_config_entries_that_cannot_or_should_not_be_shown(tmp_path: Path) -> No
     }
     page = written(make_run(tmp_path, config=config))
     found = page.data["run"]["config"]
-    assert (found["wandb_api_key"], found["db.password"], found["max_tokens"]) == ("(left out)", "(left out)", "7")
+    assert (found["wandb_api_key"], found["db.password"], found["max_tokens"]) == ("***", "***", "7")
     assert len(found["long"]) < 400
     assert found["broken"] == "a Broken that cannot be shown: RuntimeError"
     assert found["..."] == "106 more"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from raysgd._secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
@@ -60,7 +61,7 @@ class Recorder:
         trial_info: Any = None,
     ) -> None:
         self._folder = folder
-        self._trial = Trial(folder, config, getattr(trial_info, "resources", None))
+        self._trial = Trial(folder, masked(config), getattr(trial_info, "resources", None))
         self._trial.trainable_name = trainer_name
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop

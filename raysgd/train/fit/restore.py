@@ -64,6 +64,13 @@ class _CheckpointAt:
         return Checkpoint.from_directory(self.path) if Path(self.path).is_dir() else None
 
 
+@dataclass(frozen=True)
+class _WithoutSecrets:
+    """A config with `***` for the keys and passwords in it, so `restore` needs all of it again."""
+
+    shown: Any
+
+
 # -------------------------------------------------------------------------------------------------------- writing it
 
 
@@ -81,7 +88,9 @@ def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str
     try:
         content = cloudpickle.dumps((trainer_class, kept))
     except Exception as error:  # whatever an object of the user raises
-        logger.warning("this run cannot be restored: the trainer's arguments cannot be pickled: %r", error)
+        logger.warning(
+            "this run cannot be restored: the trainer's arguments cannot be pickled: %s", masked(repr(error))
+        )
         return
     experiment.make()
     experiment.write(TRAINER_FILE, content)
@@ -90,6 +99,8 @@ def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str
 def _for_later(name: str, value: Any) -> Any:
     if name == "datasets" and isinstance(value, Mapping):
         return {key: _MissingDataset(key) for key in value}
+    if name == "train_loop_config" and (shown := masked(value)) is not value:
+        return _WithoutSecrets(shown)
     if isinstance(value, RunConfig):
         return _without_place(_without_what_cannot_be_pickled(value))
     if isinstance(value, Checkpoint) and value.uri is not None:
@@ -115,7 +126,9 @@ def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
             cloudpickle.dumps(getattr(run_config, name))
         except Exception as error:  # whatever an object of the user raises
             lost[name] = None
-            logger.warning("a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %r", name, error)
+            logger.warning(
+                "a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %s", name, masked(repr(error))
+            )
     return replace(run_config, **lost)
 
 
@@ -174,8 +187,9 @@ def _load(experiment: Folder, path: str | Path) -> tuple[type, dict[str, Any]]:
         raise
     except Exception as error:
         raise ValueError(
-            f"`path={masked(str(path))!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: {error}. If it "
-            "names a module that has moved, make that importable; if the file is damaged, make a new trainer with "
+            f"`path={masked(str(path))!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: "
+            f"{masked(str(error))}. If it names a module that has moved, make that importable; "
+            "if the file is damaged, make a new trainer with "
             "`resume_from_checkpoint`."
         ) from error
 
@@ -203,7 +217,14 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
             f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(given) or 'none'}. "
             "Datasets are not saved with a run: pass all of them again, under the same names."
         )
-    return _opened({**arguments, **replaced})
+    complete = {**arguments, **replaced}
+    for name, value in complete.items():
+        if isinstance(value, _WithoutSecrets):
+            raise ValueError(
+                f"`{name}` was {value.shown!r}: keys and passwords are not saved with a run. Pass all of it again, or "
+                "give keys to the function in the environment."
+            )
+    return _opened(complete)
 
 
 def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:

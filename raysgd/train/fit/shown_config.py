@@ -11,25 +11,22 @@ _LARGEST_VALUE = 10_000  # bytes: the config stands in each report
 _MOST_ENTRIES = 1_000
 
 
-def shown_config(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """Return a config, or a value in it, as it may stand in each report; `trainer.pkl` has all of it, once.
-
-    Args:
-        value: The config.
-        above: What the value is inside of, by identity: a dict may be inside of itself.
+def shown_config(config: Mapping[str, Any]) -> Any:
+    """Return a config as it may stand in each report; `trainer.pkl` has all of it but keys and passwords, once.
 
     >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
     {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}
     """
-    if isinstance(value, str):
-        value = masked(value)
-    inside = above | {id(value)}
+    return _shortened(masked(config))
+
+
+def _shortened(value: Any) -> Any:
     if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
-        return "..." if id(value) in above else {key: shown_config(each, inside) for key, each in value.items()}
+        return {key: _shortened(each) for key, each in value.items()}
     size = _size_of(value)
     if size > _LARGEST_VALUE:
         return f"({type(value).__name__}: {size:,} bytes)"
-    return [shown_config(each, inside) for each in value] if type(value) is list and id(value) not in above else value
+    return [_shortened(each) for each in value] if type(value) is list else value
 
 
 def _size_of(value: Any) -> int:

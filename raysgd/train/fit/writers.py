@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._atomic_file import replacing
-from raysgd._secrets import masked
+from raysgd._secrets import has_secret, masked
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
 from raysgd.writers.csv_table import CsvTable
 from raysgd.writers.event_file import LateEventFile
@@ -158,7 +158,7 @@ def write_params(folder: Path, config: Mapping[str, Any]) -> None:
     try:
         content = cloudpickle.dumps(dict(config))
     except Exception as error:  # whatever an object in it raises
-        logger.warning("no %s: the config cannot be pickled: %r", PARAMS_PICKLE_FILE, error)
+        logger.warning("no %s: the config cannot be pickled: %s", PARAMS_PICKLE_FILE, masked(repr(error)))
         return
     (folder / PARAMS_PICKLE_FILE).write_bytes(content)
 
@@ -180,7 +180,10 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
     try:
         content = cloudpickle.dumps(error)
     except Exception as reason:  # whatever an object in it raises
-        logger.warning("no %s: the error cannot be pickled: %r", ERROR_PICKLE_FILE, reason)
+        logger.warning("no %s: the error cannot be pickled: %s", ERROR_PICKLE_FILE, masked(repr(reason)))
+        return
+    if has_secret(content.decode("latin-1")):
+        logger.warning("no %s: the error shows a key or a password", ERROR_PICKLE_FILE)
         return
     with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
         pickled.write(content)
