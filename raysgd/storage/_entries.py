@@ -12,11 +12,12 @@ from typing import IO, Any, TypeVar
 
 from raysgd._optional import require
 from raysgd._secrets import masked
+from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
 from raysgd.storage._filesystems import Opened
 from raysgd.storage._retrying import TIMEOUT_VARIABLE, Patience, cause_of, storage_error
 from raysgd.storage._uris import child_of
-from raysgd.storage.folder import check_name
+from raysgd.storage.folder import check_name, lies_inside
 
 T = TypeVar("T")
 
@@ -121,8 +122,15 @@ class Entry:
 
         Raises:
             FileNotFoundError: There is no such folder.
+            StorageError: The store names something that is not inside of it.
         """
         found = dict(self._listed(recursive=True))
+        outside = [name for name in found if not lies_inside(name)]
+        if outside:
+            raise StorageError(
+                f"could not read `{self.shown}`: the store says that {outside[0]!r} is in it, which no folder can "
+                "have. Remove it there, if you trust the rest."
+            )
         if not found and not self.is_a("Directory"):
             raise self.missing()
         return found
@@ -130,8 +138,8 @@ class Entry:
     def children(self) -> dict[str, bool]:
         """The names directly in the folder, and whether each is a file; none where it does not exist."""
         if self.opened.lists_folders:
-            return dict(self._listed(recursive=False))
-        inside = self._listed(recursive=True)
+            return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
+        inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
         folders = {name.partition("/")[0] for name, is_file in inside if "/" in name or not is_file}
         files = {name for name, is_file in inside if "/" not in name and is_file}
         return {**dict.fromkeys(files, True), **dict.fromkeys(folders, False)}
@@ -139,8 +147,9 @@ class Entry:
     def _listed(self, recursive: bool) -> list[tuple[str, bool]]:
         chosen = _fs().FileSelector(self.path, recursive=recursive, allow_not_found=True)
         infos = self.store.ask(f"list `{self.shown}`", partial(self.opened.filesystem.get_file_info, chosen))
-        prefix = self.path.strip("/") + "/"
-        return [(info.path.strip("/").removeprefix(prefix), info.is_file) for info in infos]
+        top = self.path.strip("/")
+        found = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
+        return [(_from(top, path), is_file) for path, is_file in found if path != top]
 
     def missing(self) -> FileNotFoundError:
         """What to raise where it does not exist."""
@@ -157,6 +166,11 @@ class Entry:
 
     def _delete(self, delete: Callable[[str], object]) -> None:
         self.store.ask(f"delete `{self.shown}`", partial(_unless_missing, delete, self.path))
+
+
+def _from(top: str, path: str) -> str:
+    """The path from a folder; a name that lies in no folder, if it is not inside of this one."""
+    return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 
 def joined(*parts: str) -> str:

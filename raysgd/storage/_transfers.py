@@ -58,11 +58,18 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
 
 
 def fetch(fs: Any, path: str, target: IO[bytes]) -> None:
-    """Gets a file out of a store."""
+    """Gets a file out of a store.
+
+    Raises:
+        OSError: There was less or more of it than the store says.
+    """
     target.seek(0)
     target.truncate()
+    [info] = fs.get_file_info([path])
     with fs.open_input_stream(path, compression=None) as stream:
         shutil.copyfileobj(stream, target, _PIECE_BYTES)
+    if info.size is not None and target.tell() != info.size:
+        raise OSError(f"{target.tell():,} bytes came of a file of {info.size:,}")
 
 
 def on_threads(work: Callable[[str], object], names: Iterable[str]) -> None:

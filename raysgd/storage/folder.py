@@ -198,10 +198,18 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: It is empty, absolute, or leads out of the folder.
     """
-    parts = name.split("/")
-    if "" in parts or ".." in parts or "." in parts or "\0" in name:
+    if not lies_inside(name):
         raise ValueError(f"`name={name!r}`: need the name of something in the folder, such as 'a' or 'a/b'.")
     return name
+
+
+def lies_inside(name: str) -> bool:
+    """Return whether a name is that of something inside of a folder.
+
+    >>> lies_inside("a/b"), lies_inside("a/../../b"), lies_inside("/a")
+    (True, False, False)
+    """
+    return not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
 
 
 def check_single(name: str) -> str:

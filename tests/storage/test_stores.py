@@ -300,3 +300,50 @@ def test_connections_are_used_again(s3_server: S3Server) -> None:
 def test_chained_uris_of_fsspec_are_refused() -> None:
     with pytest.raises(ValueError, match="to chain file systems, pass the object of fsspec"):
         open_folder("simplecache::s3://bucket/x")
+
+
+class Lying(MemoryFileSystem):
+    """A store that says what is not so."""
+
+    cachable = False
+    named: tuple[str, ...] = ()
+    missing_bytes = 0
+
+    def find(self, path: str, **options: Any) -> Any:
+        found = super().find(path, **options)
+        for name in self.named:
+            found[f"{path}/{name}"] = {"name": f"{path}/{name}", "type": "directory", "size": 0}
+        return found
+
+    def info(self, path: str, **options: Any) -> Any:
+        info = super().info(path, **options)
+        return info | {"size": info["size"] + self.missing_bytes} if info["type"] == "file" else info
+
+
+class TestALyingStore:
+    @pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/outside", "a//b", "."])
+    def test_makes_no_folder_elsewhere(self, tmp_path: Path, name: str) -> None:
+        store = Lying()
+        folder = open_folder("/lying/folder", store)
+        folder.write("a", b"1")
+        store.named = (name,)
+        with pytest.raises(StorageError, match=r"could not read `.*`: the store says that .* is in it"):
+            folder.download(tmp_path / "there" / "target")
+        assert list(tmp_path.iterdir()) == []
+        assert folder.names() == ["a"]
+        store.named = ()
+        folder.delete()
+
+    def test_gives_no_file_of_another_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
+        store = Lying()
+        folder = open_folder("/lying/size", store)
+        folder.write("a", bytes(90))
+        store.missing_bytes = 10
+        for call in (lambda: folder.read("a"), lambda: folder.fetch("a", tmp_path / "a")):
+            with pytest.raises(StorageError, match=r"could not read .*: 90 bytes came of a file of 100"):
+                call()
+        assert list(tmp_path.iterdir()) == []
+        store.missing_bytes = 0
+        assert folder.read("a") == bytes(90)
+        folder.delete()
