@@ -305,7 +305,6 @@ def test_chained_uris_of_fsspec_are_refused() -> None:
 class Lying(MemoryFileSystem):
     """A store that says what is not so."""
 
-    cachable = False
     named: tuple[str, ...] = ()
     missing_bytes = 0
 
@@ -323,7 +322,7 @@ class Lying(MemoryFileSystem):
 class TestALyingStore:
     @pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/outside", "a//b", "."])
     def test_makes_no_folder_elsewhere(self, tmp_path: Path, name: str) -> None:
-        store = Lying()
+        store = Lying(skip_instance_cache=True)
         folder = open_folder("/lying/folder", store)
         folder.write("a", b"1")
         store.named = (name,)
@@ -336,7 +335,7 @@ class TestALyingStore:
 
     def test_gives_no_file_of_another_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
-        store = Lying()
+        store = Lying(skip_instance_cache=True)
         folder = open_folder("/lying/size", store)
         folder.write("a", bytes(90))
         store.missing_bytes = 10
