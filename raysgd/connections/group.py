@@ -262,7 +262,7 @@ def _kind(exchange: int, numbers: Array) -> int:
 
 def _flat(array: Array) -> Array:
     """The same memory as a row."""
-    if not array.flags.c_contiguous:  # a copy would be exchanged, and the array stay as it is
+    if not array.flags.c_contiguous:  # a copy would be exchanged, and the array stay unchanged
         raise ValueError(
             f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place: its numbers "
             "do not stand one behind the other. Pass `numpy.ascontiguousarray(array)`."
