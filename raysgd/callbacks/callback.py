@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd.callbacks.worker_callback import warn_of_unknown_events
 from raysgd.replicas.history import History
 from raysgd.storage import open_folder
 from raysgd.storage.opening import make_new
@@ -107,15 +108,6 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
             f"`callbacks` has two `{kind}` that write to {place}: pass another `{argument}` to one of them, or leave "
             "it out."
         )
-
-
-def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warns of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
-    known = [name for name in vars(events_of) if name.startswith("on_")]
-    for name in vars(owner):
-        if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
-            called = f"`{events_of.__name__}` has the events {', '.join(known)}"
-            logger.warning("`%s.%s` is never called: %s", owner.__name__, name, called)
 
 
 class Run:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.callbacks.callback import warn_of_unknown_events
+from raysgd.exceptions import CallbackError
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES = ("torch", "horovod", "raysgd")
 
 
 class WorkerCallback:
@@ -64,3 +70,52 @@ class WorkerCallback:
 
     def load_state_dict(self, state: Any) -> None:
         """Takes over what `state_dict` returned."""
+
+
+def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
+    """Refuses callbacks whose states could not be told apart.
+
+    Raises:
+        ValueError: Two of them have one `state_key`.
+    """
+    for key, count in Counter(key_of(each) for each in callbacks if has_state(each)).items():
+        if count > 1:
+            raise ValueError(
+                f"`callbacks` has {count} of `{key}`, whose states could not be told apart: pass one of them, or "
+                "override `state_key` in their class."
+            )
+
+
+def key_of(callback: WorkerCallback) -> str:
+    """Return what tells its state from those of others."""
+    return str(call_event(callback, "state_key"))
+
+
+def has_state(callback: WorkerCallback) -> bool:
+    """Tell whether it has a state to save."""
+    return type(callback).state_dict is not WorkerCallback.state_dict
+
+
+def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
+    """Call a method of a callback.
+
+    Raises:
+        CallbackError: It failed. Errors of libraries stay what they are: a lost connection has to be recognized.
+    """
+    try:
+        return getattr(callback, method)(*args)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in _LIBRARIES:
+            raise
+        raise CallbackError(
+            f"The callback `{type(callback).__name__}` failed in `{method}`: {type(error).__name__}: {error}"
+        ).with_traceback(error.__traceback__) from error
+
+
+def warn_of_unknown_events(owner: type, events_of: type) -> None:
+    """Warns of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
+    known = [name for name in vars(events_of) if name.startswith("on_")]
+    for name in vars(owner):
+        if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
+            called = f"`{events_of.__name__}` has the events {', '.join(known)}"
+            logger.warning("`%s.%s` is never called: %s", owner.__name__, name, called)

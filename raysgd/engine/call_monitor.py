@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd import _logging
 from raysgd._ranks import named
+from raysgd.engine import replica_calls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import History
 from raysgd.engine.liveness import LivenessCheck
@@ -110,9 +109,10 @@ class CallMonitor:
         if group is None:
             return
         self._liveness.ask(
-            sorted(set(group.remote_ranks) - group.gone), lambda rank: group.submit_beside(rank, _heartbeat)
+            sorted(set(group.remote_ranks) - group.gone),
+            lambda rank: group.submit_beside(rank, replica_calls.heartbeat),
         )
-        in_driver = None if group.local_replica is None else _heartbeat(group.local_replica)
+        in_driver = None if group.local_replica is None else replica_calls.heartbeat(group.local_replica)
         if in_driver is not None:
             self._note(0, in_driver)
         group.standby.look_after()
@@ -205,7 +205,7 @@ class CallMonitor:
         group = self._lifecycle.group
         if group is None:
             return False
-        parts = group.ask_beside("beside", _part_of_snapshot, number)
+        parts = group.ask_beside("beside", replica_calls.part_of_snapshot, number)
         captures = [parts.get(rank) for rank in range(len(group))]
         if any(capture is None for capture in captures):
             return False
@@ -230,21 +230,5 @@ def _reported(alike: Mapping[str, Sequence[int]]) -> str:
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """A sign of life of each rank that gives one in time."""
-    answers = group.ask_beside("beside", _sign_of_life, timeout_s=timeout_s)
+    answers = group.ask_beside("beside", replica_calls.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}
-
-
-def _heartbeat(replica: Any) -> Heartbeat | None:
-    """With what the process logged; the answer of its call repeats that, which may end before this is read."""
-    heartbeat = _sign_of_life(replica)
-    return None if heartbeat is None else replace(heartbeat, notes=_logging.glance())
-
-
-def _sign_of_life(replica: Any) -> Heartbeat | None:
-    heartbeat: Heartbeat | None = replica.heartbeat() if hasattr(replica, "heartbeat") else None
-    return heartbeat
-
-
-def _part_of_snapshot(replica: Any, number: int) -> Capture | None:
-    capture: Capture | None = replica.part_of_snapshot(number)
-    return capture

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raysgd.engine import replica_calls
 from raysgd.engine.call_monitor import CallMonitor
 from raysgd.engine.failures import Diagnosis, classify, words
 from raysgd.engine.group_former import renew_without_lost
@@ -14,7 +15,6 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.policies import GiveUp, RetryBudget, Wait, capacity
-from raysgd.engine.replica import Replica
 from raysgd.engine.resources import explain
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.transfers import LostPartError, Parts
@@ -301,7 +301,9 @@ class GroupStarter:
         group, snapshot = self._lifecycle.running, self._reachable_snapshot()
         monitor = self._monitor()  # calls that are repeated take long, too
         if snapshot is not None:
-            function: Callable[..., Any] = _restore if snapshot.progress is None else _restore_inside
+            function: Callable[..., Any] = (
+                replica_calls.restore if snapshot.progress is None else replica_calls.restore_inside
+            )
             rests = snapshot.for_ranks(len(group))
             shared = group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
@@ -362,11 +364,3 @@ def _pay_for_start(budget: RetryBudget) -> None:
             "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
         )
     budget.pay_for_rebuild()
-
-
-def _restore(replica: Replica, shared_state: Any, own_state: Any) -> None:
-    replica.restore(shared_state, own_state)
-
-
-def _restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
-    replica.restore_inside(shared_state, own_state, first, parts)

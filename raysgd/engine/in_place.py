@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._ranks import listed
+from raysgd.engine import replica_calls
 from raysgd.engine.failures import Diagnosis, classify, words
 from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer, NextGroup, renew_without_lost
 from raysgd.engine.growth import Growth
@@ -18,7 +19,7 @@ from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.policies import RetryBudget, are_alike, takers
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import GroupReport, Handover, ReplicaProgress
+from raysgd.engine.types import GroupReport, Handover
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,9 @@ class InPlaceChanges:
 
     def _ask_progress(self) -> GroupReport:
         group = self._lifecycle.running
-        return group.on_replica(_replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait)
+        return group.on_replica(
+            replica_calls.replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait
+        )
 
     def _change(self, change: _Change) -> CannotForm | None:
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
@@ -264,8 +267,3 @@ class InPlaceChanges:
         if kind != "grown" or len(self._lifecycle.running) > old_size:  # else nothing has changed: newcomers are dead
             self._lifecycle.record(kind, old_size, change.began, change.cause(gone), source.words)
         self._growth.owe_spares()
-
-
-def _replica_progress(replica: Any) -> ReplicaProgress:
-    replica_progress: ReplicaProgress = replica.replica_progress()
-    return replica_progress

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from raysgd.engine import replica_calls
 from raysgd.engine.call import Call
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind, History
 from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.replica import Capture, Replica
+from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import SnapshotKeeper, Transfer
 from raysgd.engine.types import GroupReport
 from raysgd.engine.worker import Answer
@@ -215,8 +216,8 @@ class Lifecycle:
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
-                return group.fetch(0, _fetch, wanted)
-            return group.fetch_parts(_fetch, wanted)
+                return group.fetch(0, replica_calls.fetch, wanted)
+            return group.fetch_parts(replica_calls.fetch, wanted)
 
         self.snapshots.take(parts, fetch, is_first=is_first)
 
@@ -250,7 +251,3 @@ class Lifecycle:
     def record_end(self, kind: EventKind, old_size: int, began: float, cause: str) -> None:
         """Records that there are no workers any more."""
         self.history.record(kind, old_size, 0, self.now() - began, cause, self.spec.words.after_end)
-
-
-def _fetch(replica: Replica, token: int) -> Any:
-    return replica.fetch(token)

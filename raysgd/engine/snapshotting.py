@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.engine import replica_calls
 from raysgd.engine.call import Call
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.monitoring import Monitoring
-from raysgd.engine.replica import Replica
 from raysgd.engine.snapshot_pace import SnapshotPace, SnapshotRule
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.types import GroupReport
@@ -122,7 +122,4 @@ class Snapshotting:
 
 def copy_call() -> Call:
     """A call that only lets the state be copied after it."""
-    return Call(_nothing, captures=True)
-
-
-def _nothing(replica: Replica) -> None: ...
+    return Call(replica_calls.nothing, captures=True)

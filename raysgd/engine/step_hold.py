@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
+from raysgd.engine import replica_calls
 from raysgd.engine.growth import Growth
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.policies import Keep
@@ -125,25 +125,18 @@ class StepHold:
         """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
         margin = max(self._margin, math.ceil(steps_per_s * _HOLD_AHEAD_S))
         number = next(_numbers)
-        first = group.ask_beside("beside", _propose_hold, number, margin, None, ranks=[0])
+        first = group.ask_beside("beside", replica_calls.propose_hold, number, margin, None, ranks=[0])
         at = first.get(0)
         answers = {0: at}
         if at is not None:
-            answers |= group.ask_beside("beside", _propose_hold, number, margin, at, ranks=range(1, len(group)))
+            answers |= group.ask_beside(
+                "beside", replica_calls.propose_hold, number, margin, at, ranks=range(1, len(group))
+            )
         is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
-        group.ask_beside("beside", _settle_hold, number, is_agreed)
+        group.ask_beside("beside", replica_calls.settle_hold, number, is_agreed)
         self._is_holding = is_agreed
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
 
 def _with_standby(facts: HoldFacts, group: WorkerGroup) -> HoldFacts:
     return replace(facts, num_ready=group.standby.num_ready, num_coming=group.standby.num_coming)
-
-
-def _propose_hold(replica: Any, number: int, margin: int, at: int | None) -> int | None:
-    step: int | None = replica.propose_hold(number, margin, at)
-    return step
-
-
-def _settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
-    replica.settle_hold(number, is_agreed)

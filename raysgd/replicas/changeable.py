@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from raysgd._fitting import check_parts
@@ -11,7 +13,10 @@ from raysgd.engine.types import Held, World
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.facts import RunnerFacts
 from raysgd.replicas.hosted import Hosted
-from raysgd.replicas.range_test import Loss, watching
+from raysgd.replicas.loop import Loop
+from raysgd.replicas.range_test import Loss
+from raysgd.replicas.results import as_number
+from raysgd.utils import NUM_SAMPLES
 
 
 class Changeable(ABC):
@@ -75,6 +80,39 @@ class Changeable(ABC):
 
     def take_steps(self, rates: Sequence[float], metric: str, request: EpochRequest, *share: Any) -> list[Loss]:
         """Takes a step with each of these learning rates, or as many as the pass has left; returns the losses."""
-        with watching(self._hosted.operator, self._hosted.loop, rates, metric) as losses:
+        with _watching(self._hosted.operator, self._hosted.loop, rates, metric) as losses:
             self.train_epoch(request, *share)
         return losses
+
+
+@contextmanager
+def _watching(operator: Any, loop: Loop, rates: Sequence[float], metric: str) -> Iterator[list[Loss]]:
+    """Inside, each batch is trained on with the next rate, and its loss is noted."""
+    losses: list[Loss] = []
+    train_batch, was_set = operator.train_batch, "train_batch" in vars(operator)
+
+    with operator._raysgd.setting_rates() as set_rate:
+
+        @wraps(train_batch)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            set_rate(rates[min(len(losses), len(rates) - 1)])
+            metrics = train_batch(*args, **kwargs)
+            losses.append(_loss(metrics, metric, loop))
+            return metrics
+
+        operator.train_batch = watched
+        try:
+            yield losses
+        finally:
+            if was_set:
+                operator.train_batch = train_batch
+            else:
+                del operator.train_batch
+
+
+def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
+    loss = as_number(loop.plain(metrics.get(metric))) if isinstance(metrics, Mapping) else None
+    if loss is None:
+        found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
+        raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
+    return float(loss), 0.0 if loop.step.is_padding else float(as_number(metrics.get(NUM_SAMPLES, 1)))

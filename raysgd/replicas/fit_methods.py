@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from raysgd import _checks
-from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.worker import is_sendable
@@ -24,7 +24,6 @@ from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.recording import CallRecorder, as_test, recorded
 from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
-from raysgd.replicas.worker_callbacks import refuse_equal_keys
 
 
 class FitMethods(ABC):

@@ -16,9 +16,9 @@ from raysgd.callbacks.calling import CallbackCalls, overrides
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.engine.call import Call
 from raysgd.exceptions import InvalidCountError, NoDataError
+from raysgd.replicas import replica_calls
 from raysgd.replicas.epochs import VALIDATES
 from raysgd.replicas.history import History
-from raysgd.replicas.runner import ClassRunner
 from raysgd.storage import files
 
 AUTO = "auto"
@@ -250,9 +250,5 @@ class Fit:
             self._calls.load_states(sidecar.callbacks)
 
     def _epochs_done(self) -> int:
-        done: list[int] = self._trainer._controller.run(Call(_epochs_done, rank=0))
+        done: list[int] = self._trainer._controller.run(Call(replica_calls.epochs_done, rank=0))
         return done[0]
-
-
-def _epochs_done(replica: ClassRunner) -> int:
-    return replica.epochs_done

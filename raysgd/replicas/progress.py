@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from raysgd.engine.controller import ElasticController
+from raysgd.replicas import replica_calls
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, ProgressKind
 from raysgd.replicas.results import as_number
-from raysgd.replicas.runner import ClassRunner
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def progress_of(controller: ElasticController) -> Progress | None:
 
     A heartbeat must not wait for the answer: that reads metrics, which may wait for the device, and that for a rank.
     """
-    transfer = controller.ensure_group().fetch(0, ClassRunner.progress)
+    transfer = controller.ensure_group().fetch(0, replica_calls.progress)
     try:
         progress: Progress | None = transfer.result(1.0)
     except Exception as error:  # news are not worth a failure; the call itself reports the loss of the worker

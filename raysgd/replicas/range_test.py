@@ -6,19 +6,14 @@ After Leslie Smith, "Cyclical Learning Rates for Training Neural Networks" (2017
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from raysgd import _checks
 from raysgd._optional import require
-from raysgd.replicas.loop import Loop
-from raysgd.replicas.results import as_number
-from raysgd.utils import NUM_SAMPLES
 
 _SMOOTHING = 0.9
 _STEPS_PER_CALL = 10
@@ -156,36 +151,3 @@ def _means(losses: Sequence[Sequence[Loss]]) -> list[float]:
         total = math.fsum(weight for _, weight in step)
         means.append(sum(loss * weight for loss, weight in step if weight) / total if total else math.nan)
     return means
-
-
-@contextmanager
-def watching(operator: Any, loop: Loop, rates: Sequence[float], metric: str) -> Iterator[list[Loss]]:
-    """Inside, each batch is trained on with the next rate, and its loss is noted."""
-    losses: list[Loss] = []
-    train_batch, was_set = operator.train_batch, "train_batch" in vars(operator)
-
-    with operator._raysgd.setting_rates() as set_rate:
-
-        @wraps(train_batch)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            set_rate(rates[min(len(losses), len(rates) - 1)])
-            metrics = train_batch(*args, **kwargs)
-            losses.append(_loss(metrics, metric, loop))
-            return metrics
-
-        operator.train_batch = watched
-        try:
-            yield losses
-        finally:
-            if was_set:
-                operator.train_batch = train_batch
-            else:
-                del operator.train_batch
-
-
-def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
-    loss = as_number(loop.plain(metrics.get(metric))) if isinstance(metrics, Mapping) else None
-    if loss is None:
-        found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
-        raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
-    return float(loss), 0.0 if loop.step.is_padding else float(as_number(metrics.get(NUM_SAMPLES, 1)))

@@ -20,6 +20,7 @@ from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas import replica_calls
 from raysgd.replicas.calls import EpochCalls
 from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.fit_methods import FitMethods
@@ -165,7 +166,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         call = Call(
-            _execute,
+            replica_calls.execute,
             lambda worlds: [(fn,)] * len(worlds),
             changes_state=True,  # it may seed, say
             is_repeatable=False,
@@ -179,7 +180,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         changed and others not.
         """
         call = Call(
-            _apply,
+            replica_calls.apply,
             lambda worlds: [(fn,)] * len(worlds),
             changes_state=True,
             keeps_alike=True,
@@ -311,14 +312,6 @@ def naming_config_entry(error: UnpicklableError, config: Mapping[str, Any]) -> U
     """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
     found = [key for key, value in config.items() if not is_sendable(value)]
     return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
-
-
-def _execute(replica: Any, fn: Callable[[], Any]) -> Any:
-    return fn()
-
-
-def _apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    return fn(replica.operator)
 
 
 def _abandon(controller: ElasticController) -> None:

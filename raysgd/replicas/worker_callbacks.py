@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
-from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.exceptions import CallbackError
+from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.replicas.streams import PlaceInStep
 
 CALLBACKS = "callbacks"
 """Key of their part of a state; a state without callbacks has none."""
 
-_LIBRARIES = ("torch", "horovod", "raysgd")
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +38,7 @@ class InstalledCallbacks:
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         for each in self._callbacks:
-            _call(each, "on_begin", operator)
+            call_event(each, "on_begin", operator)
         self._claim(states)
 
     # ---------------------------------------------------------------------------------------------- around a step
@@ -51,7 +48,7 @@ class InstalledCallbacks:
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:
-                _call(each, "on_epoch_begin", operator)
+                call_event(each, "on_epoch_begin", operator)
 
     def around_steps(self, operator: Any, step: PlaceInStep) -> AbstractContextManager[None]:
         """Inside, callbacks are called around each step. Without callbacks it costs nothing."""
@@ -88,7 +85,7 @@ class InstalledCallbacks:
     def gradients(self, optimizer: Any) -> None:
         """Called before an optimizer steps, with gradients that are complete."""
         for each in self._on_gradients:
-            _call(each, "on_gradients", self._operator, optimizer)
+            call_event(each, "on_gradients", self._operator, optimizer)
 
     @property
     def wants_steps(self) -> bool:
@@ -98,7 +95,7 @@ class InstalledCallbacks:
     def stepped(self, optimizer: Any) -> None:
         """Called after an optimizer has stepped."""
         for each in self._on_steps:
-            _call(each, "on_optimizer_step", self._operator, optimizer)
+            call_event(each, "on_optimizer_step", self._operator, optimizer)
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
         """Called with what `train_epoch` returned; returns that with what callbacks have added."""
@@ -108,7 +105,7 @@ class InstalledCallbacks:
             return returned
         metrics = returned if isinstance(returned, dict) else dict(returned)
         for each in watching:
-            _call(each, "on_epoch_end", operator, metrics)
+            call_event(each, "on_epoch_end", operator, metrics)
         return metrics
 
     def _with(self, method: str) -> list[WorkerCallback]:
@@ -118,12 +115,12 @@ class InstalledCallbacks:
 
     def states(self) -> dict[str, Any]:
         """The state of each callback by its `state_key`, and what no callback has claimed yet."""
-        return {**self._unclaimed, **{_key_of(each): _call(each, "state_dict") for each in self._callbacks}}
+        return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
         """Return one of these states; None if there is none."""
-        found = next((each for each in self._callbacks if _key_of(each) == key), None)
-        return self._unclaimed.get(key) if found is None else _call(found, "state_dict")
+        found = next((each for each in self._callbacks if key_of(each) == key), None)
+        return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 
     def part_of_state(self) -> dict[str, Any]:
         """Their part of the state of a replica; empty if there is none."""
@@ -143,8 +140,8 @@ class InstalledCallbacks:
         """Takes over their part of a state. A callback that has none in it begins again: the model is another one."""
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
-            _call(each, "on_begin", operator)
-        missing = [_key_of(each) for each in without if _has_state(each)]
+            call_event(each, "on_begin", operator)
+        missing = [key_of(each) for each in without if has_state(each)]
         if missing and self._unclaimed and operator._raysgd.world.rank == 0:
             logger.warning(
                 "the state that was loaded has no part for the callback `%s`, which begins again; it has one for `%s`",
@@ -156,49 +153,16 @@ class InstalledCallbacks:
         """Gives each callback its state; returns callbacks that have none."""
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
-            state = self._unclaimed.pop(_key_of(each), None)
+            state = self._unclaimed.pop(key_of(each), None)
             if state is not None:
-                _call(each, "load_state_dict", state)
-        return [each for each in self._callbacks if _key_of(each) not in states]
-
-
-def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
-    """Refuses callbacks whose states could not be told apart.
-
-    Raises:
-        ValueError: Two of them have one `state_key`.
-    """
-    for key, count in Counter(_key_of(each) for each in callbacks if _has_state(each)).items():
-        if count > 1:
-            raise ValueError(
-                f"`callbacks` has {count} of `{key}`, whose states could not be told apart: pass one of them, or "
-                "override `state_key` in their class."
-            )
-
-
-def _key_of(callback: WorkerCallback) -> str:
-    return str(_call(callback, "state_key"))
-
-
-def _has_state(callback: WorkerCallback) -> bool:
-    return type(callback).state_dict is not WorkerCallback.state_dict
+                call_event(each, "load_state_dict", state)
+        return [each for each in self._callbacks if key_of(each) not in states]
 
 
 def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any) -> Any:
     step = operator.global_step + 1
     for each in callbacks:
-        more = _call(each, "on_step_end", operator, step, metrics)
+        more = call_event(each, "on_step_end", operator, step, metrics)
         if more and isinstance(metrics, Mapping):
             metrics = {**metrics, **more}
     return metrics
-
-
-def _call(callback: WorkerCallback, method: str, *args: Any) -> Any:
-    try:
-        return getattr(callback, method)(*args)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] in _LIBRARIES:  # a lost connection has to be recognized
-            raise
-        raise CallbackError(
-            f"The callback `{type(callback).__name__}` failed in `{method}`: {type(error).__name__}: {error}"
-        ).with_traceback(error.__traceback__) from error

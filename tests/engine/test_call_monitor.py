@@ -411,7 +411,7 @@ def test_a_part_that_is_not_kept_any_more_makes_no_snapshot() -> None:
 
     trainer.during_calls(4, happens)
     assert trainer.walk(5, Lost((0, 1, 2))) == [5, 5, 5]
-    assert trainer.group.functions == ["_restore", "walk"]
+    assert trainer.group.functions == ["restore", "walk"]
 
 
 def test_a_snapshot_on_its_way_lands_while_a_call_runs() -> None:

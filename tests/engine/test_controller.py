@@ -747,7 +747,7 @@ def test_the_state_of_a_group_that_grows_is_not_lost_when_a_transfer_was_still_o
     trainer.add(10)
     trainer.cluster.num_slots = 3
     assert trainer.add(100) == [111, 111, 111]
-    assert trainer.group.functions == ["_restore", "add"]
+    assert trainer.group.functions == ["restore", "add"]
 
 
 def test_a_loss_while_the_state_is_copied_for_growing_uses_the_room_and_does_not_grow_again() -> None:
@@ -798,7 +798,7 @@ def test_touching_makes_the_next_snapshot_look_again_once() -> None:
     trainer.controller.snapshots.touch()
     assert trainer.controller.snapshot().shared_state == 42
     trainer.controller.snapshot()
-    assert trainer.group.functions == ["_nothing"]
+    assert trainer.group.functions == ["nothing"]
 
 
 def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
@@ -807,7 +807,7 @@ def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
     assert trainer.controller.snapshot().shared_state == 1
     trainer.add(1)
     assert trainer.controller.snapshot().shared_state == 2
-    assert trainer.group.functions == ["add", "_nothing", "add", "_nothing"]
+    assert trainer.group.functions == ["add", "nothing", "add", "nothing"]
 
 
 def test_a_loss_while_a_snapshot_is_taken_is_recovered() -> None:
@@ -828,7 +828,7 @@ def test_calls_whose_snapshot_was_lost_with_its_worker_are_run_again() -> None:
     trainer.add(100)
     trainer.next_calls(Lost((0,)))
     assert trainer.add(1000) == [1111] * 3
-    assert trainer.group.functions == ["_restore", "add", "add", "add"]
+    assert trainer.group.functions == ["restore", "add", "add", "add"]
     assert trainer.controller.history.num_failures == 1
 
 
@@ -879,7 +879,7 @@ def test_a_transfer_that_is_nearly_there_is_waited_for_before_its_group_is_given
     trainer.add(1)
     trainer.next_calls(Lost((1,)))
     trainer.read()
-    assert trainer.group.functions == ["_restore", "read"]
+    assert trainer.group.functions == ["restore", "read"]
 
 
 def test_a_worker_hears_which_of_its_states_has_landed_and_nothing_of_another_workers() -> None:

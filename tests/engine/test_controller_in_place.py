@@ -690,7 +690,7 @@ def test_a_call_is_held_for_workers_that_are_ready_and_gone_on_with() -> None:
     trainer.during_calls(6, happens)
     assert trainer.walk(9, max_retries=0) == [10, 10, 10]
     assert trainer.kinds == ["rejoined", "grown"]
-    assert trainer.group.functions == ["walk", "walk_on", "_replica_progress", "walk", "walk_on"]
+    assert trainer.group.functions == ["walk", "walk_on", "replica_progress", "walk", "walk_on"]
     assert trainer.controller.history.num_failures == 1
 
 
@@ -718,7 +718,7 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
     assert trainer.walk(9, max_retries=0) == [9, 9, 9]
     assert trainer.kinds == ["rebuilt"]
     assert "a node is going away; could not form a new group" in trainer.controller.history.events[-1].cause
-    assert trainer.cluster.groups[1].functions == ["_restore_inside", "walk_on"]
+    assert trainer.cluster.groups[1].functions == ["restore_inside", "walk_on"]
     assert [replica.num_own_calls for replica in trainer.group.replicas] == [1, 1, 1]
 
 
@@ -740,7 +740,7 @@ def test_new_workers_go_on_from_a_snapshot_taken_inside_the_call() -> None:
     trainer.walk(10)
     snapshots_after(trainer, 3)
     assert trainer.walk(5, Lost((0, 1, 2)), max_retries=1) == [15, 15, 15]
-    assert trainer.group.functions == ["_restore_inside", "walk_on"]
+    assert trainer.group.functions == ["restore_inside", "walk_on"]
 
 
 def test_a_second_loss_goes_on_from_the_newest_of_them() -> None:
@@ -748,7 +748,7 @@ def test_a_second_loss_goes_on_from_the_newest_of_them() -> None:
     snapshots_after(trainer, 3)
     trainer.cluster.calls = deque([Lost((0, 1, 2)), Lost((0, 1, 2))])
     assert trainer.controller.run(trainer.call(5)) == [5, 5, 5]
-    assert trainer.cluster.groups[2].functions == ["_restore_inside", "walk_on"]
+    assert trainer.cluster.groups[2].functions == ["restore_inside", "walk_on"]
 
 
 def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_the_next_one() -> None:
@@ -759,7 +759,7 @@ def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_t
     assert trainer.walk(5) == [5, 5, 5]
     trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(2, Lost((0, 1, 2))) == [7, 7, 7]
-    assert trainer.group.functions == ["_restore_inside", "walk_on", "walk"]
+    assert trainer.group.functions == ["restore_inside", "walk_on", "walk"]
 
 
 def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> None:
@@ -769,7 +769,7 @@ def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> Non
         trainer.walk(5, Interrupted())
     trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(5) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
-    assert trainer.group.functions == ["_restore", "walk"]
+    assert trainer.group.functions == ["restore", "walk"]
 
 
 @pytest.mark.parametrize("moment", ["calls", "stands", "regroups", "waits"])
@@ -793,4 +793,4 @@ def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> 
         trainer.walk(5, Lost((0, 1, 2)), max_retries=0)
     trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(5, Lost((0, 1, 2))) == [8, 8, 8]
-    assert trainer.group.functions == ["_restore", "walk"]
+    assert trainer.group.functions == ["restore", "walk"]

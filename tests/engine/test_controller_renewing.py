@@ -19,7 +19,7 @@ def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3})) == [7, 7, 7]
     assert (len(trainer.cluster.groups), trainer.group.infos[:2]) == (1, kept)
     assert not any(replica in before for replica in trainer.group.replicas), "what they were is of no use"
-    assert trainer.group.functions == ["walk", "walk", "_restore", "walk"]
+    assert trainer.group.functions == ["walk", "walk", "restore", "walk"]
     assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     event = trainer.controller.history.events[-1]
     assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("rebuilt", 3, 3, 2)

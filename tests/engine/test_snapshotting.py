@@ -109,7 +109,7 @@ def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so
     for amount in (1, 10, 100):
         trainer.add(amount)
     trainer.lose()
-    assert trainer.group.functions == ["_restore", "add", "add", "read"]
+    assert trainer.group.functions == ["restore", "add", "add", "read"]
     assert trainer.group.replicas[1].total == 111
     event = trainer.controller.history.events[-1]
     assert event.detail == "from the last snapshot, with 2 completed calls since run again"
@@ -134,7 +134,7 @@ def test_a_call_that_cannot_be_repeated_forces_a_snapshot() -> None:
     trainer.add(100, is_repeatable=False)
     assert trainer.controller.snapshots.calls_since == ()
     trainer.lose()
-    assert trainer.group.functions == ["_restore", "read"]
+    assert trainer.group.functions == ["restore", "read"]
     assert trainer.group.replicas[0].total == 111
 
 
@@ -156,7 +156,7 @@ def test_a_call_that_took_much_longer_than_expected_is_followed_by_a_snapshot() 
     trainer.call_s = 3600.0
     trainer.add(10)
     assert trainer.controller.snapshots.calls_since == ()
-    assert trainer.group.functions == ["add", "add", "_nothing"]
+    assert trainer.group.functions == ["add", "add", "nothing"]
 
 
 def test_a_loss_behind_such_a_call_is_recovered() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import call_monitor, controller, group_former, in_place, snapshots, standby
+from raysgd.engine import controller, group_former, in_place, replica_calls, snapshots, standby
 from raysgd.engine.call import Call
 from raysgd.engine.call_monitor import CallMonitor
 from raysgd.engine.controller import ElasticController
@@ -586,7 +586,7 @@ MUTATIONS = (
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
     Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (893,)),
     Mutation(
-        "each rank gives its newest snapshot inside a call", call_monitor, "_part_of_snapshot", _takes_any_number, (29,)
+        "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (29,)
     ),
     Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (161,)),
     Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
