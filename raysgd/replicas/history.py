@@ -12,13 +12,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_
 from raysgd import _optional
 from raysgd.engine.history import Event
 from raysgd.replicas import history_views
+from raysgd.replicas.metric_names import validation_name
 from raysgd.replicas.results import as_number
 
 Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
-_FORMER_PREFIX = "validation_"
-_LAST = "last_"
 _MOST_ELEMENTS = 1000
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 
@@ -227,33 +226,6 @@ class History(Sequence[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         return history_views.as_card(self)
-
-
-def validation_name(name: str) -> str:
-    """What a metric of validation is called beside those of training.
-
-    Example:
-        >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
-        ['val_accuracy', 'val_loss', 'last_val_x', 'val_loss']
-    """
-    if name.startswith(_LAST):
-        return _LAST + validation_name(name.removeprefix(_LAST))
-    return name if name.startswith("val_") else f"val_{name.removeprefix(_FORMER_PREFIX)}"
-
-
-def name_in_test(name: str) -> str:
-    """What a metric of validation is called in the result of `test`.
-
-    Example:
-        >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
-        ['test_loss', 'last_test_loss', 'test_loss', 'num_samples']
-    """
-    if name.startswith(_LAST):
-        return _LAST + name_in_test(name.removeprefix(_LAST))
-    for prefix in ("val_", _FORMER_PREFIX):
-        if name.startswith(prefix):
-            return f"test_{name.removeprefix(prefix)}"
-    return name
 
 
 def plain(value: Any) -> Any:

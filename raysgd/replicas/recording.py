@@ -9,7 +9,8 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from raysgd.engine.history import Event
-from raysgd.replicas.history import CallRecord, History, Kind, name_in_test
+from raysgd.replicas.history import CallRecord, History, Kind
+from raysgd.replicas.metric_names import name_in_test
 from raysgd.replicas.results import Metrics
 
 Method = TypeVar("Method", bound=Callable[..., Any])

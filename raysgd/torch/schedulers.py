@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._once import Once
 from raysgd.replicas.epochs import VALIDATES
-from raysgd.replicas.history import validation_name
+from raysgd.replicas.metric_names import validation_name
 from raysgd.replicas.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.precision import Precision

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from raysgd.engine.history import Event
-from raysgd.replicas.history import CallRecord, History, Kind, name_in_test, plain, validation_name
+from raysgd.replicas.history import CallRecord, History, Kind, plain
+from raysgd.replicas.metric_names import name_in_test, validation_name
 
 
 def record(kind: Kind, epoch: int = 1, /, **metrics: Any) -> CallRecord:
