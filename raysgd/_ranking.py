@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from numbers import Real
 from typing import Any
 
 MAX = "max"
@@ -87,17 +86,19 @@ class Ranking:
         return True, self._sign * score, identity
 
 
-def is_number(value: Any) -> bool:
-    """Whether this is a number, also as a NumPy scalar or a tensor of one element."""
-    if isinstance(value, Real):
-        return True
-    if isinstance(value, str | bytes | bool):
-        return False
+def as_score(value: Any) -> float | None:
+    """Return a value as a number to compare by; None when it is not one. Tensors of one element count."""
+    if isinstance(value, str | bytes | None):
+        return None
     try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is a number, also as a NumPy scalar or a tensor of one element."""
+    return as_score(value) is not None
 
 
 def mode_of(metric: str) -> str | None:

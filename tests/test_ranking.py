@@ -4,7 +4,7 @@ from math import nan
 
 import pytest
 
-from raysgd._ranking import Ranking
+from raysgd._ranking import Ranking, as_score
 
 LOSSES = [nan, 3.0, 7.0, 5.0]
 
@@ -65,3 +65,11 @@ def test_what_cannot_be_compared_is_worst(score: float | None) -> None:
     ranking = Ranking(2, "min", spares_newest=True)
     assert [ranking.admit(0, 100.0), ranking.admit(1, score), ranking.admit(2, 200.0)] == [(), (), (1,)]
     assert ranking.kept == [2, 0]
+
+
+def test_scores() -> None:
+    import numpy as np
+    import torch
+
+    assert [as_score(value) for value in (1, True, 2.5, np.float32(0.5), torch.tensor([3.0]))] == [1, 1, 2.5, 0.5, 3]
+    assert [as_score(value) for value in (None, "1", b"1", [1], torch.ones(2), object(), 1 + 2j)] == [None] * 7

@@ -1,16 +1,13 @@
-"""Which checkpoints stay: decisions only, nothing here reads or writes."""
+"""Which checkpoints of `Trainer` stay, and which scores they are judged by: nothing here reads or writes."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd._checks import is_integer
-from raysgd._ranking import MAX, MIN, Ranking, is_number
+from raysgd._ranking import MAX, MIN, as_score
 from raysgd.train.constants import TIMESTAMP
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,52 +54,21 @@ def check_strategy(strategy: CheckpointStrategy | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a checkpoint is written, and which one is deleted for it."""
+def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
+    """The value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
 
-    is_kept: bool
-    dropped: int | None = None
-
-
-class Retention:
-    """Decides which checkpoints of `Trainer` stay, and which scores it accepts.
-
-    Args:
-        strategy: The rules.
+    Raises:
+        ValueError: It is missing or no number.
     """
-
-    def __init__(self, strategy: CheckpointStrategy) -> None:
-        self._strategy = strategy
-        self._ranking = Ranking(strategy.num_to_keep, strategy.checkpoint_score_order)
-
-    def check(self, score: Any) -> None:
-        """Checks that `score`, the value of the checkpoint's score attribute, can be compared.
-
-        Raises:
-            ValueError: It is missing or no number.
-        """
-        if self._strategy.num_to_keep == 0:
-            return
-        name = self._strategy.checkpoint_score_attribute
-        if score is None:
-            raise ValueError(
-                f"The checkpoint has no {name!r}, by which `checkpoint_score_attribute` has it judged: pass it to "
-                "`save_checkpoint`."
-            )
-        if not is_number(score):
-            raise ValueError(f"The checkpoint's {name!r} is {score!r}: the score must be a number.")
-
-    def admit(self, identity: int, score: Any) -> Verdict:
-        """Decides on the checkpoint number `identity`."""
-        if self._strategy.num_to_keep == 0:
-            return Verdict(is_kept=False)
-        dropped = self._ranking.admit(identity, float(score))
-        if identity in dropped:
-            return Verdict(is_kept=False)
-        return Verdict(is_kept=True, dropped=dropped[0] if dropped else None)
-
-    @property
-    def best(self) -> int | None:
-        """The best checkpoint that is kept."""
-        return self._ranking.best
+    if strategy.num_to_keep == 0:
+        return None
+    name = strategy.checkpoint_score_attribute
+    if score is None:
+        raise ValueError(
+            f"The checkpoint has no {name!r}, by which `checkpoint_score_attribute` has it judged: pass it to "
+            "`save_checkpoint`."
+        )
+    number = as_score(score)
+    if number is None:
+        raise ValueError(f"The checkpoint's {name!r} is {score!r}: the score must be a number.")
+    return number

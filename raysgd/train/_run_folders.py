@@ -52,23 +52,19 @@ def _new() -> Path:
 
 def _given(log_dir: str | Path) -> Path | Folder:
     check_logdir(log_dir)
-    folder = _opened(log_dir)
-    _make(folder)
-    return folder
+    folder = open_folder(log_dir if is_uri(log_dir) else construct_path(log_dir, constants.DEFAULT_RESULTS_DIR))
+    folder.make()
+    return as_place(folder)
 
 
-def _opened(name: str | Path) -> Path | Folder:
-    if not is_uri(name):
-        return construct_path(name, constants.DEFAULT_RESULTS_DIR)
-    folder = open_folder(name)
+def as_folder(place: Path | Folder) -> Folder:
+    """Return the folder at a place as users see it."""
+    return place if isinstance(place, Folder) else open_folder(place)
+
+
+def as_place(folder: Folder) -> Path | Folder:
+    """Return a folder as users see it: on a disk it is a path."""
     return folder.local_path if folder.is_local else folder
-
-
-def _make(folder: Path | Folder) -> None:
-    if isinstance(folder, Path):
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        folder.make()
 
 
 class RunFolders:

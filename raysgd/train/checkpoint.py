@@ -1,6 +1,6 @@
-"""Checkpoints in the driver: who takes them, how they are written, and which one a run goes on from.
+"""The checkpoints of `Trainer` in the driver: one file each, the best of which stay.
 
-Which of them stay is decided in `_retention`; how they travel from a worker is in `_arrivals`.
+How they travel from a worker is in `_arrivals`; which scores they are judged by is in `_retention`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._ranking import MAX, MIN
+from raysgd._ranking import MAX, MIN, Ranking
 from raysgd.air._packing import DICT_FILE
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri, local_copy, saving
-from raysgd.train._arrivals import Arrivals, CheckpointLostError
-from raysgd.train._retention import CheckpointStrategy, Retention, Verdict, check_strategy
+from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
+from raysgd.train._retention import CheckpointStrategy, check_strategy, checked_score
+from raysgd.train._run_folders import as_folder, as_place
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.fit.layout import checkpoint_name
 
 __all__ = [
     "MAX",
@@ -24,9 +26,6 @@ __all__ = [
     "CheckpointLostError",
     "CheckpointManager",
     "CheckpointStrategy",
-    "FileStore",
-    "Retention",
-    "Verdict",
     "check_strategy",
     "load_checkpoint",
     "write_checkpoint",
@@ -35,73 +34,24 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class FileStore:
-    """The folder in which the checkpoints of a run are, one file each.
-
-    Attributes:
-        folder: The folder, on a disk or in a store; None to write nothing.
-    """
-
-    def __init__(self, folder: Path | Folder | None = None) -> None:
-        self.folder = folder
-        self._latest: int | None = None
-
-    def path(self, identity: int) -> Path | str | None:
-        """The file of a checkpoint, as a path or a URI; None where nothing is written."""
-        if isinstance(self.folder, Folder):
-            return (self.folder / _file_name(identity)).uri
-        return self.folder / _file_name(identity) if self.folder is not None else None
-
-    @property
-    def latest(self) -> Path | str | None:
-        """The file that was written last, if it is still there."""
-        return self.path(self._latest) if self._latest is not None and self._has(self._latest) else None
-
-    def write(self, identity: int, checkpoint: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, whole or not at all."""
-        path = self.path(identity)
-        if path is not None:
-            write_checkpoint(checkpoint, path)
-            self._latest = identity
-
-    def delete(self, identity: int) -> None:
-        """Deletes the file of a checkpoint, if there is one."""
-        if isinstance(self.folder, Folder):
-            self.folder.remove(_file_name(identity))
-        elif self.folder is not None:
-            (self.folder / _file_name(identity)).unlink(missing_ok=True)
-
-    def _has(self, identity: int) -> bool:
-        if isinstance(self.folder, Folder):
-            return self.folder.has(_file_name(identity))
-        return self.folder is not None and (self.folder / _file_name(identity)).exists()
-
-
-def _file_name(identity: int) -> str:
-    return f"checkpoint_{identity:06d}"
-
-
-class CheckpointManager:
-    """Takes the checkpoints of one run after the other. One is on its way at a time; the function does not wait for it.
+class CheckpointManager(CheckpointTaker):
+    """Takes the checkpoints of one run after the other, and writes each into a file.
 
     Attributes:
         latest_checkpoint_id: Number of the newest checkpoint of the run, from 1.
-        next_index: None: no worker stores a checkpoint itself.
-        num_landed: How many checkpoints of all runs have arrived.
     """
 
-    next_index: int | None = None
-
     def __init__(self) -> None:
-        self.latest_checkpoint_id = 0
+        super().__init__()
         self._latest: dict[str, Any] | None = None
-        self._latest_of_run: dict[str, Any] | None = None
-        self._begun_from: dict[str, Any] | None = None
-        self._strategy = CheckpointStrategy()
-        self._retention = Retention(self._strategy)
-        self._store = FileStore()
-        self._arrivals = Arrivals()
-        self.num_landed = 0
+        self._prepare(None, CheckpointStrategy(), 0)
+
+    def _prepare(self, folder: Folder | None, strategy: CheckpointStrategy, latest_id: int) -> None:
+        self._folder = folder
+        self._strategy = strategy
+        self._ranking = Ranking(strategy.num_to_keep, strategy.checkpoint_score_order)
+        self._written: int | None = None
+        self.latest_checkpoint_id = latest_id
 
     def begin_run(
         self,
@@ -122,15 +72,9 @@ class CheckpointManager:
             self.flush()
         except Exception as error:  # of a run that has ended, with another error or before its end
             logger.error("could not keep the last checkpoint of the previous run: %r", error)
-        self._begun_from = checkpoint
-        self._latest_of_run = None
-        self._strategy = strategy or CheckpointStrategy()
-        self._retention = Retention(self._strategy)
-        self._store = FileStore(run_dir / TRAIN_CHECKPOINT_SUBDIR if run_dir is not None else None)
-        self.latest_checkpoint_id = latest_id or 0
-
-    def begin_attempt(self) -> None:
-        """Nothing: what the last attempt saved stays."""
+        self._restart_point = checkpoint
+        folder = as_folder(run_dir) / TRAIN_CHECKPOINT_SUBDIR if run_dir is not None else None
+        self._prepare(folder, strategy or CheckpointStrategy(), latest_id or 0)
 
     @property
     def score_attribute(self) -> str:
@@ -149,44 +93,24 @@ class CheckpointManager:
             Exception: What went wrong with an earlier one, an `OSError` when it could not be written.
         """
         assert receive is not None, "no worker stores a checkpoint itself"
-        self._retention.check(score)
+        number = checked_score(self._strategy, score)
         self.flush()
         self.latest_checkpoint_id = identity = self.latest_checkpoint_id + 1
-        self._arrivals.begin(identity, receive, lambda checkpoint: self._keep(identity, score, checkpoint))
+        self._receive(identity, receive, lambda checkpoint: self._keep(identity, number, checkpoint))
 
-    def _keep(self, identity: int, score: Any, checkpoint: dict[str, Any]) -> None:
-        self._latest = self._latest_of_run = checkpoint
-        self.num_landed += 1
-        verdict = self._retention.admit(identity, score)
-        if not verdict.is_kept:
+    def _keep(self, identity: int, score: float | None, checkpoint: dict[str, Any]) -> None:
+        self._latest = checkpoint
+        self._note_landing(checkpoint)
+        dropped = self._ranking.admit(identity, score)
+        place = self._place_of(identity)
+        if place is None or identity in dropped:
             return
-        self._store.write(identity, checkpoint)
-        if verdict.dropped is not None:
-            self._store.delete(verdict.dropped)
-
-    def await_arrival(self, timeout_s: float) -> None:
-        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
-        self._arrivals.await_arrival(timeout_s)
-
-    def settle(self, timeout_s: float) -> None:
-        """Waits until what arrives in time is written; errors stay for `flush`."""
-        self._arrivals.settle(timeout_s)
-
-    def flush(self) -> None:
-        """Waits until what is on its way has arrived and is written.
-
-        Raises:
-            Exception: What went wrong with it, an `OSError` when it could not be written.
-        """
-        self._arrivals.flush()
+        write_checkpoint(checkpoint, place)
+        self._written = identity
+        for each in dropped:
+            self._remove(each)
 
     # ---------------------------------------------------------------------------------------------- what there is
-
-    @property
-    def restart_point(self) -> dict[str, Any] | None:
-        """What a function that is started again goes on from: the newest of this run, or what it began from."""
-        self.flush()
-        return self._latest_of_run if self._latest_of_run is not None else self._begun_from
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
@@ -197,20 +121,33 @@ class CheckpointManager:
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
         """Where the checkpoints of the run are."""
-        return self._store.folder
+        return as_place(self._folder) if self._folder is not None else None
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run that is there; None when there is none."""
         self.flush()
-        return self._store.latest or self.best_checkpoint_path
+        if self._folder is not None and self._written is not None and self._folder.has(checkpoint_name(self._written)):
+            return self._place_of(self._written)
+        return self.best_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
         """The best file of the latest run; None when there is none."""
         self.flush()
-        best = self._retention.best
-        return self._store.path(best) if best is not None else None
+        best = self._ranking.best
+        return self._place_of(best) if best is not None else None
+
+    def _place_of(self, identity: int) -> Path | str | None:
+        """The file of a checkpoint, as a path or a URI; None where nothing is written."""
+        if self._folder is None:
+            return None
+        file = self._folder / checkpoint_name(identity)
+        return file.local_path if file.is_local else file.uri
+
+    def _remove(self, identity: int) -> None:
+        assert self._folder is not None, "what is removed was written"
+        self._folder.remove(checkpoint_name(identity))
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:

@@ -23,7 +23,6 @@ from raysgd.exceptions import (
     TrainingWorkerError,
 )
 from raysgd.storage import Folder
-from raysgd.train._arrivals import NewLandings
 from raysgd.train._launch import Launch, Shards
 from raysgd.train._max_retries import MaxRetries, RenewingPolicy
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
@@ -167,7 +166,7 @@ class BackendExecutor:
 
     def _failure_policy(self) -> FailurePolicy:
         if self._settings.renews_retries and self._rules.checkpoints is None:
-            return RenewingPolicy(take_landing=NewLandings(self._checkpoints))
+            return RenewingPolicy(take_landing=self._checkpoints.take_landing)
         return self._rules.failures
 
     def _leaving_nodes(self) -> frozenset[str]:

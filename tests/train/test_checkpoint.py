@@ -11,12 +11,11 @@ import pytest
 
 from raysgd.storage import StorageError, open_folder
 from raysgd.train import _arrivals
-from raysgd.train._arrivals import NewLandings
+from raysgd.train._retention import checked_score
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,
     CheckpointStrategy,
-    Retention,
     load_checkpoint,
     write_checkpoint,
 )
@@ -46,30 +45,29 @@ class TestStrategy:
     ],
 )
 def test_which_checkpoints_stay(
-    num_to_keep: int | None, order: str, scores: list[float], kept: list[int], best: int | None
+    tmp_path: Path, num_to_keep: int | None, order: str, scores: list[float], kept: list[int], best: int | None
 ) -> None:
-    retention = Retention(CheckpointStrategy(num_to_keep, "loss", order))
-    there: set[int] = set()
-    for identity, score in enumerate(scores, start=1):
-        verdict = retention.admit(identity, score)
-        there |= {identity} if verdict.is_kept else set()
-        there -= {verdict.dropped}
-    assert (sorted(there), retention.best) == (kept, best)
+    made = manager(tmp_path, strategy=CheckpointStrategy(num_to_keep, "loss", order))
+    for score in scores:
+        made.add(score, dict)
+    made.flush()
+    assert sorted(int(path.name[-6:]) for path in tmp_path.glob("checkpoints/*")) == kept
+    assert made.best_checkpoint_path == (tmp_path / f"checkpoints/checkpoint_{best:06d}" if best is not None else None)
 
 
-@pytest.mark.parametrize("score", [None, "high", [1, 2], object()])
+@pytest.mark.parametrize("score", [None, "high", [1, 2], object(), 10**400])
 def test_a_score_that_cannot_be_compared_is_an_error(score: Any) -> None:
     with pytest.raises(ValueError, match="'loss'"):
-        Retention(CheckpointStrategy(2, "loss")).check(score)
+        checked_score(CheckpointStrategy(2, "loss"), score)
 
 
 @pytest.mark.parametrize("score", [1, 1.5, True, NAN, np.float32(2), np.array(3.0)])
 def test_a_score_may_be_any_number(score: Any) -> None:
-    Retention(CheckpointStrategy(2, "loss")).check(score)
+    assert str(checked_score(CheckpointStrategy(2, "loss"), score)) == str(float(score))
 
 
 def test_nothing_is_judged_where_nothing_is_kept() -> None:
-    Retention(CheckpointStrategy(0, "loss")).check(None)
+    assert checked_score(CheckpointStrategy(0, "loss"), None) is None
 
 
 def manager(run_dir: Path | None, **options: Any) -> CheckpointManager:
@@ -198,32 +196,31 @@ class TestManager:
 
     def test_says_once_that_one_has_landed_also_if_it_is_on_its_way(self, tmp_path: Path) -> None:
         made = manager(tmp_path)
-        is_new = NewLandings(made)
-        assert not is_new()
+        assert not made.take_landing()
         comes = threading.Event()
         threading.Timer(0.3, comes.set).start()
         made.add(1, lambda: {"came": comes.wait(60)})
-        assert is_new()
-        assert not is_new()
+        assert made.take_landing()
+        assert not made.take_landing()
         made.add(2, lost)
-        assert not is_new()
+        assert not made.take_landing()
 
     def test_does_not_wait_for_ever_for_one_that_a_frozen_worker_sends(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(_arrivals, "_ARRIVAL_S", 0.01)
         made = manager(tmp_path)
-        is_new, comes = NewLandings(made), threading.Event()
+        comes = threading.Event()
         made.add(1, lambda: {"came": comes.wait(60)})
-        assert not is_new()
+        assert not made.take_landing()
         comes.set()
         made.flush()
-        assert is_new()
+        assert made.take_landing()
 
     def test_keeps_for_later_what_went_wrong_with_one(self, tmp_path: Path) -> None:
         made = manager(tmp_path)
         made.add(1, lambda: {}["no such module"])
-        assert not NewLandings(made)()
+        assert not made.take_landing()
         with pytest.raises(KeyError, match="no such module"):
             made.flush()
 

@@ -16,7 +16,7 @@ from raysgd.air._packing import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.storage import Folder, StorageError
-from raysgd.train._arrivals import Arrivals
+from raysgd.train._arrivals import CheckpointTaker
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.layout import checkpoint_name
 from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
@@ -39,8 +39,8 @@ class Landing:
         self.checkpoint, self.is_over = checkpoint, True
 
 
-class FitCheckpoints:
-    """Takes the checkpoints of a run; one dict is on its way at a time, and the function does not wait for it.
+class FitCheckpoints(CheckpointTaker):
+    """Takes the checkpoints of a run, and makes each a folder.
 
     Args:
         folder: The folder of the trial; None to keep the newest checkpoint in memory, and write none.
@@ -51,9 +51,7 @@ class FitCheckpoints:
         on_attempt: Called before the function is started, for the first time or again.
 
     Attributes:
-        next_index: The number of the next checkpoint, from 0.
         landing: The checkpoint that was taken last; None before the first one.
-        num_landed: How many checkpoints are where they stay.
     """
 
     def __init__(
@@ -65,21 +63,13 @@ class FitCheckpoints:
         preprocessor: Any = None,
         on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(begin_from)
         self._folder = folder
-        self.next_index = next_index
+        self.next_index: int = next_index
         self._metadata = dict(metadata or {})
         self._preprocessor = preprocessor
         self._on_attempt = on_attempt
-        self._arrivals = Arrivals()
-        self._restart_point: Any = begin_from
         self.landing: Landing | None = None
-        self.num_landed = 0
-
-    @property
-    def restart_point(self) -> Any:
-        """What a function that is started again goes on from: the newest checkpoint, or what the run started from."""
-        self.flush()
-        return self._restart_point
 
     def begin_attempt(self) -> None:
         """Removes what the last attempt left half stored, and says that there is another one."""
@@ -103,11 +93,13 @@ class FitCheckpoints:
         index, self.next_index = self.next_index, self.next_index + 1
         self.landing = landing = Landing()
         if receive is None:
-            self._end(landing, self._commit(index))
+            committed = self._commit(index)
+            self._note_landing(committed)
+            landing.end(checkpoint_at(committed))
         else:
-            self._arrivals.begin(index, _telling(landing, receive), lambda content: self._keep(index, landing, content))
+            self._receive(index, receive, lambda content: self._keep(index, landing, content), landing.end)
 
-    def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+    def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
         """Makes what is staged for a number a checkpoint; if no metadata is given, some may be staged too."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
@@ -120,8 +112,7 @@ class FitCheckpoints:
         if self._metadata or own_metadata:
             own = own_metadata or _metadata_in(staged)
             staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
-        self._restart_point = committed = self._folder.commit(name)
-        return checkpoint_at(committed)
+        return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
         """Writes a dict that has arrived; where nothing is written, keeps it."""
@@ -133,29 +124,9 @@ class FitCheckpoints:
         else:
             staged = self._folder.staged(checkpoint_name(index))
             _write_dict(content, staged)
-            checkpoint = self._commit(index, own)
-        self._restart_point = content
-        self._end(landing, checkpoint)
-
-    def _end(self, landing: Landing, checkpoint: Checkpoint) -> None:
-        self.num_landed += 1
+            checkpoint = checkpoint_at(self._commit(index, own))
+        self._note_landing(content)
         landing.end(checkpoint)
-
-    def await_arrival(self, timeout_s: float) -> None:
-        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
-        self._arrivals.await_arrival(timeout_s)
-
-    def settle(self, timeout_s: float) -> None:
-        """Waits until what arrives in time is written; errors stay for `flush`."""
-        self._arrivals.settle(timeout_s)
-
-    def flush(self) -> None:
-        """Waits until what is on its way has arrived and is written.
-
-        Raises:
-            Exception: What went wrong with it.
-        """
-        self._arrivals.flush()
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
@@ -173,16 +144,3 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 def _metadata_in(staged: Folder) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
     return found
-
-
-def _telling(landing: Landing, receive: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Gets a dict; when that fails, tells its landing."""
-
-    def received() -> dict[str, Any]:
-        try:
-            return receive()
-        except BaseException:
-            landing.end()
-            raise
-
-    return received

@@ -9,14 +9,14 @@ from typing import Any
 
 from raysgd._checks import is_integer
 from raysgd._once import Once
-from raysgd._ranking import Ranking
+from raysgd._ranking import Ranking, as_score
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.result import by_checkpoint, value_at
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.chores import Chores
 from raysgd.train.fit.layout import TrialFolder, checkpoint_index
-from raysgd.train.fit.metrics import Progress, as_score
+from raysgd.train.fit.metrics import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -118,13 +118,3 @@ def _node_ip() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def as_score(value: Any) -> float | None:
-    """A metric as a number to compare checkpoints by; None when it is not one. Tensors of one element count."""
-    if isinstance(value, str | bytes | None):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None

@@ -22,7 +22,6 @@ from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
-from raysgd.train._arrivals import NewLandings
 from raysgd.train._max_retries import RenewingPolicy
 from raysgd.train._run import FunctionRun
 from raysgd.train._settings import ExecutorRules
@@ -125,7 +124,6 @@ class FitRun:
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
-        self._new_landings = NewLandings(self._checkpoints)
 
     def run(self) -> None:
         """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
@@ -210,7 +208,7 @@ class FitRun:
 
     def _take_landing(self) -> bool:
         """Whether a checkpoint has landed since the last failure. Not after an exception: it may come behind each."""
-        return self._new_landings() and not self._has_raised
+        return self._checkpoints.take_landing() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
         is_of_user = diagnosis.kind == "user"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.metrics import MetricsFiller, Progress, as_score
+from raysgd.train.fit.metrics import MetricsFiller, Progress
 
 
 class Clock:
@@ -86,11 +86,3 @@ def test_a_function_can_say_that_it_is_done() -> None:
 )
 def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: Progress) -> None:
     assert Progress.of(line) == progress
-
-
-def test_scores() -> None:
-    import numpy as np
-    import torch
-
-    assert [as_score(value) for value in (1, True, 2.5, np.float32(0.5), torch.tensor([3.0]))] == [1, 1, 2.5, 0.5, 3]
-    assert [as_score(value) for value in (None, "1", b"1", [1], torch.ones(2), object(), 1 + 2j)] == [None] * 7
