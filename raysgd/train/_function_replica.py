@@ -1,4 +1,4 @@
-"""The replica in a worker that runs functions, and what the driver calls on it."""
+"""The replica in a worker that runs functions: the driver calls its methods."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class FunctionReplica:
             TrainBackendError: No function was started.
             Exception: What the function raised.
         """
-        session = self._running()
+        session = self._session
+        if session is None:
+            raise TrainBackendError("no function is running in this worker: call `start_training` first")
         try:
             message = session.mailbox.take(index)
             while session.is_muted and is_mere_report(message):
@@ -77,10 +79,23 @@ class FunctionReplica:
         assert isinstance(message, Message | Ended)
         return message
 
-    def next_ones(self, index: int | None = None) -> list[Message | Ended]:
-        """The messages that there are, at least one, and none behind a checkpoint; as `next`."""
-        messages = [self.next(index)]
-        while self._has_more_behind(messages):
+    def start(self, *start: Any) -> None:
+        """Starts a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data."""
+        if start:
+            spec, checkpoint, shard = start
+            self.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
+
+    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[Message | Ended]:
+        """The messages that there are, at least one, and none behind a checkpoint; as `next`.
+
+        Args:
+            index: The number of the next checkpoint that workers store themselves.
+            is_needed: Whether to wait for one; else there are none, because the driver has some of this worker already.
+            start: What starts the function first, where it does not run yet.
+        """
+        self.start(*start)
+        messages = [self.next(index)] if is_needed else []
+        while messages and self._has_more_behind(messages):
             messages.append(self.next(index))
         return messages
 
@@ -91,14 +106,11 @@ class FunctionReplica:
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
-    @property
-    def is_running(self) -> bool:
-        """Whether there is a function whose end was not sent yet."""
-        return self._session is not None
-
-    def mute(self) -> None:
-        """Lets the function continue without waiting for its reports to be read."""
-        self._running().is_muted = True
+    def mute(self, *start: Any) -> None:
+        """Lets the function continue without waiting for its reports to be read. It may have ended before that."""
+        self.start(*start)
+        if self._session is not None:
+            self._session.is_muted = True
 
     def end(self) -> bool:
         """Ends the function at its next message; returns False if it sent none in time."""
@@ -108,11 +120,6 @@ class FunctionReplica:
         is_over = self._session.mailbox.cancel(_NEXT_MESSAGE_S)
         self._close()
         return is_over
-
-    def _running(self) -> Session:
-        if self._session is None:
-            raise TrainBackendError("no function is running in this worker: call `start_training` first")
-        return self._session
 
     def _close(self) -> None:
         close_session(self._session)
@@ -126,8 +133,15 @@ class FunctionReplica:
         """A checkpoint that was too large to travel with its message."""
         return self._pending_checkpoints.fetch(token)
 
-    def store(self, token: int, taken: Sequence[str]) -> list[str] | None:
-        """Lets the function store a folder; see `store_folder`."""
+    def store(self, token: int | None, taken: Sequence[str], *start: Any) -> list[str] | None:
+        """Stores the folder that waits under a token, if there is one, where lower ranks use some of its names too.
+
+        Returns:
+            The names for which it had to take others; None where it was lost, with its function.
+        """
+        self.start(*start)
+        if start or token is None:
+            return None if start else []
         try:
             moved: list[str] = self._pending_checkpoints.fetch(token, taken)
         except KeyError:  # it failed, and the function says why
@@ -158,68 +172,3 @@ def _leave_process() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def start_function(replica: FunctionReplica, *start: Any) -> None:
-    """Starts the function, without waiting for its first message."""
-    _start(replica, start)
-
-
-def take_step(replica: FunctionReplica, index: int | None, *start: Any) -> Message | Ended:
-    """See `FunctionReplica.next`. Starts the function first where it does not run yet."""
-    _start(replica, start)
-    return replica.next(index)
-
-
-def take_steps(replica: FunctionReplica, index: int | None, is_needed: bool, *start: Any) -> list[Message | Ended]:
-    """The same for functions that run ahead: all messages that there are; none where the driver has some already."""
-    _start(replica, start)
-    return replica.next_ones(index) if is_needed else []
-
-
-def mute(replica: FunctionReplica, *start: Any) -> None:
-    """See `FunctionReplica.mute`."""
-    _start(replica, start)
-    replica.mute()
-
-
-def mute_what_runs(replica: FunctionReplica, *start: Any) -> None:
-    """The same for functions that run ahead: they may have ended long before the driver comes to that."""
-    _start(replica, start)
-    if replica.is_running:
-        replica.mute()
-
-
-def _start(replica: FunctionReplica, start: Sequence[Any]) -> None:
-    """Starts the function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data."""
-    if not start:
-        return
-    spec, checkpoint, shard = start
-    replica.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
-
-
-def end_function(replica: FunctionReplica) -> bool:
-    """See `FunctionReplica.end`."""
-    return replica.end()
-
-
-def fetch_checkpoint(replica: FunctionReplica, token: int) -> Any:
-    """See `FunctionReplica.fetch`."""
-    return replica.fetch(token)
-
-
-def store_folder(replica: FunctionReplica, token: int | None, taken: Sequence[str], *start: Any) -> list[str] | None:
-    """Stores the folder that waits under a token, if there is one, where lower ranks use some of its names too.
-
-    Returns:
-        The names for which it had to take others; None where it was lost, with its function.
-    """
-    _start(replica, start)
-    if start:
-        return None
-    return replica.store(token, taken) if token is not None else []
-
-
-def refuse_checkpoint(replica: FunctionReplica, token: int) -> None:
-    """See `FunctionReplica.refuse`."""
-    replica.refuse(token)

@@ -21,14 +21,14 @@ from raysgd._ranks import named
 from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
-from raysgd.train import _function_replica as replica
 from raysgd.train._ahead import Ahead
 from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
+from raysgd.train._max_retries import MaxRetries
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train._stored_files import taken_names
 
@@ -101,12 +101,11 @@ class FunctionRun:
         launch: Starts the function on a group.
         decode: Undoes the encoding of what leaves a worker.
         checkpoints: Takes the checkpoints.
-        budget: The restarts that the run may use up.
+        retries: Counts the restarts that the run may use up.
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
         resize_check_s: How often to look.
         now: The clock.
         on_wait: Called some ten times a second while a step is waited for.
-        runs_ahead: Whether functions go on while their reports wait.
     """
 
     def __init__(
@@ -115,19 +114,18 @@ class FunctionRun:
         launch: Launch,
         decode: Callable[[Any], dict[str, Any]],
         checkpoints: CheckpointTaker,
-        budget: RetryBudget,
+        retries: MaxRetries,
         max_workers: int = 1,
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,
         on_wait: Callable[[], None] | None = None,
-        runs_ahead: bool = False,
     ) -> None:
-        self._ahead = Ahead() if runs_ahead else None
         self._controller = controller
         self._launch = launch
         self._decode = decode
         self._checkpoints = checkpoints
-        self.budget = budget
+        self._retries = retries
+        self._ahead = Ahead()
         self._max_workers = max_workers
         self._resize_check_s = resize_check_s
         self._now = now
@@ -145,7 +143,7 @@ class FunctionRun:
             WorkersLostError: They were lost, again and again.
         """
         with self._aborted_on_error():
-            self._call(replica.start_function)
+            self._call(FunctionReplica.start)
 
     def next_step(self) -> Step:
         """The next step of all workers; its checkpoint, if any, is taken over.
@@ -157,9 +155,7 @@ class FunctionRun:
             ValueError: A checkpoint lacks its score.
         """
         with self._aborted_on_error():
-            step = check_step(self._next_messages())
-            if step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
-                return self.next_step()  # the functions were started again, and come to this one once more
+            step = self._taken_step()
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None:
                 self.is_over = True
@@ -167,18 +163,23 @@ class FunctionRun:
                 self._checkpoints.flush()
         return step
 
+    def _taken_step(self) -> Step:
+        step = check_step(self._next_messages())
+        if step.checkpoint_ref is None or self._take(step, step.checkpoint_ref):
+            return step
+        return self._taken_step()  # the functions were started again, and come to this one once more
+
     def _next_messages(self) -> Sequence[Message | Ended]:
         """The next message of each rank."""
-        if self._ahead is None:
-            return self._call(replica.take_step, self._told)
         if not self._ahead.has_step(self._launch.started_on):
-            self._ahead.add(self._call(replica.take_steps, self._told_ahead))
+            self._ahead.add(self._call(FunctionReplica.take, self._told))
         return self._ahead.take_step()
 
     @contextmanager
     def _aborted_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with self._retries.named():
+                yield
         except BaseException as error:
             self.abort(error)
             raise
@@ -212,9 +213,8 @@ class FunctionRun:
         """From here on reports are not waited for; checkpoints are."""
         self._launch.is_muted = True
         with self._aborted_on_error():
-            self._call(replica.mute if self._ahead is None else replica.mute_what_runs)
-        if self._ahead is not None:
-            self._ahead.drop_reports()
+            self._call(FunctionReplica.mute)
+        self._ahead.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
         """Ends the functions, wherever they are, so that the workers are free for another run."""
@@ -236,25 +236,17 @@ class FunctionRun:
         if size > 1 or self._controller.num_workers != size:
             return False
         try:
-            return all(self._controller.run(Call(replica.end_function), max_retries=0))
+            return all(self._controller.run(Call(FunctionReplica.end), max_retries=0))
         except Exception as failed:
             logger.debug("ending the function failed: %s", failed)
             return False
 
     def _told(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """What the workers get with the request for their next step: the number of a checkpoint in it."""
-        starts = self._launch(worlds)
-        index = self._checkpoints.next_index
-        if all(start is starts[0] for start in starts):
-            return [(index, *starts[0])] * len(starts)  # one object: the engine then packs it once
-        return [(index, *start) for start in starts]
-
-    def _told_ahead(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """The same, and whether a message of the worker is needed."""
-        assert self._ahead is not None
+        """What the workers get: the number of a checkpoint in their next step, and whether a message is needed."""
         starts = self._launch(worlds)
         self._ahead.begin(worlds)
         index = self._checkpoints.next_index
+        # Where ranks start alike they get one object: the engine then packs it once.
         told = {id(start): [(index, is_needed, *start) for is_needed in (False, True)] for start in starts}
         return [told[id(start)][self._ahead.is_needed(rank)] for rank, start in enumerate(starts)]
 
@@ -265,7 +257,7 @@ class FunctionRun:
         if may_grow:
             self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
         call = Call(function, args_for or self._launch, changes_state=may_grow, on_wait=self._on_wait)
-        return self._controller.run(call, budget=self.budget)
+        return self._controller.run(call, budget=self._retries.budget)
 
     def _is_due(self) -> bool:
         """Whether it is time to look for room again."""
@@ -278,7 +270,7 @@ class FunctionRun:
     def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> bool:
         """Takes the checkpoint of a step; returns False where it was lost before it was stored."""
         for rank, token in step.refused:
-            self._controller.ensure_group().submit_beside(rank, replica.refuse_checkpoint, token)
+            self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
             return False
         receive = None if checkpoint_ref.is_stored else self._receiver(checkpoint_ref, step.source)
@@ -292,7 +284,7 @@ class FunctionRun:
         waiting = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
         for is_taken in (False, True):
             tokens = {rank: token for rank, token in waiting.items() if bool(taken[rank]) is is_taken}
-            moved = self._call(replica.store_folder, self._told_to_store(tokens, taken)) if tokens else []
+            moved = self._call(FunctionReplica.store, self._told_to_store(tokens, taken)) if tokens else []
             if None in moved:
                 return False
             self._warn_of({rank: names for rank, names in enumerate(moved) if names})
@@ -327,7 +319,7 @@ class FunctionRun:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
         if checkpoint_ref.token is None:
             return lambda: self._unpacked(checkpoint_ref.data)
-        transfer = self._controller.ensure_group().fetch(source, replica.fetch_checkpoint, checkpoint_ref.token)
+        transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:

@@ -266,15 +266,13 @@ class BackendExecutor:
             Launch(spec, self._checkpoints, data, self._hooks),
             self._backend.decode_data,
             self._checkpoints,
-            self._max_retries.budget,
+            self._max_retries,
             max_workers=self._settings.max_workers,
             resize_check_s=self._resize_check_s,
             on_wait=on_wait,
-            runs_ahead=spec.num_ahead > 0,
         )
         self._max_retries.renew()
-        with self._max_retries.named():
-            run.start()
+        run.start()
         return run
 
     def place(self, value: Any) -> Any:
@@ -307,15 +305,12 @@ class BackendExecutor:
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""
-        run = self._running()
-        with self._max_retries.named():
-            return run.next_reports()
+        return self._running().next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
         """The next step of all workers, also those in which they saved; None when all functions have ended."""
         run = self._running()
-        with self._max_retries.named():
-            step = run.next_step()
+        step = run.next_step()
         if step.kind is None:
             return None
         if step.kind is TrainingResultType.REPORT:
@@ -328,15 +323,12 @@ class BackendExecutor:
 
     def pause_reporting(self) -> None:
         """From here on the functions do not wait for their reports to be fetched."""
-        run = self._running()
-        with self._max_retries.named():
-            run.mute()
+        self._running().mute()
 
     def finish_training(self) -> list[Any]:
         """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
         run, self._run = self._running(), None
-        with self._max_retries.named():
-            return run.finish()
+        return run.finish()
 
     def abort_training(self) -> None:
         """Ends the functions wherever they are. Harmless when none runs."""

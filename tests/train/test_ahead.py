@@ -11,7 +11,7 @@ import pytest
 from raysgd.engine.types import World
 from raysgd.train import session
 from raysgd.train._ahead import Ahead
-from raysgd.train._function_replica import FunctionReplica, mute_what_runs, take_steps
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train._session import current_session
@@ -62,14 +62,14 @@ def test_where_reports_are_not_read_any_more_checkpoints_and_the_end_stay() -> N
 def take_into(found: list[Any], replica: FunctionReplica) -> None:
     """Adds one message after the other."""
     while True:
-        found += take_steps(replica, None, True)
+        found += replica.take(None, True)
 
 
 def take_all(replica: FunctionReplica) -> list[Any]:
     """All messages to the end, as they come."""
     found: list[Any] = []
     while not found or not isinstance(found[-1], Ended):
-        messages = take_steps(replica, None, True)
+        messages = replica.take(None, True)
         assert messages
         found += messages
     return found
@@ -82,7 +82,7 @@ def test_a_function_sends_all_that_waits_at_once_and_nothing_where_nothing_is_ne
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
-    assert take_steps(replica, None, False) == []
+    assert replica.take(None, False) == []
     *reports, end = take_all(replica)
     assert [user_keys(each) for each in reports] == [{"number": number} for number in range(5)]
     assert end == Ended()
@@ -110,7 +110,7 @@ def test_an_answer_ends_however_fast_the_function_reports() -> None:
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=3)
-    assert all(1 <= len(take_steps(replica, None, True)) <= 4 for _ in range(50))
+    assert all(1 <= len(replica.take(None, True)) <= 4 for _ in range(50))
     assert replica.end()
 
 
@@ -131,7 +131,7 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
     assert is_behind.wait(120)  # the first checkpoint imports Ray
-    [checkpoint] = take_steps(replica, None, True)
+    [checkpoint] = replica.take(None, True)
     assert isinstance(checkpoint, Message)
     assert checkpoint.checkpoint_ref is not None
     behind = take_all(replica)
@@ -142,4 +142,4 @@ def test_a_function_whose_end_was_sent_already_can_be_muted() -> None:
     replica = FunctionReplica(World(0, 1))
     begin(replica, lambda: None, num_ahead=9)
     assert take_all(replica) == [Ended()]
-    mute_what_runs(replica)
+    replica.mute()

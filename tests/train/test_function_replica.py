@@ -10,7 +10,7 @@ from raysgd._state_codec import lend
 from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
-from raysgd.train._function_replica import FunctionReplica, take_step
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend
@@ -42,8 +42,9 @@ class TestTheReplica:
             replica.next()
         begin(replica, lambda: None)
         replica.next()
+        replica.mute()
         with pytest.raises(TrainBackendError):
-            replica.mute()
+            replica.next()
 
     def test_is_free_again_after_an_exception(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: 1 / 0)
@@ -62,7 +63,7 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert take_step(replica, None, spec(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
+        assert replica.take(None, True, spec(session.load_checkpoint), packed, None) == [Ended({"epoch": 2})]
 
     def test_gives_signs_of_life(self, replica: FunctionReplica) -> None:
         assert replica.heartbeat() == Heartbeat()

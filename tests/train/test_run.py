@@ -7,8 +7,9 @@ import pytest
 
 from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
-from raysgd.train._function_replica import store_folder
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
+from raysgd.train._max_retries import MaxRetries
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train._run import FunctionRun, check_step
 
@@ -110,7 +111,7 @@ class Checkpoints:
 
 def run_on(group: Group) -> FunctionRun:
     made: Any = group, group, lambda data: data, Checkpoints()
-    return FunctionRun(*made, RetryBudget(1), runs_ahead=True)
+    return FunctionRun(*made, MaxRetries(2))
 
 
 def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:
@@ -163,7 +164,7 @@ class Storing(Group):
         self.dies = dies
 
     def run(self, call: Any, budget: RetryBudget) -> list[Any]:
-        if call.function is not store_folder:
+        if call.function is not FunctionReplica.store:
             return super().run(call, budget)
         assert not call.changes_state
         if self.dies:

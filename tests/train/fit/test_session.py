@@ -18,7 +18,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
-from raysgd.train._function_replica import FunctionReplica, store_folder
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import FunctionSpec, Message
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
@@ -208,12 +208,12 @@ class TestCheckpoints:
         assert set(ref.files) == {"weights", "part_1"}
         staged = folder.staged("checkpoint_000007")
         staged.write("weights", b"0")
-        assert store_folder(replica, None, ()) == []
+        assert replica.store(None, ()) == []
         assert staged.names() == ["weights"]
-        assert store_folder(replica, ref.token, ["weights"]) == ["weights"]
+        assert replica.store(ref.token, ["weights"]) == ["weights"]
         assert (staged.read("weights"), staged.read("weights.rank_1"), staged.read("part_1")) == (b"0", b"1", b"1")
         assert replica.next(8) == Ended()
-        assert store_folder(replica, ref.token, []) is None
+        assert replica.store(ref.token, []) is None
 
     def test_a_folder_that_cannot_be_stored_is_an_error_of_the_function(
         self, start: Start, folder: Folder, tmp_path: Path
@@ -225,7 +225,7 @@ class TestCheckpoints:
         ref = message(replica.next(0)).checkpoint_ref
         assert ref is not None
         folder.staged("checkpoint_000000").write("a", b"a file where a folder is to be")
-        assert store_folder(replica, ref.token, []) is None
+        assert replica.store(ref.token, []) is None
         with pytest.raises(OSError, match="could not copy"):
             replica.next(1)
 
