@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from raysgd.train.constants import (
     TIMESTAMP,
     TRAINING_ITERATION,
 )
+from raysgd.train.utils import node_ip
 
 _INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched while training continues
 _PLAIN = (type(None), bool, int, float, str)
@@ -173,7 +173,7 @@ class Session:
         return {
             DATE: time.strftime("%Y-%m-%d_%H-%M-%S"),
             HOSTNAME: socket.gethostname(),
-            NODE_IP: _node_ip(),
+            NODE_IP: node_ip(),
             PID: os.getpid(),
             TIME_TOTAL_S: time.monotonic() - self._began,
         }
@@ -192,13 +192,6 @@ def content_of(checkpoint: Any) -> dict[str, Any]:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint.to_dict()
     raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict or a `Checkpoint`, or None.")
-
-
-def _node_ip() -> str:
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return str(ray.util.get_node_ip_address())
-    return "127.0.0.1"
 
 
 # One function runs at a time in a worker process; threads that it starts see the same session.

@@ -12,7 +12,6 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
-from raysgd.train.fit import arguments
 from raysgd.train.fit.data import merged_config, prepared
 from raysgd.train.utils import without_arguments
 
@@ -95,7 +94,7 @@ class DataParallelTrainer(BaseTrainer):
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
         )
-        arguments.check_loop(train_loop_per_worker)
+        without_arguments(train_loop_per_worker, None, "train_loop_per_worker", "train_loop_config")
         self._loop = train_loop_per_worker
         self._loop_config = train_loop_config
         self._backend_config = checked_config("backend_config", backend_config, BackendConfig)

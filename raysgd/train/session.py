@@ -7,15 +7,20 @@ return a default, so you can call your function by itself.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd._once import Once
+from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._messages import TrainingResult, TrainingResultType
 from raysgd.train._session import Session, current_session
 
 if TYPE_CHECKING:
     from raysgd.air.checkpoint import Checkpoint
+    from raysgd.train.fit.session import TrialFacts
+
+T = TypeVar("T")
 
 __all__ = [
     "Session",
@@ -133,20 +138,17 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 def world_rank() -> int:
     """This worker's rank among all; 0 outside a run."""
-    session = current_session()
-    return session.world.rank if session is not None else 0
+    return _place().rank
 
 
 def local_rank() -> int:
     """This worker's rank among those on its node; 0 outside a run."""
-    session = current_session()
-    return session.world.local_rank if session is not None else 0
+    return _place().local_rank
 
 
 def world_size() -> int:
     """The number of workers; 1 outside a run."""
-    session = current_session()
-    return session.world.size if session is not None else 1
+    return _place().size
 
 
 class TrainContext:
@@ -154,63 +156,51 @@ class TrainContext:
 
     def get_world_size(self) -> int:
         """The number of workers; 1 outside a run."""
-        session = _session_or_warning("get_world_size")
-        return session.world.size if session is not None else 1
+        return _place_or_warning("get_world_size").size
 
     def get_world_rank(self) -> int:
         """This worker's rank among all; 0 outside a run."""
-        session = _session_or_warning("get_world_rank")
-        return session.world.rank if session is not None else 0
+        return _place_or_warning("get_world_rank").rank
 
     def get_local_rank(self) -> int:
         """This worker's rank among those on its node; 0 outside a run."""
-        session = _session_or_warning("get_local_rank")
-        return session.world.local_rank if session is not None else 0
+        return _place_or_warning("get_local_rank").local_rank
 
     def get_local_world_size(self) -> int:
         """The number of workers on this node; 0 outside a run."""
-        session = _session_or_warning("get_local_world_size")
-        return session.world.local_size if session is not None else 0
+        return _place_or_warning("get_local_world_size").local_size
 
     def get_node_rank(self) -> int:
         """The rank of this node among those with workers; 0 outside a run."""
-        session = _session_or_warning("get_node_rank")
-        return session.world.node_rank if session is not None else 0
+        return _place_or_warning("get_node_rank").node_rank
 
     def get_experiment_name(self) -> str | None:
         """The name of the run; None where `fit` does not run the function, as with all of the following."""
-        facts = _facts("get_experiment_name")
-        return facts.experiment_name if facts is not None else None
+        return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 
     def get_trial_name(self) -> str | None:
         """The name of the trial."""
-        facts = _facts("get_trial_name")
-        return facts.name if facts is not None else None
+        return _of_trial("get_trial_name", lambda facts: facts.name)
 
     def get_trial_id(self) -> str | None:
         """The identity of the trial."""
-        facts = _facts("get_trial_id")
-        return facts.id if facts is not None else None
+        return _of_trial("get_trial_id", lambda facts: facts.id)
 
     def get_trial_resources(self) -> Any:
         """What the trial and its workers were given, as Ray Tune describes it."""
-        facts = _facts("get_trial_resources")
-        return facts.scaling.as_placement_group_factory() if facts is not None else None
+        return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
 
     def get_trial_dir(self) -> str | None:
         """The folder of the trial: a path, or a URI."""
-        facts = _facts("get_trial_dir")
-        return facts.directory if facts is not None else None
+        return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
         """What the trainer was given as `metadata`."""
-        facts = _facts("get_metadata")
-        return dict(facts.metadata) if facts is not None else None
+        return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
         """The folder of the trial, as a `raysgd.storage.Folder`."""
-        facts = _facts("get_storage")
-        return facts.folder if facts is not None else None
+        return _of_trial("get_storage", lambda facts: facts.folder)
 
 
 _context = TrainContext()
@@ -232,19 +222,31 @@ def get_context() -> TrainContext:
     return _context
 
 
-def _facts(function: str) -> Any:
-    """What the function can ask about its trial; None where no `fit` runs it."""
-    session = _session_or_warning(function)
-    return session.facts if session is not None else None
+def _place() -> World:
+    """This worker's place; outside a run, that of a worker alone."""
+    session = current_session()
+    return session.world if session is not None else World(rank=0, size=1, local_size=0)
 
 
-def _session_or_warning(function: str) -> Session | None:
+def _place_or_warning(function: str) -> World:
+    """The same; outside a run, with a warning."""
+    _session_or_warning(function, stacklevel=4)
+    return _place()
+
+
+def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
+    """Something of what the function can ask about its trial; None where no `fit` runs it."""
+    session = _session_or_warning(function, stacklevel=4)
+    return read(session.facts) if session is not None and session.facts is not None else None
+
+
+def _session_or_warning(function: str, stacklevel: int = 3) -> Session | None:
     """The current session; without one, a warning, once for each function."""
     session = current_session()
     if session is not None:
         return session
     if _once.is_first(function):
         warnings.warn(
-            f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=3
+            f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=stacklevel
         )
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +28,43 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     ]
 
 
-def without_arguments(train_func: Callable[..., Any], config: Any) -> Callable[[], Any]:
+def without_arguments(
+    function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
+) -> Callable[[], Any]:
     """The function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
+
+    Args:
+        function: The function.
+        config: Its argument; an empty dict for None.
+        name: What users call the function, for errors.
+        config_name: What they call its argument.
 
     Raises:
         TypeError: It cannot be called, or takes its parameter by name only.
         ValueError: It takes more than one parameter.
     """
-    if not callable(train_func):
-        raise TypeError(
-            f"`train_func={train_func!r}`: need a function that takes no argument, or one, the `config` dict."
-        )
-    parameters = parameters_of(train_func)
+    if not callable(function):
+        raise TypeError(f"`{name}={function!r}`: need a function that takes no argument, or one, `{config_name}`.")
+    parameters = parameters_of(function)
     num_parameters = len(parameters)
     if num_parameters > 1:
         raise ValueError(
-            f"`train_func` takes {num_parameters} parameters: allowed is one, the `config` dict, or no parameter. Put "
-            "everything into `config`, or bind it beforehand with `functools.partial`."
+            f"`{name}` takes {num_parameters} parameters: allowed is one, `{config_name}`, or no parameter. Put "
+            f"everything into `{config_name}`, or bind it beforehand with `functools.partial`."
         )
     if num_parameters == 0:
-        return train_func
+        return function
     if parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise TypeError(
-            f"`train_func` takes `{parameters[0]}`, by name only: it is called with the `config` by position, as "
-            "`train_func(config)`."
+            f"`{name}` takes `{parameters[0]}`, by name only: it is called with `{config_name}` by position, as "
+            f"`{name}({config_name})`."
         )
-    return partial(train_func, config if config is not None else {})
+    return partial(function, config if config is not None else {})
+
+
+@cache
+def node_ip() -> str:
+    """The address of this node, as Ray knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -10,7 +10,6 @@ from typing import Any
 from raysgd._checks import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
-from raysgd.train.utils import parameters_of
 
 _ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
 
@@ -81,25 +80,6 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"`metadata={metadata!r:.200}`: need values that JSON can hold: {error}.") from error
     return through_json
-
-
-def check_loop(loop: Any) -> None:
-    """Checks the function of a trainer.
-
-    Raises:
-        ValueError: It takes more than one argument.
-        TypeError: It cannot be called.
-    """
-    if not callable(loop):
-        raise TypeError(
-            f"`train_loop_per_worker={loop!r}`: need a function that takes no argument, or one, `train_loop_config`."
-        )
-    num_parameters = len(parameters_of(loop))
-    if num_parameters > 1:
-        raise ValueError(
-            f"`train_loop_per_worker` takes {num_parameters} arguments: allowed is one, `train_loop_config`, or none. "
-            "Bind the others with `functools.partial`, or put them into `train_loop_config`."
-        )
 
 
 def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:

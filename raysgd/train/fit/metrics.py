@@ -7,8 +7,9 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
+
+from raysgd.train.utils import node_ip
 
 TRAINING_ITERATION = "training_iteration"
 TIME_THIS_ITER_S = "time_this_iter_s"
@@ -109,12 +110,5 @@ class MetricsFiller:
             TIMESTAMP: timestamp,
             "pid": os.getpid(),
             "hostname": platform.node(),
-            "node_ip": _node_ip(),
+            "node_ip": node_ip(),
         }
-
-
-@cache
-def _node_ip() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -18,13 +18,12 @@ from typing import Any, Literal
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
-from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
+from raysgd.train import _settings
 from raysgd.train._max_retries import RenewingPolicy
 from raysgd.train._run import FunctionRun
-from raysgd.train._settings import ExecutorRules
 from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
@@ -33,17 +32,14 @@ from raysgd.train.fit.session import FitSession, TrialFacts
 
 logger = logging.getLogger(__name__)
 
-WORDS = Words(
+WORDS = replace(
+    _settings.WORDS,
     when_shut_down="Call `fit` again for new workers.",
-    when_interrupted="Checkpoints that were reported are kept.",
-    when_starved="Ask for fewer workers or less per worker, or free what is held. Reported checkpoints are kept.",
-    when_spent="Reported checkpoints are kept.",
+    when_spent="Saved checkpoints are kept.",
     when_not_granted=(
         "Ask for fewer workers or less per worker in `ScalingConfig`, free what is held, add nodes, or wait longer by "
         "setting the environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
     ),
-    after_end="reported checkpoints are kept",
-    restart_point="from the newest checkpoint, or from the beginning without one",
 )
 """What users of `fit` are told behind the engine's facts."""
 
@@ -246,7 +242,7 @@ def _executor(
         placement=Placement(
             placement_strategy=followed(scaling.placement_strategy), runtime_env=plan.worker_runtime_env
         ),
-        rules=ExecutorRules(
+        rules=_settings.ExecutorRules(
             policy,
             checkpoints,
             on_failure,

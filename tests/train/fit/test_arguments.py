@@ -53,7 +53,7 @@ def test_what_is_wrong_is_said_when_the_trainer_is_made(
 
 
 def test_a_loop_takes_one_argument_at_most() -> None:
-    with pytest.raises(ValueError, match="takes 2 arguments"):
+    with pytest.raises(ValueError, match="`train_loop_per_worker` takes 2 parameters"):
         DataParallelTrainer(of_two)  # type: ignore[arg-type]
     DataParallelTrainer(partial(of_two, more=1))
     with pytest.raises(TypeError, match="`train_loop_per_worker=3`"):
