@@ -13,6 +13,7 @@ from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.fit.data import merged_config, prepared
+from raysgd.train.fit.run import FitPlan
 from raysgd.train.utils import without_arguments
 
 __all__ = ["DataParallelTrainer"]
@@ -111,9 +112,10 @@ class DataParallelTrainer(BaseTrainer):
     def training_loop(self) -> None:
         """Runs the function on the workers, and hands over what it reports. Call super if you override it."""
         function = without_arguments(self._loop, self._loop_config)
-        self._running_job.drive(
+        plan = FitPlan(
             function, self._backend_config, self.scaling_config, self.datasets, self._data_config, self.preprocessor
         )
+        self._running_job.drive(plan)
 
     @classmethod
     def restore(  # type: ignore[override]  # its second argument is the function, as in Ray

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.config import RunConfig
 from raysgd.exceptions import StorageError, training_failed_error
-from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.kept_checkpoints import number_of
 from raysgd.train.fit.layout import TrialFolder, new_trial_folder
 from raysgd.train.fit.recorder import Recorder
@@ -67,8 +65,7 @@ class FitJob:
         check_is_shared(folder.experiment)
         save_trainer(folder.experiment, type(trainer), trainer._arguments)
         resources = trainer.scaling_config.as_placement_group_factory() if run_config.callbacks else None
-        info = SimpleNamespace(resources=resources)
-        recorder = Recorder(folder, trainer._trial_config, run_config, name, info)
+        recorder = Recorder(folder, trainer._trial_config, run_config, name, resources)
         newest = _newest_in(folder) if goes_on else None
         facts = facts_of(folder, trainer)
         return cls(folder, recorder, run_config, facts, name, newest or trainer.resume_from_checkpoint)
@@ -88,40 +85,19 @@ class FitJob:
             raise training_failed_error(error, self._advice) from error.__cause__
         return self.recorder.end()
 
-    def drive(
-        self,
-        function: Callable[[], Any],
-        backend: BackendConfig,
-        scaling: ScalingConfig,
-        datasets: Mapping[str, Any] | None = None,
-        dataset_config: Any = None,
-        preprocessor: Any = None,
-    ) -> None:
+    def drive(self, plan: FitPlan) -> None:
         """Runs a function on workers until it ends everywhere, and writes down what it reports."""
-        plan = FitPlan(
-            function,
-            backend,
-            scaling,
-            self.run_config.failure_config,
-            self.facts,
-            datasets or {},
-            dataset_config,
-            preprocessor,
-            self.begin_from,
-            self._next_index,
-            worker_runtime_env=self.run_config.worker_runtime_env,
-        )
         run = self._make_run(plan)
         self.recorder.watch(lambda: run.events)
         run.run()
 
     @property
-    def _next_index(self) -> int:
+    def next_index(self) -> int:
         """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _make_run(self, plan: FitPlan) -> FitRun:
-        return FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail)
+        return FitRun(self, plan)
 
     def _end_failed(self, error: BaseException) -> None:
         if isinstance(error, StorageError):

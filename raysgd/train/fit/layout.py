@@ -119,10 +119,6 @@ class TrialFolder:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None
 
-    def checkpoint_name(self, index: int) -> str:
-        """The name of the folder of the checkpoint number `index`, from 0."""
-        return checkpoint_name(index)
-
     def checkpoint_names(self) -> list[str]:
         """The names of the checkpoints that are there and complete, oldest first."""
         return _checkpoints_in(self.trial.committed())
@@ -131,7 +127,7 @@ class TrialFolder:
     def next_index(self) -> int:
         """The number that the next checkpoint gets: after all that are there, complete or not."""
         present = [] if self.is_new else _checkpoints_in(self.trial.names())
-        return 1 + max((int(name.rpartition("_")[2]) for name in present), default=-1)
+        return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
 
 def _checkpoints_in(names: Iterable[str]) -> list[str]:

@@ -45,7 +45,7 @@ class Recorder:
         config: The config of the trial: `{"train_loop_config": ...}`.
         run_config: What the user wants to know of the run.
         trainer_name: The name of the trainer's class.
-        trial_info: What the workers know about the trial; `resources` of it are shown to callbacks.
+        resources: The resources of the trial, which callbacks are shown.
 
     Raises:
         TypeError: Something in `run_config` cannot be used.
@@ -58,10 +58,10 @@ class Recorder:
         config: Mapping[str, Any],
         run_config: RunConfig,
         trainer_name: str,
-        trial_info: Any = None,
+        resources: Any = None,
     ) -> None:
         self._folder = folder
-        self._trial = Trial(folder, masked(config), getattr(trial_info, "resources", None))
+        self._trial = Trial(folder, masked(config), resources)
         self._trial.trainable_name = trainer_name
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop

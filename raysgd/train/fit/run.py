@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import FailureConfig, ScalingConfig
+from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
 from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
@@ -28,7 +27,10 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
 from raysgd.train.fit.data import make_shards
-from raysgd.train.fit.session import FitSession, TrialFacts
+from raysgd.train.fit.session import FitSession
+
+if TYPE_CHECKING:
+    from raysgd.train.fit.job import FitJob
 
 logger = logging.getLogger(__name__)
 
@@ -50,35 +52,23 @@ class StopConditionMet(BaseException):
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What a run is to do, checked.
+    """What a trainer has to run, checked.
 
     Attributes:
         function: The user's function, its argument bound.
         backend: How the workers are connected.
         scaling: How many workers, and what each needs.
-        failures: How often the function is started again.
-        facts: What the function can ask.
         datasets: The datasets, ready to be divided.
         dataset_config: How they are divided.
         preprocessor: What dict checkpoints are to hold as their preprocessor.
-        begin_from: The checkpoint that the function starts from.
-        next_index: The number of the first checkpoint.
-        num_ahead: How many reports may wait for the driver while the function goes on.
-        worker_runtime_env: The environment of the workers' processes.
     """
 
     function: Callable[[], Any]
     backend: BackendConfig
     scaling: ScalingConfig
-    failures: FailureConfig
-    facts: TrialFacts
     datasets: Mapping[str, Any] = field(default_factory=dict)
     dataset_config: Any = None
     preprocessor: Any = None
-    begin_from: Checkpoint | None = None
-    next_index: int = 0
-    num_ahead: int = 64
-    worker_runtime_env: Mapping[str, Any] | None = None
 
 
 class FitRun:
@@ -88,32 +78,32 @@ class FitRun:
         events: What happened to the workers so far.
 
     Args:
+        job: What this run belongs to. Its recorder is told of each attempt, of each report of rank 0 with the
+            checkpoint of that step, and of what went wrong before the function is started again.
         plan: What to do.
-        take: Called with the metrics of each report of rank 0, and with the checkpoint of that step, if there is one;
-            returns whether the run is to stop.
-        begin: Called before the function is started, for the first time or again.
-        fail: Called with what went wrong, before the function is started again.
+        num_ahead: How many reports may wait for the driver while the function goes on.
     """
 
-    def __init__(
-        self,
-        plan: FitPlan,
-        take: Callable[[dict[str, Any], Checkpoint | None], bool],
-        begin: Callable[[], None] = lambda: None,
-        fail: Callable[[Exception], None] = lambda error: None,
-    ) -> None:
+    def __init__(self, job: FitJob, plan: FitPlan, num_ahead: int = 64) -> None:
         self._plan = plan
-        self._take, self._begin, self._fail = take, begin, fail
+        self._facts, self._recorder = job.facts, job.recorder
         self._checkpoints = FitCheckpoints(
-            plan.facts.folder if plan.facts.keeps_files else None,
-            plan.next_index,
-            plan.begin_from,
-            plan.facts.metadata,
+            job.facts.folder if job.facts.keeps_files else None,
+            job.next_index,
+            job.begin_from,
+            job.facts.metadata,
             plan.preprocessor,
             self._begin_attempt,
         )
-        policy = RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing)
-        self._executor = _executor(plan, self._checkpoints, policy, self._note_failure)
+        rules = _settings.ExecutorRules(
+            RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing),
+            self._checkpoints,
+            self._note_failure,
+            words=WORDS,
+            retry_advice="",
+            num_ahead=num_ahead,
+        )
+        self._executor = _executor(plan, job.run_config, rules)
         self._run: FunctionRun | None = None
         self.events: Sequence[Event] = ()
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
@@ -171,9 +161,9 @@ class FitRun:
     def _delete_too_late(self) -> None:
         """Deletes the checkpoints of reports that came after the one that met a stop condition."""
         for _, landing in self._too_late:
-            if landing is not None and landing.checkpoint is not None and self._plan.facts.keeps_files:
+            if landing is not None and landing.checkpoint is not None and self._facts.keeps_files:
                 with suppress(OSError):
-                    (self._plan.facts.folder / PurePosixPath(landing.checkpoint.path).name).delete()
+                    (self._facts.folder / PurePosixPath(landing.checkpoint.path).name).delete()
         self._too_late.clear()
 
     def abort(self) -> None:
@@ -191,7 +181,7 @@ class FitRun:
                 else None
             )
             self._run = executor.launch(
-                plan.function, shards, partial(FitSession, facts=plan.facts), on_wait=self._hand_over
+                plan.function, shards, partial(FitSession, facts=self._facts), on_wait=self._hand_over
             )
         return self._run
 
@@ -199,7 +189,7 @@ class FitRun:
         """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
         while self._reports and (is_end or _is_complete(self._reports[0][1])):
             metrics, landing = self._reports.popleft()
-            if self._take(metrics, landing.checkpoint if landing is not None else None):
+            if self._recorder.take(metrics, landing.checkpoint if landing is not None else None):
                 raise StopConditionMet
 
     def _take_landing(self) -> bool:
@@ -216,20 +206,15 @@ class FitRun:
         self._hand_over(is_end=True)
         failure, self._failure = self._failure, None
         if failure is not None:
-            self._fail(failure)
-        self._begin()
+            self._recorder.fail(failure)
+        self._recorder.begin()
 
 
 def _is_complete(landing: Landing | None) -> bool:
     return landing is None or landing.is_over
 
 
-def _executor(
-    plan: FitPlan,
-    checkpoints: FitCheckpoints,
-    policy: RenewingPolicy,
-    on_failure: Callable[[Diagnosis], None],
-) -> BackendExecutor:
+def _executor(plan: FitPlan, run_config: RunConfig, rules: _settings.ExecutorRules) -> BackendExecutor:
     scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range
     return BackendExecutor(
         plan.backend,
@@ -237,19 +222,12 @@ def _executor(
         scaling.num_cpus_per_worker,
         scaling.num_gpus_per_worker,
         scaling.additional_resources_per_worker,
-        max_retries=as_max_retries(plan.failures.max_failures),
+        max_retries=as_max_retries(run_config.failure_config.max_failures),
         resize_check_s=scaling.elastic_resize_monitor_interval_s,
         placement=Placement(
-            placement_strategy=followed(scaling.placement_strategy), runtime_env=plan.worker_runtime_env
+            placement_strategy=followed(scaling.placement_strategy), runtime_env=run_config.worker_runtime_env
         ),
-        rules=_settings.ExecutorRules(
-            policy,
-            checkpoints,
-            on_failure,
-            words=WORDS,
-            retry_advice="",
-            num_ahead=plan.num_ahead,
-        ),
+        rules=rules,
     )
 
 

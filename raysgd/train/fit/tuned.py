@@ -123,7 +123,7 @@ class TrialJob(FitJob):
 
     def _make_run(self, plan: FitPlan) -> FitRun:
         # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
-        self.runs.append(super()._make_run(replace(plan, num_ahead=0)))
+        self.runs.append(FitRun(self, plan, num_ahead=0))
         return self.runs[-1]
 
 

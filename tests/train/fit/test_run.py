@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from raysgd.air import Checkpoint, FailureConfig, ScalingConfig
+from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.policies import Raise, Rebuild, RetryBudget
-from raysgd.storage import open_folder
 from raysgd.train._arrivals import CheckpointLostError
 from raysgd.train._messages import TrainingResultType
 from raysgd.train._run import Step
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.checkpoints import Landing
+from raysgd.train.fit.job import FitJob
+from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
 from raysgd.train.fit.session import TrialFacts
+from tests.train.fit.notes import make_folder
 
 
 class Steps:
@@ -48,17 +50,25 @@ class Seen:
         self.stop_at = stop_at
         self.numbers: list[int] = []
         self.checkpoints: list[Checkpoint | None] = []
+        self.told: list[str] = []
 
     def take(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
         self.numbers.append(metrics["number"])
         self.checkpoints.append(checkpoint)
         return metrics["number"] == self.stop_at
 
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def fail(self, error: Exception) -> None:
+        self.told.append(f"fail after {self.numbers}")
+
 
 def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
-    facts = TrialFacts(open_folder(place / "trial"), "run", "trial", "1", ScalingConfig(num_workers=1))
-    plan = FitPlan(int, BackendConfig(), ScalingConfig(num_workers=1), FailureConfig(), facts)
-    run = FitRun(plan, seen.take)
+    folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
+    facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
+    job = FitJob(folder, recorder, RunConfig(), facts, "TorchTrainer", None)
+    run = FitRun(job, FitPlan(int, BackendConfig(), scaling))
     run._run = Steps(run, *steps)  # type: ignore[assignment]
     return run
 
@@ -100,15 +110,14 @@ def test_a_stop_condition_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp_path: Path) -> None:
-    seen, told = Seen(), list[str]()
+    seen = Seen()
     run = run_of(tmp_path, seen, (1, Landing()))
-    run._begin, run._fail = lambda: told.append("begin"), lambda error: told.append(f"fail after {seen.numbers}")
     run.step()
     run._failure = ValueError("bad")
     run._begin_attempt()
-    assert told == ["fail after [1]", "begin"]
+    assert seen.told == ["fail after [1]", "begin"]
     run._begin_attempt()
-    assert told == ["fail after [1]", "begin", "begin"]
+    assert seen.told == ["fail after [1]", "begin", "begin"]
 
 
 # ---------------------------------------------------------------------------------------------- how often it may fail
