@@ -1,4 +1,4 @@
-"""Passes messages from the user's function to the driver, in order.
+"""Passes messages from the user's function to the driver, or to the trial that it runs in, in order.
 
 Why functions may run ahead of their reports: ADR 94.
 """
@@ -32,12 +32,13 @@ class Mailbox:
     Args:
         function: The function.
         num_ahead: How many messages may wait while the function goes on.
+        name: The name of the thread.
 
     Attributes:
         num_ahead: The same.
     """
 
-    def __init__(self, function: Callable[[], Any], num_ahead: int = 0) -> None:
+    def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
         self._function = function
         self.num_ahead = num_ahead
         self._changed = threading.Condition()
@@ -48,7 +49,7 @@ class Mailbox:
         self._told: Any = None
         self._ended: Ended | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="raysgd-function", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the function."""
@@ -135,4 +136,7 @@ class Mailbox:
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self.is_over, timeout=timeout_s)
+            is_over = self._changed.wait_for(lambda: self.is_over, timeout=timeout_s)
+        if is_over:
+            self._thread.join()
+        return is_over

@@ -6,10 +6,8 @@ wants the next one.
 
 from __future__ import annotations
 
-import queue
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +18,7 @@ from raysgd import _trials
 from raysgd._trials import Reported, TrialInfo
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
+from raysgd.train._mailbox import Ended, Mailbox, RunCancelled
 from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
 from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.run import FitPlan, FitRun
@@ -66,13 +65,15 @@ def make_trainable(trainer: BaseTrainer) -> type[Any]:
     return _trials.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
 
 
-class Reports:
-    """Takes the place of the recorder: hands each report to the thread of the trial, and waits until it is wanted."""
+class TrialRecorder:
+    """Takes the place of the recorder: hands each report to the thread of the trial, and waits until it wants another.
 
-    def __init__(self) -> None:
-        self._reports: queue.Queue[tuple[dict[str, Any], Checkpoint | None] | BaseException | None] = queue.Queue()
-        self._wanted = threading.Semaphore(0)
-        self._is_over = False
+    Args:
+        mailbox: Runs the trainer.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
 
     def begin(self) -> None:
         """An attempt starts."""
@@ -84,31 +85,13 @@ class Reports:
         """An attempt ended with an error."""
 
     def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """In the thread of the trainer: there is a report. Returns whether the run is to stop."""
-        if not self._is_over:  # else no one reads it, or says that it may continue
-            self._reports.put((dict(metrics), checkpoint))
-            self._wanted.acquire()
-        return self._is_over
-
-    def end(self, error: BaseException | None = None) -> None:
-        """In the thread of the trainer: there are no more."""
-        self._reports.put(error)
-
-    def next(self) -> tuple[dict[str, Any], Checkpoint | None] | None:
-        """In the thread of the trial: the next report; None at the end. Raises what the run failed with."""
-        found = self._reports.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def go_on(self) -> None:
-        """The trainer may continue behind the report that was handed out last."""
-        self._wanted.release()
-
-    def stop(self) -> None:
-        """The trainer is to stop at its next report, or where it waits."""
-        self._is_over = True
-        self._wanted.release()
+        """There is a report. Returns whether the run is to stop, because the trial does."""
+        try:
+            self._mailbox.offer((dict(metrics), checkpoint))
+            self._mailbox.await_request()
+        except RunCancelled:
+            return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -140,8 +123,7 @@ class FitTrial:
         self._make_trainer, self._storage, self._info = make_trainer, storage, info
         self._begin_from: Checkpoint | None = None
         self._newest: Checkpoint | None = None
-        self._reports: Reports | None = None
-        self._thread: threading.Thread | None = None
+        self._mailbox: Mailbox | None = None
         self._folder: TrialFolder | None = None
         self._job: TrialJob | None = None
         self._keeps_files = True
@@ -151,34 +133,31 @@ class FitTrial:
         """The next report of rank 0."""
         if self._has_ended:
             return Reported(None, is_last=True)
-        if self._reports is None:
-            self._begin()
-        else:
-            self._reports.go_on()
-        assert self._reports is not None
-        found = self._reports.next()
-        if found is None:
+        mailbox = self._mailbox = self._mailbox or self._begun()
+        found = mailbox.take()
+        if isinstance(found, Ended):
             self._has_ended = True
             return Reported(None, is_last=True)
         metrics, checkpoint = found
         self._newest = checkpoint or self._newest
         return Reported(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
-    def _begin(self) -> None:
+    def _begun(self) -> Mailbox:
+        """Starts the trainer, in a thread."""
         trainer = self._make_trainer()
         trainer._check()
         self._folder = self._new_folder(type(trainer).__name__)
-        self._reports = Reports()
+        mailbox = Mailbox(trainer._train, name="raysgd-fit")
         run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune begins a trial again
         begin_from = self._begin_from or trainer.resume_from_checkpoint
         facts = self._facts(trainer)
-        recorder: Any = self._reports
+        recorder: Any = TrialRecorder(mailbox)
         trainer._job = self._job = TrialJob(
             self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from
         )
         self._keeps_files = facts.keeps_files
-        self._thread = threading.Thread(target=_run, args=(trainer, self._reports), name="raysgd-fit", daemon=True)
-        self._thread.start()
+        mailbox.start()
+        return mailbox
 
     def _new_folder(self, trainer_name: str) -> TrialFolder:
         experiment = self._storage / _FOLDER / (self._info.identity or secrets.token_hex(4))
@@ -220,24 +199,13 @@ class FitTrial:
 
     def end(self) -> None:
         """Ends the run, wherever it is."""
-        reports, thread, folder = self._reports, self._thread, self._folder
-        self._reports = self._thread = self._folder = self._newest = None
+        mailbox, folder = self._mailbox, self._folder
+        self._mailbox = self._folder = self._newest = None
         self._has_ended = False
-        if reports is not None and thread is not None:
-            reports.stop()
-            for run in self._job.runs if self._job is not None and thread.is_alive() else ():
+        if mailbox is not None and not mailbox.cancel(timeout_s=0):
+            for run in self._job.runs if self._job is not None else ():
                 run.abort()
-            thread.join(_END_S)
+            mailbox.cancel(_END_S)
         if folder is not None:
             folder.experiment.delete()
             folder.close()
-
-
-def _run(trainer: BaseTrainer, reports: Reports) -> None:
-    """In the thread of the trainer: runs it."""
-    try:
-        trainer._train()
-    except BaseException as error:
-        reports.end(error)
-    else:
-        reports.end()
