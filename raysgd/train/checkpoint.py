@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from raysgd._ranking import MAX, MIN, Ranking
 from raysgd.air._packing import DICT_FILE
 from raysgd.storage import Folder, StorageError, open_folder
-from raysgd.storage.files import is_uri, local_copy, saving
+from raysgd.storage.files import local_copy, saving
 from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._retention import CheckpointStrategy, check_strategy, checked_score
 from raysgd.train._run_folders import as_folder, as_place
@@ -183,29 +184,14 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
         return dict(checkpoint)
     if not isinstance(checkpoint, str | Path):
         raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or the path or URI of a saved one.")
-    if is_uri(checkpoint):
-        place = open_folder(checkpoint, argument="checkpoint")
-        if not place.is_local:
-            return _read_from_store(place, checkpoint)
-        checkpoint = place.local_path
-    path = Path(checkpoint).expanduser()
-    if not path.exists():
-        raise ValueError(f"`checkpoint={str(checkpoint)!r}`: there is no such file.")
-    return _read(path / DICT_FILE if path.is_dir() else path)
-
-
-def _read_from_store(place: Folder, checkpoint: str | Path) -> dict[str, Any]:
-    """Reads a file, or the file in a folder that holds a checkpoint."""
-    try:
-        with local_copy((place / DICT_FILE).uri if place.exists() else checkpoint) as path:
-            return _read(Path(path))
-    except FileNotFoundError:
-        raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
     from ray import cloudpickle
 
-    with open(path, "rb") as file:
+    place = open_folder(checkpoint, argument="checkpoint")
+    with ExitStack() as opened:
+        try:
+            path = opened.enter_context(local_copy((place / DICT_FILE if place.exists() else place).uri))
+            file = opened.enter_context(open(path, "rb"))
+        except FileNotFoundError:
+            raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
         found: dict[str, Any] = cloudpickle.load(file)
     return found

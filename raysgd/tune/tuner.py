@@ -16,8 +16,9 @@ from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.fit.arguments import own_values
 from raysgd.train.fit.restore import at_place
-from raysgd.train.fit.space import check_space, own_values
+from raysgd.train.fit.space import check_space
 from raysgd.tune._callbacks import for_tune
 
 if TYPE_CHECKING:

@@ -88,17 +88,19 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
     Raises:
         ValueError: It does.
     """
-    default = ScalingConfig()
-    forbidden = [
-        each.name
-        for each in fields(ScalingConfig)
-        if each.name not in allowed and getattr(scaling, each.name) != getattr(default, each.name)
-    ]
+    forbidden = [name for name in own_values(scaling) if name not in allowed]
     if forbidden:
         raise ValueError(
             f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{trainer_name}` does not "
             f"use: it takes {', '.join(f'`{name}`' for name in allowed)}."
         )
+
+
+def own_values(config: ScalingConfig) -> dict[str, Any]:
+    """What a config says that others do not say by themselves."""
+    default = ScalingConfig()
+    names = [each.name for each in fields(config)]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:

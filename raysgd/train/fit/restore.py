@@ -48,13 +48,6 @@ class RestoredRun:
 
 
 @dataclass(frozen=True)
-class _MissingDataset:
-    """Stands for a dataset in `trainer.pkl`."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class _CheckpointAt:
     """Stands for a checkpoint that `trainer.pkl` would hold with all its content, or with the keys of its store."""
 
@@ -98,7 +91,7 @@ def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str
 
 def _for_later(name: str, value: Any) -> Any:
     if name == "datasets" and isinstance(value, Mapping):
-        return {key: _MissingDataset(key) for key in value}
+        return dict.fromkeys(value)
     if name == "train_loop_config" and (shown := masked(value)) is not value:
         return _WithoutSecrets(shown)
     if isinstance(value, RunConfig):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from raysgd import _trials
@@ -68,14 +67,7 @@ def _merged(before: Any, value: Any) -> Any:
     if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
         return arguments.changed_scaling(before, value)
     if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
-        return arguments.changed_scaling(before, own_values(value))
+        return arguments.changed_scaling(before, arguments.own_values(value))
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return _trials.merged(before, value)
     return value
-
-
-def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """What a config says that others do not say by themselves."""
-    default = ScalingConfig()
-    names = [each.name for each in fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
