@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._checks import is_integer
-from raysgd._ranking import MAX, MIN, as_score
+from raysgd._ranking import MAX, as_score
+from raysgd.air.config import CheckpointConfig
 from raysgd.train.constants import TIMESTAMP
 
 
@@ -28,17 +28,9 @@ class CheckpointStrategy:
     checkpoint_score_order: str = MAX
 
     def __post_init__(self) -> None:
-        if self.num_to_keep is not None and (not is_integer(self.num_to_keep) or self.num_to_keep < 0):
-            raise ValueError(f"`num_to_keep={self.num_to_keep!r}`: need None, for all of them, or 0 or more.")
-        if not isinstance(self.checkpoint_score_attribute, str):
-            raise ValueError(
-                f"`checkpoint_score_attribute={self.checkpoint_score_attribute!r}`: need the name of a value in the "
-                "checkpoints."
-            )
-        if self.checkpoint_score_order not in (MAX, MIN):
-            raise ValueError(
-                f'`checkpoint_score_order={self.checkpoint_score_order!r}`: allowed are "{MAX}" and "{MIN}".'
-            )
+        if self.checkpoint_score_attribute is None:
+            raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
+        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # checks them
 
 
 def check_strategy(strategy: CheckpointStrategy | None) -> None:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd._checks import check_amount, is_integer, refuse_text, refuse_unknown
+from raysgd._checks import is_integer, refuse_unknown
+from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
@@ -92,7 +93,6 @@ class Trainer:
         as_range(num_workers)
         if logdir is not None:
             check_logdir(logdir)
-        refuse_text(use_gpu=use_gpu)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
         num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
@@ -103,6 +103,7 @@ class Trainer:
         self._resources_per_worker = dict(resources_per_worker or {})
         self._pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
         self._placement = placement
+        self._bundle = placement.resources(num_cpus, num_gpus).bundle()
         self._executor = BackendExecutor(
             self._config,
             num_workers,
@@ -262,9 +263,7 @@ class Trainer:
             runtime_env=self._placement.runtime_env,
             **self._pace,
         )
-        for_each = {"CPU": 1, "GPU": int(self._use_gpu), **self._resources_per_worker, **self._placement.custom}
-        bundle = {name: float(amount) for name, amount in for_each.items() if amount > 0}
-        bundles = [{"CPU": 1.0}] + [bundle] * as_range(self._num_workers)[1]
+        bundles = [{"CPU": 1.0}] + [self._bundle] * as_range(self._num_workers)[1]
         strategy = self._placement.placement_strategy or "PACK"
         return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles, strategy))
 
@@ -339,28 +338,11 @@ def amounts_for_each(
     """CPUs, GPUs and other resources of a worker.
 
     Raises:
-        ValueError: `use_gpu` and the GPUs contradict each other; or an amount is negative.
+        ValueError: `use_gpu` and the GPUs contradict each other; an amount is negative; or it is no dict of amounts.
     """
-    if resources_per_worker is not None and not isinstance(resources_per_worker, Mapping):
-        raise TypeError(
-            f'`resources_per_worker={resources_per_worker!r}`: need a dict, such as `{{"CPU": 2}}`, or None.'
-        )
-    if not resources_per_worker:
-        return 1, int(use_gpu), {}
-    for name, amount in resources_per_worker.items():
-        if not isinstance(name, str):
-            raise TypeError(f"`resources_per_worker={resources_per_worker!r}`: need strings as the names of resources.")
-        check_amount(f"resources_per_worker[{name!r}]", amount)
-    rest = dict(resources_per_worker)
-    num_cpus, num_gpus = rest.pop("CPU", 1), rest.pop("GPU", int(use_gpu))
-    if not use_gpu and num_gpus > 0:
-        raise ValueError(
-            f"`resources_per_worker` asks for {num_gpus} GPU and `use_gpu` is False: pass `use_gpu=True`, or leave "
-            '"GPU" out.'
-        )
-    if use_gpu and num_gpus == 0:
-        raise ValueError('`use_gpu=True`, but `resources_per_worker` asks for 0 "GPU": leave one of them out.')
-    return num_cpus, num_gpus, rest
+    given: Any = {} if resources_per_worker is None else resources_per_worker
+    needs = ScalingConfig(use_gpu=use_gpu, resources_per_worker=given)
+    return given.get("CPU", 1), needs.num_gpus_per_worker, needs.additional_resources_per_worker
 
 
 __getattr__, __dir__ = former_names(__name__)
