@@ -6,7 +6,8 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raysgd._state_codec import EncodedState, StateEncoder
@@ -94,19 +95,19 @@ class Session:
         self.mailbox.offer(Message(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState))
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Sends metrics with a checkpoint."""
+        """Sends metrics with a checkpoint, which the driver takes only if no lower rank has one."""
         if self.world.rank == 0:
             self.mailbox.offer(Message(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
-        else:
-            self._offer(data, checkpoint)
-
-    def _offer(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Sends metrics, and offers a checkpoint that the driver takes only if no lower rank has one."""
+            return
         content = self._content(checkpoint)
+        ref = CheckpointRef(content.get(self._spec.score_attribute))
+        self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
+
+    def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
+        """Sends metrics, and makes what they announce when the driver asks for it; see `PendingCheckpoints.settle`."""
         token = self._pending_checkpoints.announce()
-        checkpoint_ref = CheckpointRef(content.get(self._spec.score_attribute), token=token)
-        self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
-        self._pending_checkpoints.settle(token, lambda _: self._checkpoints.encode(self._spec.encode(content)))
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
+        self._pending_checkpoints.settle(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The newest checkpoint, or the one that the function started from."""

@@ -140,13 +140,12 @@ class FitSession(Session):
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
         """Stores a folder and sends the metrics: rank 0 at once, others when they know which names are taken."""
+        ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             target.upload(source)
-        token = self._pending_checkpoints.announce() if self.world.rank else None
-        checkpoint_ref = CheckpointRef(token=token, files=names_in(source))
-        self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
-        if token is not None:
-            self._pending_checkpoints.settle(token, lambda taken: store_beside(source, target, self.world.rank, taken))
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data, ref))
+        else:
+            self._announce(data, ref, lambda taken: store_beside(source, target, self.world.rank, taken))
 
     def dataset_shard(self, name: str | None) -> Any:
         """This worker's part of a dataset; see `get_dataset_shard`."""

@@ -30,20 +30,29 @@ def make_stop(stop: Any) -> Stop:
         ValueError: A limit is not a number, or the function cannot be called with two arguments.
     """
     if stop is None:
-        return _never
+        return lambda trial_id, result: False
     if isinstance(stop, Mapping):
         return _Limits(stop)
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
-        return _AnyOf([make_stop(each) for each in stop])
+        conditions = [make_stop(each) for each in stop]
+        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])  # each sees each report
     if hasattr(stop, "stop_all"):
-        return _OfStopper(stop)
+        return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
     if callable(stop) and not isinstance(stop, type):
-        return _OfFunction(stop)
+        _check_takes_two(stop)
+        return lambda trial_id, result: bool(stop(trial_id, dict(result)))
     raise TypeError(f"`RunConfig(stop={stop!r})`: {_ALLOWED}")
 
 
-def _never(trial_id: str, result: Mapping[str, Any]) -> bool:
-    return False
+def _check_takes_two(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind("trial", {})
+    except TypeError:
+        raise ValueError(
+            f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`."
+        ) from None
+    except ValueError:  # a function without a signature, of a library in C
+        pass
 
 
 class _Limits:
@@ -71,41 +80,3 @@ class _Limits:
                 ", ".join(map(str, result)),
             )
         return value is not None and bool(value >= limit)
-
-
-class _AnyOf:
-    """Stops when one of several conditions is met."""
-
-    def __init__(self, conditions: list[Stop]) -> None:
-        self._conditions = conditions
-
-    def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        return any([condition(trial_id, result) for condition in self._conditions])  # each one sees each report
-
-
-class _OfStopper:
-    """Asks an object such as `ray.tune.Stopper`."""
-
-    def __init__(self, stopper: Any) -> None:
-        self._stopper = stopper
-
-    def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        return bool(self._stopper(trial_id, dict(result))) or bool(self._stopper.stop_all())
-
-
-class _OfFunction:
-    """Asks a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        try:
-            inspect.signature(function).bind("trial", {})
-        except TypeError:
-            raise ValueError(
-                f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`."
-            ) from None
-        except ValueError:  # a function without a signature, of a library in C
-            pass
-        self._function = function
-
-    def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        return bool(self._function(trial_id, dict(result)))
