@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train.executor import BackendExecutor
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TrainingIterator:
@@ -30,13 +31,10 @@ class TrainingIterator:
         """The metrics of all workers at their next report, by rank."""
         if self._is_finished:
             raise StopIteration
-        with self._finished_unless_fine():
-            self._check_current()
-            results = self._executor.fetch_next_result()
-            if results is not None:
-                return results
-            self._final = self._executor.finish_training()
-        self._is_finished = True
+        results = self._finished_unless_fine(self._executor.fetch_next_result)
+        if results is not None:
+            return results
+        self._finish()
         raise StopIteration
 
     def is_finished(self) -> bool:
@@ -54,22 +52,23 @@ class TrainingIterator:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
             return None
         if not self._is_finished:
-            with self._finished_unless_fine():
-                self._check_current()
-                self._final = self._executor.finish_training()
-            self._is_finished = True
+            self._finish()
         return self._final
+
+    def _finish(self) -> None:
+        self._final = self._finished_unless_fine(self._executor.finish_training)
+        self._is_finished = True
+
+    def _finished_unless_fine(self, call: Callable[[], T]) -> T:
+        try:
+            self._check_current()
+            return call()
+        except BaseException:
+            self._is_finished = True
+            raise
 
     def _check_current(self) -> None:
         if not self._executor.is_started or self._executor.current_run is not self._run:
             raise InactiveWorkerGroupError(
                 "The trainer was shut down, or began another run, after this iterator was created."
             )
-
-    @contextmanager
-    def _finished_unless_fine(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._is_finished = True
-            raise
