@@ -78,8 +78,8 @@ class FitRun:
         events: What happened to the workers so far.
 
     Args:
-        job: What this run belongs to. Its recorder is told of each attempt, of each report of rank 0 with the
-            checkpoint of that step, and of what went wrong before the function is started again.
+        job: What this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that step, and
+            hears when the function is started, and before that why the last attempt failed.
         plan: What to do.
         num_ahead: How many reports may wait for the driver while the function goes on.
     """

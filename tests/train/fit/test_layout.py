@@ -7,7 +7,7 @@ import pytest
 
 from raysgd.air.config import RunConfig
 from raysgd.storage import open_folder
-from raysgd.train.fit.layout import TrialFolder, checkpoint_index, new_trial_folder
+from raysgd.train.fit.layout import TrialFolder, checkpoint_index, checkpoint_name, new_trial_folder
 from tests.train.fit.notes import make_folder, save
 
 
@@ -19,7 +19,7 @@ def test_the_folders_have_the_names_of_the_old_library(tmp_path: Path) -> None:
     )
     assert re.fullmatch(r"[0-9a-f]{5}_00000", folder.id)
     assert (folder.name, folder.experiment_name) == (f"TorchTrainer_{folder.id}", "my_run")
-    assert folder.checkpoint_name(3) == "checkpoint_000003"
+    assert checkpoint_name(3) == "checkpoint_000003"
 
 
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
