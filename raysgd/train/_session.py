@@ -12,6 +12,7 @@ from typing import Any
 
 from raysgd._state_codec import EncodedState, StateEncoder
 from raysgd.engine.types import World
+from raysgd.exceptions import SessionMisuseError
 from raysgd.train._mailbox import Mailbox
 from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
 from raysgd.train._pending_checkpoints import PendingCheckpoints
@@ -201,6 +202,23 @@ _current: Session | None = None
 
 def current_session() -> Session | None:
     """The session of the function that runs in this process; None outside a run."""
+    return _current
+
+
+def running_session(helper: str) -> Session:
+    """The session of the function that runs in this process.
+
+    Args:
+        helper: What is called, for the error.
+
+    Raises:
+        SessionMisuseError: No function runs here.
+    """
+    if _current is None:
+        raise SessionMisuseError(
+            f"`{helper}` works only in the workers of a run: call it inside the training function that you "
+            "pass to a trainer."
+        )
     return _current
 
 

@@ -12,8 +12,7 @@ import torch
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import NativeAmp, Precision
-from raysgd.train._running import running_session
-from raysgd.train._session import Session
+from raysgd.train._session import Session, running_session
 
 
 class Accelerator:

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from raysgd.engine.types import World
 from raysgd.torch.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
-from raysgd.train._running import running_session
+from raysgd.train._session import running_session
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.device_loader import DeviceLoader
 

@@ -12,7 +12,7 @@ import torch
 from raysgd.torch.ddp import DDP
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel
-from raysgd.train._running import running_session
+from raysgd.train._session import running_session
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.process_group import unwrapped
 

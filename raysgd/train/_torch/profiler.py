@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from raysgd._paths import check_local
-from raysgd.train._running import running_session
+from raysgd.train._session import running_session
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 

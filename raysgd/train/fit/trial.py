@@ -67,10 +67,8 @@ class Trial:
         """The folder on this machine where loggers write."""
         return str(self._folder.local_path)
 
-    @property
-    def logdir(self) -> str:
-        """The same, by its former name."""
-        return self.local_path
+    logdir = local_path
+    """The same, by its former name."""
 
     @property
     def path(self) -> str:
@@ -82,10 +80,8 @@ class Trial:
         """The folder above `local_path`."""
         return str(self._folder.local_path.parent)
 
-    @property
-    def local_dir(self) -> str:
-        """The same, by its former name."""
-        return self.local_experiment_path
+    local_dir = local_experiment_path
+    """The same, by its former name."""
 
     @property
     def remote_experiment_path(self) -> str:
