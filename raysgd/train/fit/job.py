@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from raysgd.air.checkpoint import Checkpoint
@@ -39,6 +39,8 @@ class FitJob:
         facts: What the function can ask.
         trainer_name: The name of the trainer's class.
         begin_from: The checkpoint that the function starts from.
+        num_ahead: How many reports may wait for the driver while the function goes on.
+        runs: What it runs, once it does: another thread may end that.
     """
 
     folder: TrialFolder
@@ -47,6 +49,8 @@ class FitJob:
     facts: TrialFacts
     trainer_name: str
     begin_from: Checkpoint | None
+    num_ahead: int = 64
+    runs: list[FitRun] = field(default_factory=list)
 
     @classmethod
     def of(cls, trainer: BaseTrainer, folder: TrialFolder | None = None) -> FitJob:
@@ -87,17 +91,14 @@ class FitJob:
 
     def drive(self, plan: FitPlan) -> None:
         """Runs a function on workers until it ends everywhere, and writes down what it reports."""
-        run = self._make_run(plan)
-        self.recorder.watch(lambda: run.events)
+        run = FitRun(self, plan)
+        self.runs.append(run)
         run.run()
 
     @property
     def next_index(self) -> int:
         """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
-
-    def _make_run(self, plan: FitPlan) -> FitRun:
-        return FitRun(self, plan)
 
     def _end_failed(self, error: BaseException) -> None:
         if isinstance(error, StorageError):

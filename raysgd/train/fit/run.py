@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
-from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.train import _settings
@@ -74,17 +73,13 @@ class FitPlan:
 class FitRun:
     """Runs the function of a plan on workers.
 
-    Attributes:
-        events: What happened to the workers so far.
-
     Args:
         job: What this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that step, and
             hears when the function is started, and before that why the last attempt failed.
         plan: What to do.
-        num_ahead: How many reports may wait for the driver while the function goes on.
     """
 
-    def __init__(self, job: FitJob, plan: FitPlan, num_ahead: int = 64) -> None:
+    def __init__(self, job: FitJob, plan: FitPlan) -> None:
         self._plan = plan
         self._facts, self._recorder = job.facts, job.recorder
         self._checkpoints = FitCheckpoints(
@@ -101,11 +96,10 @@ class FitRun:
             self._note_failure,
             words=WORDS,
             retry_advice="",
-            num_ahead=num_ahead,
+            num_ahead=job.num_ahead,
         )
         self._executor = _executor(plan, job.run_config, rules)
         self._run: FunctionRun | None = None
-        self.events: Sequence[Event] = ()
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
@@ -173,8 +167,9 @@ class FitRun:
     def _running(self) -> FunctionRun:
         if self._run is None:
             self._executor.start()
-            self.events = self._executor.history.events
             plan, executor = self._plan, self._executor
+            events = executor.history.events
+            self._recorder.watch(lambda: events)
             shards = (
                 make_shards(plan.datasets, plan.dataset_config, place=executor.place, workers=lambda: executor.workers)
                 if plan.datasets

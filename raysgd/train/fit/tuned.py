@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from raysgd.air.config import FailureConfig
 from raysgd.train._mailbox import Ended, Mailbox, RunCancelled
 from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
 from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
-from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts
 from raysgd.train.fit.space import merged_arguments
 
@@ -94,22 +93,6 @@ class TrialRecorder:
         return False
 
 
-@dataclass(frozen=True)
-class TrialJob(FitJob):
-    """A `fit` in a trial: it can be ended from another thread.
-
-    Attributes:
-        runs: What it runs, once it does.
-    """
-
-    runs: list[FitRun] = field(default_factory=list)
-
-    def _make_run(self, plan: FitPlan) -> FitRun:
-        # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
-        self.runs.append(FitRun(self, plan, num_ahead=0))
-        return self.runs[-1]
-
-
 class FitTrial:
     """One run of a trainer.
 
@@ -125,7 +108,7 @@ class FitTrial:
         self._newest: Checkpoint | None = None
         self._mailbox: Mailbox | None = None
         self._folder: TrialFolder | None = None
-        self._job: TrialJob | None = None
+        self._job: FitJob | None = None
         self._keeps_files = True
         self._has_ended = False
 
@@ -152,8 +135,9 @@ class FitTrial:
         begin_from = self._begin_from or trainer.resume_from_checkpoint
         facts = self._facts(trainer)
         recorder: Any = TrialRecorder(mailbox)
-        trainer._job = self._job = TrialJob(
-            self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from
+        # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
+        trainer._job = self._job = FitJob(
+            self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from, num_ahead=0
         )
         self._keeps_files = facts.keeps_files
         mailbox.start()
