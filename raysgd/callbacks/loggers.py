@@ -2,105 +2,74 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from raysgd._checks import refuse_text
-from raysgd._optional import require_installed
 from raysgd._paths import check_path
-from raysgd.callbacks.adapters import TRAINING_ITERATION
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.writers.comet_run import CometRun
-from raysgd.writers.csv_table import CsvTable, keep_rows
-from raysgd.writers.event_file import LateEventFile
-from raysgd.writers.failing import never_ends_a_run
-from raysgd.writers.json_files import JsonLines, keep_lines
+from raysgd.writers.csv_table import CsvTable
+from raysgd.writers.event_file import EventFile
+from raysgd.writers.json_files import JsonLines
 from raysgd.writers.mlflow_run import MLflowRun
+from raysgd.writers.service_run import ServiceRun
+from raysgd.writers.sink import SafeSink, Sink
 from raysgd.writers.wandb_run import WandbRun
 
 _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """What all loggers share: they open a target with the first report, write to it, and close it at the end."""
+    """What all loggers share: they open a sink when the run begins, write each result to it, and close it at the end.
 
-    def __init__(self) -> None:
-        self._is_open = False
-        self._first_epoch = 0
+    Args:
+        sink: Where results go.
+        hidden: Metrics that do not.
+    """
 
-    @never_ends_a_run
+    def __init__(self, sink: Sink, hidden: Collection[str] = ()) -> None:
+        self._sink = SafeSink(sink, type(self).__name__, hidden)
+
     def on_run_begin(self, run: Run) -> None:
-        """Notes where the run begins, and opens the target."""
-        self._first_epoch = run.epoch
-        self._open_once(run)
+        """Notes where the run begins, and opens the sink."""
+        with self._sink.failures.instead():
+            self._sink.open(run, first_step=run.epoch)
 
-    @never_ends_a_run
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Writes one report."""
-        self._open_once(run)
-        self._write(result, run.epoch)
+        """Writes one result."""
+        self._sink.write(result, run.epoch)
 
-    @never_ends_a_run
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Closes the target."""
-        if self._is_open:
-            self._is_open = False
-            self._close(has_failed=error is not None)
-
-    def _open_once(self, run: Run) -> None:
-        if self._is_open:
-            return
-        try:
-            self._open(run)
-        except Exception:
-            with suppress(Exception):  # of what may be open by half
-                self._close(has_failed=True)
-            raise
-        self._is_open = True
-
-    @abstractmethod
-    def _open(self, run: Run) -> None:
-        """Opens the target."""
-
-    @abstractmethod
-    def _write(self, result: Mapping[str, Any], step: int) -> None:
-        """Writes one report."""
-
-    def _close(self, *, has_failed: bool) -> None:
-        """Closes the target, if it stays open between two reports."""
+        """Closes the sink."""
+        self._sink.close(has_failed=error is not None)
 
 
 class _FileLogger(MetricsLogger):
     """Writes one file, of which a run that resumes keeps the rows up to its checkpoint; any other run replaces it."""
 
-    _default_name: str
+    _format: ClassVar[type[CsvTable | JsonLines]]
+    _default_name: ClassVar[str]
 
     def __init__(self, path: str | Path | None = None) -> None:
-        super().__init__()
         if path is not None:
             check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
-        self.path: Path | None = self._given
-        self._file: Any = None
+        self._file = self._format(self._given or self._default_name)
+        super().__init__(self._file)
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None for the default before the run begins."""
+        return self._file.path if self._file.path.is_absolute() else None
 
     def _check_run(self, run: Run) -> None:
         refuse_one_place(self, "path", run)
 
-    def _open(self, run: Run) -> None:
-        self.path = self._given if self._given is not None else run.folder / self._default_name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open_file(self.path, partial(_is_of_before, self._first_epoch))
-
-    @abstractmethod
-    def _open_file(self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> Any:
-        """Opens the file, with the rows in it that are kept."""
-
-    def _write(self, result: Mapping[str, Any], step: int) -> None:
-        self._file.write({"epoch": step, **result})
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Writes one result with its epoch."""
+        super().on_result(run, {"epoch": run.epoch, **result})
 
 
 class CSVLogger(_FileLogger):
@@ -116,11 +85,7 @@ class CSVLogger(_FileLogger):
         TypeError, ValueError: `path` is no path, or a URI.
     """
 
-    _default_name = "metrics.csv"
-
-    def _open_file(self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> CsvTable:
-        keep_rows(path, is_kept)
-        return CsvTable(path)
+    _format, _default_name = CsvTable, "metrics.csv"
 
 
 class JSONLogger(_FileLogger):
@@ -136,11 +101,7 @@ class JSONLogger(_FileLogger):
         TypeError, ValueError: `path` is no path, or a URI.
     """
 
-    _default_name = "metrics.jsonl"
-
-    def _open_file(self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> JsonLines:
-        keep_lines(path, is_kept)
-        return JsonLines(path)
+    _format, _default_name = JsonLines, "metrics.jsonl"
 
 
 class TensorBoardLogger(MetricsLogger):
@@ -155,48 +116,23 @@ class TensorBoardLogger(MetricsLogger):
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        super().__init__()
         if folder is not None:
             check_path("folder", folder)
-        require_installed("tensorboardX", extra="tensorboard", purpose="`TensorBoardLogger`")
-        self._folder = Path(folder).expanduser() if folder is not None else None
-        self._file: LateEventFile | None = None
-
-    def _open(self, run: Run) -> None:
-        folder = self._folder if self._folder is not None else run.folder / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = LateEventFile(folder, "")
-
-    def _write(self, result: Mapping[str, Any], step: int) -> None:
-        assert self._file is not None
-        self._file.write({name: value for name, value in result.items() if name != "epoch"}, step)
-
-    def _close(self, *, has_failed: bool) -> None:
-        assert self._file is not None
-        self._file.close()
+        place = Path(folder).expanduser().absolute() if folder is not None else "tensorboard"
+        super().__init__(EventFile(place, "", purpose="`TensorBoardLogger`"), hidden=("epoch",))
 
 
 class _ServiceLogger(MetricsLogger):
     """Writes to a run of a service. A run that resumes goes on with the same one."""
 
-    def __init__(self, service: Any, name: str | None) -> None:
-        super().__init__()
-        self._service, self._name = service, name
-        self.run_id: str | None = None
+    def __init__(self, service: ServiceRun) -> None:
+        self._service = service
+        super().__init__(service)
 
-    def on_run_begin(self, run: Run) -> None:
-        """Opens a run of the service; one that `load_state_dict` named is for a run that resumes."""
-        self.run_id = self.run_id if run.epoch else None
-        super().on_run_begin(run)
-
-    def _open(self, run: Run) -> None:
-        self.run_id = self._service.start(run.folder, run.config, name=self._name or run.name, run_id=self.run_id)
-
-    def _write(self, result: Mapping[str, Any], step: int) -> None:
-        self._service.write(result, step)
-
-    def _close(self, *, has_failed: bool) -> None:
-        self._service.close(has_failed=has_failed)
+    @property
+    def run_id(self) -> str | None:
+        """The run of the service; None before there is one."""
+        return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
         """The id of the run."""
@@ -204,7 +140,7 @@ class _ServiceLogger(MetricsLogger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with that run."""
-        self.run_id = state["run_id"]
+        self._service.run_id = state["run_id"]
 
 
 class MLflowLogger(_ServiceLogger):
@@ -234,12 +170,8 @@ class MLflowLogger(_ServiceLogger):
         tracking_uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
     ) -> None:
-        service = MLflowRun(tracking_uri, None, None, experiment_name, tags, joins=True, purpose="`MLflowLogger`")
-        super().__init__(service, run_name)
-
-    def _open(self, run: Run) -> None:
-        self._service.default_experiment = run.name
-        super()._open(run)
+        options: dict[str, Any] = {"experiment_name": experiment_name, "tags": tags, "name": run_name}
+        super().__init__(MLflowRun(tracking_uri, **options, joins=True, purpose="`MLflowLogger`"))
 
 
 class WandbLogger(_ServiceLogger):
@@ -269,7 +201,7 @@ class WandbLogger(_ServiceLogger):
             raise ValueError(f'`mode={mode!r}`: allowed are "online", "offline", "disabled" and "shared", or None.')
         given = {"project": project, "mode": mode}
         options |= {key: value for key, value in given.items() if value is not None}
-        super().__init__(WandbRun(purpose="`WandbLogger`", **options), name)
+        super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
 
 class CometLogger(_ServiceLogger):
@@ -296,12 +228,4 @@ class CometLogger(_ServiceLogger):
     ) -> None:
         refuse_text(online=online)
         options |= {} if project is None else {"project_name": project}
-        super().__init__(CometRun(online, purpose="`CometLogger`", **options), name)
-
-
-def _is_of_before(epoch: int, row: Mapping[str, Any]) -> bool:
-    """Whether a row is of one of the first epochs, or of the first reports of a function, which may count otherwise."""
-    try:
-        return int(row.get(TRAINING_ITERATION) or row["epoch"]) <= epoch
-    except (KeyError, TypeError, ValueError):
-        return False
+        super().__init__(CometRun(online, name, "`CometLogger`", **options))

@@ -1,6 +1,6 @@
-"""What writes metrics: one writer for each format, for the callbacks of all front ends.
+"""What writes metrics: one sink for each format, for the callbacks of all front ends.
 
-A writer takes reports and a folder or a service, and knows nothing of runs, trainers and callbacks. What it has written
-is whole after each report, except for the files of TensorBoard, which follow within two seconds. A writer raises if it
-cannot write; its owner decides what that means.
+A sink is opened for a run, takes rows, and is closed. It knows nothing of trainers and callbacks. What it has written
+is whole after each row, except for the files of TensorBoard, which follow within two seconds. A sink raises if it
+cannot write. Its owner writes through a `SafeSink`, which warns instead: no failure of a sink ends a training.
 """

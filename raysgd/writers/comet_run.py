@@ -3,70 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from raysgd._nested import flattened
-from raysgd._optional import require
 from raysgd._secrets import masked
-from raysgd.writers.mlflow_run import numbers_in
+from raysgd.writers.service_run import ServiceRun, numbers_in
+from raysgd.writers.sink import LoggedRun
 
 
-class CometRun:
-    """Writes to an experiment of Comet: the active one of this process, or a new one.
+class CometRun(ServiceRun):
+    """Writes to an experiment of Comet.
 
     Args:
-        online: Whether to send it. Else it becomes an archive on the disk, which `comet upload` sends later.
+        online: Whether to send it. Else it becomes an archive in the folder of the run, which `comet upload` sends.
+        name: What a new experiment is called.
         purpose: Who needs the package, for the error that it is missing.
         options: Arguments of the experiment, such as `project_name` and `workspace`.
-
-    Raises:
-        ModuleNotFoundError: comet_ml is not installed.
     """
 
-    def __init__(self, online: bool = True, purpose: str = "an experiment of Comet", **options: Any) -> None:
-        self._comet = require("comet_ml", extra="comet", purpose=purpose)
+    def __init__(
+        self, online: bool = True, name: str | None = None, purpose: str = "an experiment of Comet", **options: Any
+    ) -> None:
+        super().__init__("comet_ml", "comet", purpose, name)
         self._online, self._options = online, options
-        self._experiment: Any = None
-        self._is_own = True
 
-    def start(self, folder: Path, config: Mapping[str, Any], *, name: str, run_id: str | None = None) -> str:
-        """Starts the experiment, or goes on with one.
+    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+        super().open(run, first_step)
+        self._run.log_parameters(flattened(masked(run.config)))
+        self.run_id = str(self._run.get_key())
 
-        Args:
-            folder: Where the archive of one that is not sent goes.
-            config: The config of the run.
-            name: What it is called.
-            run_id: The experiment to go on with.
+    def _active(self) -> Any:
+        active = self._service.get_running_experiment()
+        return active if active is not None and active.alive else None  # one that has ended is still named
 
-        Returns:
-            Its key.
-        """
-        active = self._comet.get_running_experiment()
-        self._is_own = active is None or not active.alive  # one that has ended is still named
-        self._experiment = self._open(folder, run_id) if self._is_own else active
-        if self._is_own and run_id is None:
-            self._experiment.set_name(name)
-        self._experiment.log_parameters(flattened(masked(config)))
-        return str(self._experiment.get_key())
-
-    def _open(self, folder: Path, run_id: str | None) -> Any:
+    def _start(self, run: LoggedRun) -> Any:
         options = dict(self._options)
         if not self._online:
-            folder.mkdir(parents=True, exist_ok=True)
-            options.setdefault("offline_directory", str(folder))
-        if run_id is not None:
-            options["previous_experiment"] = run_id
-        kind = f"{'' if run_id is None else 'Existing'}{'' if self._online else 'Offline'}Experiment"
-        return getattr(self._comet, kind)(**options)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            options.setdefault("offline_directory", str(run.folder))
+        if self.run_id is not None:
+            options["previous_experiment"] = self.run_id
+        kind = f"{'' if self.run_id is None else 'Existing'}{'' if self._online else 'Offline'}Experiment"
+        started = getattr(self._service, kind)(**options)
+        if self.run_id is None:
+            started.set_name(self._name or run.name)
+        return started
 
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Logs what of the metrics is a number."""
-        self._experiment.log_metrics(numbers_in(metrics), step=step)
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Log what of a row is a number."""
+        self._run.log_metrics(numbers_in(row), step=step)
 
-    def close(self, *, has_failed: bool) -> None:
-        """Ends the experiment, if it was started here."""
-        if self._is_own and self._experiment is not None:
-            self._experiment.log_other("status", "failed" if has_failed else "finished")
-            self._experiment.end()
-        self._experiment = None
+    def _end(self, started: Any, has_failed: bool) -> None:
+        started.log_other("status", "failed" if has_failed else "finished")
+        started.end()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from raysgd._once import Once
@@ -15,22 +16,40 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
 
+class FailureWarnings:
+    """Turns what fails into warnings, one for each kind of error.
+
+    Args:
+        owner: What fails, as the user calls it.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._once = Once()
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """Warn instead of raising what the block raises, and leave out the rest of the block."""
+        try:
+            yield
+        except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
+            kind = type(error).__name__
+            if self._once.is_first(kind):
+                logger.warning(
+                    "%s: could not write (%s: %s); the run goes on, and it tries again with the next result",
+                    self._owner,
+                    kind,
+                    masked(str(error)),
+                )
+
+
 def never_ends_a_run(method: Method) -> Method:
     """Let a method of a logger fail with a warning, one for each object and kind of error, and return None."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        failures: FailureWarnings = vars(self).setdefault("_failures", FailureWarnings(type(self).__name__))
+        with failures.instead():
             return method(self, *args, **kwargs)
-        except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
-            once: Once = vars(self).setdefault("_warned", Once())
-            if once.is_first(type(error).__name__):
-                logger.warning(
-                    "%s: could not write (%s: %s); the run goes on, and it tries again with the next result",
-                    type(self).__name__,
-                    type(error).__name__,
-                    masked(str(error)),
-                )
-            return None
 
     return cast("Method", call)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from raysgd._atomic_file import replacing
+from raysgd.writers.sink import FileSink
 
 
 class SafeFallbackEncoder(json.JSONEncoder):
@@ -25,35 +26,44 @@ class SafeFallbackEncoder(json.JSONEncoder):
         return str(value)
 
 
-class JsonLines:
+class JsonLines(FileSink):
     """Writes one JSON object a line. One that was cut off, by a full disk or a killed driver, stays alone in its line.
 
     Args:
-        path: The file; one that is there is continued.
+        name: The file.
         last: What stands at the end of each line.
     """
 
-    def __init__(self, path: Path, last: Mapping[str, Any] | None = None) -> None:
-        appending(path).close()
-        self._path = path
+    def __init__(self, name: str | Path, last: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name)
         self._last = as_json(dict(last))[1:] if last else "}"
 
-    def write(self, report: Mapping[str, Any]) -> None:
-        """Writes a line, which is in the file when this returns."""
-        text = as_json(dict(report))[:-1]
-        separator = ", " if report and self._last != "}" else ""
-        with appending(self._path) as file:
+    def _begin(self, first_step: int | None) -> None:
+        if first_step is not None and self.path.exists():
+            keep_lines(self.path, first_step)
+        appending(self.path).close()
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        text = as_json(dict(row))[:-1]
+        separator = ", " if row and self._last != "}" else ""
+        with appending(self.path) as file:
             file.write(f"{text}{separator}{self._last}\n".encode())
 
 
-def keep_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Leaves only some reports in a file of lines, if there is one. What is no report goes too."""
-    if not path.exists():
-        return
+def keep_lines(path: Path, step: int) -> None:
+    """Leave only the reports until a step in a file of lines. What is no report goes too."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (report := _report_in(line)) is not None and is_kept(report)]
+    kept = [line for line in lines if (report := _report_in(line)) is not None and is_until(step, report)]
     with replacing(str(path)) as file:
         file.write("".join(f"{line}\n" for line in kept).encode())
+
+
+def is_until(step: int, report: Mapping[str, Any]) -> bool:
+    """Return whether a report is of one of the first epochs; or of the first reports, which functions have."""
+    try:
+        return int(report.get("training_iteration") or report["epoch"]) <= step
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _report_in(line: str) -> dict[str, Any] | None:
@@ -64,21 +74,16 @@ def _report_in(line: str) -> dict[str, Any] | None:
     return report if isinstance(report, dict) else None
 
 
-class JsonList:
-    """Keeps a file that is one list, whole after each report. Begins with an empty list.
+class JsonList(FileSink):
+    """Writes a file that is one list, whole after each row. A file that is there is replaced by an empty list."""
 
-    Args:
-        path: The file; one that is there is replaced.
-    """
+    def _begin(self, first_step: int | None) -> None:
+        self._num_bytes = self.path.write_text("[]") - 1
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._num_bytes = path.write_text("[]") - 1
-
-    def write(self, report: Any) -> None:
-        """Puts a report before the closing bracket, also of a file where one before could not be written."""
-        text = f"{', ' if self._num_bytes > 1 else ''}{as_json(report)}".encode()
-        with open(self._path, "r+b") as file:
+    def write(self, row: Any, step: int) -> None:
+        """Put a row before the closing bracket, also of a file where one before could not be written."""
+        text = f"{', ' if self._num_bytes > 1 else ''}{as_json(row)}".encode()
+        with open(self.path, "r+b") as file:
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             file.write(text + b"]")

@@ -5,54 +5,58 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from raysgd.writers.json_files import JsonLines, JsonList, keep_lines
+from raysgd.writers.json_files import JsonLines, JsonList
+from raysgd.writers.sink import FileSink, RunInFolder
 
 
 def test_what_stands_at_the_end_of_each_line_also_ends_an_empty_one(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "a.jsonl", {"config": {"lr": 1}})
-    file.write({"n": 1})
-    file.write({})
+    file = opened(JsonLines("a.jsonl", {"config": {"lr": 1}}), tmp_path)
+    file.write({"n": 1}, 1)
+    file.write({}, 1)
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert lines == [{"n": 1, "config": {"lr": 1}}, {"config": {"lr": 1}}]
 
 
 def test_lines_without_an_end_of_their_own(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "a.jsonl")
+    file = opened(JsonLines("a.jsonl"), tmp_path)
     for report in ({"n": 1}, {}):
-        file.write(report)
+        file.write(report, 1)
     assert (tmp_path / "a.jsonl").read_text() == '{"n": 1}\n{}\n'
 
 
 def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "a.jsonl")
-    file.write({"n": 1})
+    file = opened(JsonLines("a.jsonl"), tmp_path)
+    file.write({"n": 1}, 1)
     with open(tmp_path / "a.jsonl", "a") as disk:  # which was full after so many bytes
         disk.write('{"n": ')
-    file.write({"n": 3})
+    file.write({"n": 3}, 1)
     assert (tmp_path / "a.jsonl").read_text() == '{"n": 1}\n{"n": \n{"n": 3}\n'
 
 
 def test_lines_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"n": 1, "x": 1e0}\n{"n": 2}\n[3]\n{"n": 1, "cut')
-    keep_lines(path, lambda report: report["n"] == 1)
-    assert path.read_text() == '{"n": 1, "x": 1e0}\n'
-    keep_lines(tmp_path / "none", lambda report: True)
-    assert not (tmp_path / "none").exists()
+    path.write_text('{"epoch": 1, "x": 1e0}\n{"epoch": 2}\n[3]\n{"training_iteration": 1}\n{"n": 1}\n{"epoch": 1, "cut')
+    JsonLines(path).open(RunInFolder(tmp_path), first_step=1)
+    assert path.read_text() == '{"epoch": 1, "x": 1e0}\n{"training_iteration": 1}\n'
+
+
+def opened(file: FileSink, folder: Path) -> FileSink:
+    file.open(RunInFolder(folder))
+    return file
 
 
 def test_a_list_is_whole_after_each_report(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("[1, 2]")
-    file = JsonList(path)
+    file = opened(JsonList(path), tmp_path)
     for expected in ([], [{"n": 0}], [{"n": 0}, {"n": 1}]):
         assert json.loads(path.read_text()) == expected
-        file.write({"n": len(expected)})
+        file.write({"n": len(expected)}, 1)
 
 
 def test_a_list_is_whole_again_after_a_report_that_was_cut_off(tmp_path: Path) -> None:
-    file = JsonList(tmp_path / "a.json")
-    file.write(1)
+    file = opened(JsonList("a.json"), tmp_path)
+    file.write(1, 1)
     (tmp_path / "a.json").write_text('[1, {"n": ')
-    file.write(3)
+    file.write(3, 1)
     assert json.loads((tmp_path / "a.json").read_text()) == [1, 3]

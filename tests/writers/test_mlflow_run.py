@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.utils import BATCH_SIZE
 from raysgd.writers.mlflow_run import MLflowRun
+from raysgd.writers.sink import RunInFolder
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +30,9 @@ def test_names_that_mlflow_does_not_allow_become_others(tmp_path: Path) -> None:
     import mlflow
 
     run = MLflowRun(None, None, None, "names")
-    run_id = run.start(tmp_path, {BATCH_SIZE: 64, "lr": 0.1})
+    run.open(RunInFolder(tmp_path, {BATCH_SIZE: 64, "lr": 0.1}))
     run.write({"top@5": 0.5, "loss": {"a": 0.25}}, step=1)
-    run.close(has_failed=False)
-    found = mlflow.MlflowClient(str(tmp_path / "mlruns")).get_run(run_id)
+    run.close()
+    found = mlflow.MlflowClient(str(tmp_path / "mlruns")).get_run(run.run_id)
     assert found.data.params == {"_batch_size": "64", "lr": "0.1"}
     assert found.data.metrics == {"top_5": 0.5, "loss/a": 0.25}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._optional import require
 from raysgd._paths import check_local
 from raysgd.compat.names import former_names
 from raysgd.train.callbacks.callback import TrainingCallback
@@ -20,10 +19,10 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 from raysgd.writers.event_file import EventFile
-from raysgd.writers.failing import never_ends_a_run
 from raysgd.writers.json_files import JsonList
 from raysgd.writers.json_files import SafeFallbackEncoder as SafeFallbackEncoder
 from raysgd.writers.mlflow_run import MLflowRun
+from raysgd.writers.sink import RunInFolder, SafeSink, Sink
 
 
 class LogdirManager:
@@ -71,7 +70,44 @@ class LogdirManager:
         return path
 
 
-class JsonLoggerCallback(TrainingCallback):
+class _SinkCallback(TrainingCallback):
+    """Writes what one worker reports, or several, to a sink.
+
+    Args:
+        sink: Where reports go.
+        logdir: The folder. Default: that of the run.
+        workers: A rank, several, or None for all.
+        hidden: Metrics that are not written.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        logdir: str | None,
+        workers: int | Iterable[int] | None,
+        hidden: Collection[str] = (),
+    ) -> None:
+        self._sink = SafeSink(sink, type(self).__name__, hidden)
+        self._logdir = LogdirManager(logdir)
+        self.results_preprocessor = IndexedResultsPreprocessor(workers)
+
+    @property
+    def logdir(self) -> Path:
+        """The folder."""
+        return self._logdir.logdir_path
+
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
+        self._sink.open(RunInFolder(self._logdir.setup_logdir(logdir), config), first_step=0)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        [result] = results
+        self._sink.write(result, result[TRAINING_ITERATION])
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self._sink.close(has_failed=error)
+
+
+class JsonLoggerCallback(_SinkCallback):
     """Keeps a JSON file: a list with one element for each report, which is a list of the workers' metrics.
 
     Args:
@@ -88,32 +124,19 @@ class JsonLoggerCallback(TrainingCallback):
         filename: str | None = None,
         workers_to_log: int | Iterable[int] | None = 0,
     ) -> None:
-        self._logdir = LogdirManager(logdir)
         self._filename = filename or self._default_filename
-        self._file: JsonList | None = None
-        self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
-
-    @property
-    def logdir(self) -> Path:
-        """The folder."""
-        return self._logdir.logdir_path
+        super().__init__(JsonList(self._filename), logdir, workers_to_log)
 
     @property
     def log_path(self) -> Path:
         """The file."""
         return self.logdir / self._filename
 
-    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        self._logdir.setup_logdir(logdir)
-        self._file = JsonList(self.log_path)
-
-    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        assert self._file is not None
-        self._file.write(results)
+        self._sink.write(results, step=0)  # a list has no steps
 
 
-class TBXLoggerCallback(TrainingCallback):
+class TBXLoggerCallback(_SinkCallback):
     """Writes files for TensorBoard with tensorboardX.
 
     Args:
@@ -125,31 +148,8 @@ class TBXLoggerCallback(TrainingCallback):
     IGNORE_KEYS = frozenset({PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION})
 
     def __init__(self, logdir: str | None = None, worker_to_log: int = 0) -> None:
-        self._logdir = LogdirManager(logdir)
-        self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
-        require("tensorboardX", extra="tensorboard", purpose="`TBXLoggerCallback`")
-        self._file: EventFile | None = None
-
-    @property
-    def logdir(self) -> Path:
-        """The folder."""
-        return self._logdir.logdir_path
-
-    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        self._file = EventFile(self._logdir.setup_logdir(logdir), "ray/train")
-
-    @never_ends_a_run
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        [result] = results
-        assert self._file is not None
-        shown = {key: value for key, value in result.items() if key not in self.IGNORE_KEYS}
-        self._file.write(shown, result[TRAINING_ITERATION])
-        self._file.flush()
-
-    @never_ends_a_run
-    def finish_training(self, error: bool = False, **info: Any) -> None:
-        if self._file is not None:
-            self._file.close()
+        sink = EventFile("", "ray/train", flushes=True, purpose="`TBXLoggerCallback`")
+        super().__init__(sink, logdir, one_rank(worker_to_log), self.IGNORE_KEYS)
 
 
 def one_rank(worker_to_log: Any) -> int:
@@ -169,7 +169,7 @@ def one_rank(worker_to_log: Any) -> int:
     return one_rank(ranks[0])
 
 
-class MLflowLoggerCallback(TrainingCallback):
+class MLflowLoggerCallback(_SinkCallback):
     """Keeps an MLflow run.
 
     Args:
@@ -201,29 +201,15 @@ class MLflowLoggerCallback(TrainingCallback):
         self._run = MLflowRun(
             tracking_uri, registry_uri, experiment_id, experiment_name, tags, purpose="`MLflowLoggerCallback`"
         )
-        self._logdir = LogdirManager(logdir)
         self._save_artifact = self.reads_checkpoints = save_artifact
-        self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
+        super().__init__(self._run, logdir, one_rank(worker_to_log))
 
-    @property
-    def logdir(self) -> Path:
-        """The folder."""
-        return self._logdir.logdir_path
-
-    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        self._run.start(self._logdir.setup_logdir(logdir), config)
-
-    @never_ends_a_run
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        [result] = results
-        self._run.write(result, result[TRAINING_ITERATION])
-
-    @never_ends_a_run
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
-        if self._save_artifact and checkpoints.is_dir():
-            self._run.add_folder(checkpoints)
-        self._run.close(has_failed=error)
+        with self._sink.failures.instead():
+            checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
+            if self._save_artifact and checkpoints.is_dir():
+                self._run.add_folder(checkpoints)
+        super().finish_training(error=error)
 
 
 __getattr__, __dir__ = former_names(__name__)

@@ -17,11 +17,10 @@ from raysgd.exceptions import CallbackError
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
 from raysgd.train.constants import TIME_THIS_ITER_S, TIMESTAMP, TRAINING_ITERATION
 from raysgd.train.fit.trial import Trial
-from raysgd.train.fit.writers import ProgressFile, ResultFile, TensorBoardFile
+from raysgd.train.fit.writers import DEFAULT_LOGGERS
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_LOGGERS = frozenset(writer.tune_name for writer in (ResultFile, ProgressFile, TensorBoardFile))
 _ADVICE = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
     "continue with `restore`."
@@ -200,7 +199,7 @@ def _default_loggers(callback: Any) -> list[str]:
     return [
         base.__name__
         for base in type(callback).__mro__
-        if base.__name__ in _DEFAULT_LOGGERS and base.__module__.startswith("ray.tune.logger")
+        if base.__name__ in DEFAULT_LOGGERS and base.__module__.startswith("ray.tune.logger")
     ]
 
 

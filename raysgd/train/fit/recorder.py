@@ -24,11 +24,12 @@ from raysgd.train.fit.chores import Chores, Logs
 from raysgd.train.fit.console import LogFiles, Narrator, Reporter
 from raysgd.train.fit.kept_checkpoints import KeptCheckpoints, name_of
 from raysgd.train.fit.layout import EXPERIMENT_TAG, TrialFolder
-from raysgd.train.fit.metrics import DONE, SHOULD_CHECKPOINT, MetricsFiller
+from raysgd.train.fit.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller
 from raysgd.train.fit.shown_config import shown_config
 from raysgd.train.fit.stopping import make_stop
 from raysgd.train.fit.trial import Trial
-from raysgd.train.fit.writers import ReportWriter, open_writers, write_error
+from raysgd.train.fit.writers import open_writers, write_error
+from raysgd.writers.sink import SafeSink
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Recorder:
         self._chores = Chores()
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
-        self._writers: list[ReportWriter] = []
+        self._writers: list[SafeSink] = []
         self._is_open = False
         self._last_failure: BaseException | None = None
 
@@ -115,7 +116,7 @@ class Recorder:
         if checkpoint is not None:
             result[SHOULD_CHECKPOINT] = True
         for writer in self._writers:
-            writer.write(result)
+            writer.write(result, result[TRAINING_ITERATION])
         self._callbacks.report(result)
         result[DONE] = result[DONE] or self._callbacks.is_stopping
         self._trial.update_last_result(result)

@@ -6,11 +6,10 @@ for TensorBoard's file, which follows within seconds: a driver that is killed lo
 
 from __future__ import annotations
 
-import abc
 import logging
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,22 @@ from raysgd._atomic_file import replacing
 from raysgd._secrets import has_secret, masked
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
 from raysgd.writers.csv_table import CsvTable
-from raysgd.writers.event_file import LateEventFile
-from raysgd.writers.failing import never_ends_a_run
+from raysgd.writers.event_file import EventFile
 from raysgd.writers.json_files import JsonLines, as_json
+from raysgd.writers.sink import RunInFolder, SafeSink
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_FILE = "progress.csv"
 PARAMS_FILE = "params.json"
 PARAMS_PICKLE_FILE = "params.pkl"
+
+# Loggers of Ray Tune that write what is written here: with one of them in `RunConfig(callbacks=...)`, it writes.
+JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (
+    "JsonLoggerCallback",
+    "CSVLoggerCallback",
+    "TBXLoggerCallback",
+)
 _NOT_FOR_TENSORBOARD = frozenset(
     {
         "config",
@@ -44,123 +50,41 @@ _NOT_FOR_TENSORBOARD = frozenset(
 )
 
 
-class ReportWriter(abc.ABC):
-    """Writes the reports of a trial to one file.
-
-    Attributes:
-        tune_name: The logger of Ray Tune that writes the same; with it in `RunConfig(callbacks=...)`, this one does not
-            write.
-    """
-
-    tune_name: str
-
-    @never_ends_a_run
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Writes one report."""
-        self._write(result)
-
-    @abc.abstractmethod
-    def _write(self, result: Mapping[str, Any]) -> None:
-        """Writes one report."""
-
-    def close(self) -> None:  # noqa: B027
-        """Closes the file, if it stays open between two reports."""
-
-
-class ResultFile(ReportWriter):
-    """Writes `result.json`, one JSON object a line.
+def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
+    """Open the files of a trial, to write on where they end.
 
     Args:
         folder: The folder of the trial.
-        config: The trial's config, which stands in each line.
-    """
-
-    tune_name = "JsonLoggerCallback"
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = JsonLines(folder / RESULT_FILE, {"config": config})
-
-    def _write(self, result: Mapping[str, Any]) -> None:
-        self._file.write(_without_config(result))
-
-
-class ProgressFile(ReportWriter):
-    """Writes `progress.csv`, a table.
-
-    Args:
-        folder: The folder of the trial.
-    """
-
-    tune_name = "CSVLoggerCallback"
-
-    def __init__(self, folder: Path) -> None:
-        self._table = CsvTable(folder / PROGRESS_FILE)
-
-    def _write(self, result: Mapping[str, Any]) -> None:
-        self._table.write(_without_config(result))
-
-
-class TensorBoardFile(ReportWriter):
-    """Writes what TensorBoard shows.
-
-    Args:
-        folder: The folder of the trial.
+        config: The config of the trial, which stands in each line of `result.json`.
+        replaced: The loggers of Ray Tune, by name, that the user passed: they write instead.
 
     Raises:
-        ModuleNotFoundError: tensorboardX is not installed.
+        OSError: The folder cannot be written to.
     """
-
-    tune_name = "TBXLoggerCallback"
-
-    def __init__(self, folder: Path) -> None:
-        self._file = LateEventFile(folder, "ray/tune")
-
-    def _write(self, result: Mapping[str, Any]) -> None:
-        shown = {key: value for key, value in result.items() if key not in _NOT_FOR_TENSORBOARD}
-        self._file.write(shown, int(result["training_iteration"]))
-
-    @never_ends_a_run
-    def close(self) -> None:
-        self._file.close()
-
-
-def _without_config(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key != "config"}
-
-
-def open_writers(folder: Path, config: Mapping[str, Any], replaced: frozenset[str] = frozenset()) -> list[ReportWriter]:
-    """Opens the files of a trial, to write on where they end.
-
-    Args:
-        folder: The folder of the trial.
-        config: The trial's config.
-        replaced: The loggers of Ray Tune, by name, that the user passed: they write instead.
-    """
-    writers: list[ReportWriter] = []
-    if ResultFile.tune_name not in replaced:
+    if JSON_LOGGER not in replaced:
         write_params(folder, config)
-        writers.append(ResultFile(folder, config))
-    if ProgressFile.tune_name not in replaced:
-        writers.append(ProgressFile(folder))
-    if TensorBoardFile.tune_name not in replaced:
-        try:
-            writers.append(TensorBoardFile(folder))
-        except ModuleNotFoundError as missing:
-            logger.info("no files for TensorBoard: %s", missing)
+    writers = [writer for name, writer in _writers(config) if name not in replaced]
+    for writer in writers:
+        writer.open(RunInFolder(folder))
     return writers
+
+
+def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
+    """Make what writes the files, with the name of the logger of Ray Tune that writes the same."""
+    yield JSON_LOGGER, SafeSink(JsonLines(RESULT_FILE, {"config": config}), RESULT_FILE, hidden=("config",))
+    yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
+    try:
+        yield TENSORBOARD_LOGGER, SafeSink(EventFile("", "ray/tune"), "TensorBoard", hidden=_NOT_FOR_TENSORBOARD)
+    except ModuleNotFoundError as missing:
+        logger.info("no files for TensorBoard: %s", missing)
 
 
 def write_params(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes the config as JSON, for people, and as a pickle, for programs."""
-    from ray import cloudpickle
-
     (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
-    try:
-        content = cloudpickle.dumps(dict(config))
-    except Exception as error:  # whatever an object in it raises
-        logger.warning("no %s: the config cannot be pickled: %s", PARAMS_PICKLE_FILE, masked(repr(error)))
-        return
-    (folder / PARAMS_PICKLE_FILE).write_bytes(content)
+    content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
+    if content is not None:
+        (folder / PARAMS_PICKLE_FILE).write_bytes(content)
 
 
 def write_error(folder: Path, error: BaseException, number: int) -> None:
@@ -171,19 +95,24 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
         error: What a run, or one attempt, ended with.
         number: Which failure of the run it is, from 1.
     """
-    from ray import cloudpickle
-
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
     text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     with open(folder / ERROR_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
-    try:
-        content = cloudpickle.dumps(error)
-    except Exception as reason:  # whatever an object in it raises
-        logger.warning("no %s: the error cannot be pickled: %s", ERROR_PICKLE_FILE, masked(repr(reason)))
-        return
-    if has_secret(content.decode("latin-1")):
+    content = _pickled(error, "the error", ERROR_PICKLE_FILE)
+    if content is not None and has_secret(content.decode("latin-1")):
         logger.warning("no %s: the error shows a key or a password", ERROR_PICKLE_FILE)
-        return
-    with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
-        pickled.write(content)
+    elif content is not None:
+        with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
+            pickled.write(content)
+
+
+def _pickled(value: Any, shown: str, file: str) -> bytes | None:
+    """The value as a pickle; None, and a warning, where it cannot be one."""
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as reason:  # whatever an object in it raises
+        logger.warning("no %s: %s cannot be pickled: %s", file, shown, masked(repr(reason)))
+        return None

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.train.fit.writers import ProgressFile, ReportWriter, ResultFile, open_writers, write_error
+from raysgd.train.fit.writers import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER, open_writers, write_error
 from raysgd.train.fit.writers import write_params as write_parameters
 from raysgd.writers.json_files import as_json
+from raysgd.writers.sink import SafeSink
 from tests.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -26,27 +27,37 @@ def read_table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def open_results(folder: Path, config: dict[str, Any]) -> SafeSink:
+    [results] = open_writers(folder, config, [CSV_LOGGER, TENSORBOARD_LOGGER])
+    return results
+
+
+def open_table(folder: Path) -> SafeSink:
+    [table] = open_writers(folder, {}, [JSON_LOGGER, TENSORBOARD_LOGGER])
+    return table
+
+
 @pytest.fixture
-def table(tmp_path: Path) -> ProgressFile:
-    return ProgressFile(tmp_path)
+def table(tmp_path: Path) -> SafeSink:
+    return open_table(tmp_path)
 
 
 class TestResults:
     def test_each_report_is_a_line_at_once(self, tmp_path: Path) -> None:
-        file = ResultFile(tmp_path, {"lr": 0.1})
+        file = open_results(tmp_path, {"lr": 0.1})
         for number in range(2):
-            file.write({"n": number, "config": {"lr": 0.1}})
+            file.write({"n": number, "config": {"lr": 0.1}}, 1)
             assert read_lines(tmp_path)[-1] == {"n": number, "config": {"lr": 0.1}}
 
     def test_a_line_without_an_end_stays_alone(self, tmp_path: Path) -> None:
         (tmp_path / "result.json").write_text('{"n": 0}\n{"n": 1, "lo')
-        file = ResultFile(tmp_path, {})
-        file.write({"n": 2})
+        file = open_results(tmp_path, {})
+        file.write({"n": 2}, 1)
         assert (tmp_path / "result.json").read_text().splitlines()[1:] == ['{"n": 1, "lo', '{"n": 2, "config": {}}']
 
     def test_values_that_json_does_not_know(self, tmp_path: Path) -> None:
-        file = ResultFile(tmp_path, {"model": Path})
-        file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"})
+        file = open_results(tmp_path, {"model": Path})
+        file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"}, 1)
         [line] = read_lines(tmp_path)
         assert line == {
             "a": 0.5,
@@ -64,33 +75,33 @@ class TestResults:
 
 
 class TestTable:
-    def test_nested_metrics_have_columns(self, tmp_path: Path, table: ProgressFile) -> None:
-        table.write({"n": 1, "val": {"loss": 0.5}, "config": {"lr": 1}})
+    def test_nested_metrics_have_columns(self, tmp_path: Path, table: SafeSink) -> None:
+        table.write({"n": 1, "val": {"loss": 0.5}, "config": {"lr": 1}}, 1)
         assert read_table(tmp_path) == [{"n": "1", "val/loss": "0.5"}]
 
-    def test_a_new_metric_is_a_new_column(self, tmp_path: Path, table: ProgressFile) -> None:
-        table.write({"n": 1})
-        table.write({"n": 2, "loss": 0.5})
-        table.write({"loss": 0.25})
+    def test_a_new_metric_is_a_new_column(self, tmp_path: Path, table: SafeSink) -> None:
+        table.write({"n": 1}, 1)
+        table.write({"n": 2, "loss": 0.5}, 1)
+        table.write({"loss": 0.25}, 1)
         assert read_table(tmp_path) == [
             {"n": "1", "loss": ""},
             {"n": "2", "loss": "0.5"},
             {"n": "", "loss": "0.25"},
         ]
 
-    def test_a_table_is_continued(self, tmp_path: Path, table: ProgressFile) -> None:
-        table.write({"n": 1, "text": 'a "b", c\nd'})
+    def test_a_table_is_continued(self, tmp_path: Path, table: SafeSink) -> None:
+        table.write({"n": 1, "text": 'a "b", c\nd'}, 1)
         (tmp_path / "progress.csv").write_text((tmp_path / "progress.csv").read_text() + "2,cut o")
-        later = ProgressFile(tmp_path)
-        later.write({"n": 3, "text": "", "loss": 1})
+        later = open_table(tmp_path)
+        later.write({"n": 3, "text": "", "loss": 1}, 1)
         assert [row["n"] for row in read_table(tmp_path)] == ["1", "2", "3"]
         assert read_table(tmp_path)[0]["text"] == 'a "b", c\nd'
 
     @pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe,\x00\n", b"a,a\n1,2,3\n", b'"'])
     def test_a_damaged_table_is_written_on(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "progress.csv").write_bytes(content)
-        file = ProgressFile(tmp_path)
-        file.write({"loss": 0.5})
+        file = open_table(tmp_path)
+        file.write({"loss": 0.5}, 1)
         assert read_table(tmp_path)[-1]["loss"] == "0.5"
 
 
@@ -111,25 +122,27 @@ def test_tensorboard_is_shown_the_metrics_by_iteration(tmp_path: Path, caplog: p
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
 
 
+@RunIf(modules=["tensorboardX"])
 def test_a_broken_tensorboardx_costs_only_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(folder: Path, prefix: str) -> None:
+    def broken(folder: str, **options: Any) -> None:
         raise ImportError("libprotobuf is missing")
 
-    monkeypatch.setattr("raysgd.writers.event_file.EventFile", broken)
+    monkeypatch.setattr("tensorboardX.SummaryWriter", broken)
     writers = open_writers(tmp_path, {})
     for iteration in (1, 2, 3):
         write_all(writers, {"loss": 1.0, "training_iteration": iteration})
     close_all(writers)
     assert len(read_lines(tmp_path)) == 3
-    assert [record.getMessage() for record in caplog.records] == ["no file for TensorBoard: libprotobuf is missing"]
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("TensorBoard: could not write (ImportError: libprotobuf is missing); the run goes on")
 
 
 def test_files_that_cannot_be_written_cost_a_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "trial"
     folder.mkdir()
-    writers = open_writers(folder, {}, frozenset({"TBXLoggerCallback"}))
+    writers = open_writers(folder, {}, [TENSORBOARD_LOGGER])
     for iteration in (1, 2, 3):
         if iteration == 2:
             folder.rename(tmp_path / "away")
@@ -140,13 +153,13 @@ def test_files_that_cannot_be_written_cost_a_warning_each(tmp_path: Path, caplog
     assert [line["training_iteration"] for line in read_lines(folder)] == [1, 3]
     assert [row["training_iteration"] for row in read_table(folder)] == ["1", "3"]
     warned = [record.getMessage().split(":")[0] for record in caplog.records]
-    assert warned == ["ResultFile", "ProgressFile"]
+    assert warned == ["result.json", "progress.csv"]
 
 
 def test_loggers_of_the_user_replace_ours(tmp_path: Path) -> None:
-    writers = open_writers(tmp_path, {}, frozenset({"JsonLoggerCallback", "TBXLoggerCallback"}))
+    writers = open_writers(tmp_path, {}, [JSON_LOGGER, TENSORBOARD_LOGGER])
     close_all(writers)
-    assert [type(writer) for writer in writers] == [ProgressFile]
+    assert len(writers) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["progress.csv"]
 
 
@@ -185,11 +198,11 @@ class TestErrors:
         assert "cannot be pickled" in caplog.text
 
 
-def write_all(writers: list[ReportWriter], result: dict[str, Any]) -> None:
+def write_all(writers: list[SafeSink], result: dict[str, Any]) -> None:
     for writer in writers:
-        writer.write(result)
+        writer.write(result, result["training_iteration"])
 
 
-def close_all(writers: list[ReportWriter]) -> None:
+def close_all(writers: list[SafeSink]) -> None:
     for writer in writers:
         writer.close()

@@ -1,0 +1,93 @@
+"""Sinks whose failures are warnings; real formats are tested with the callbacks that write them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.writers.event_file import EventFile
+from raysgd.writers.sink import LoggedRun, RunInFolder, SafeSink, Sink
+from tests.run_if import RunIf
+from tests.train.fit.notes import events
+
+
+class Flaky(Sink):
+    """Notes its calls, and fails in some of them."""
+
+    def __init__(self, *failures: str) -> None:
+        self.calls: list[Any] = []
+        self.failures = list(failures)
+
+    def open(self, run: LoggedRun, first_step: int | None = None) -> None:
+        self._note("open", first_step)
+
+    def write(self, row: Any, step: int) -> None:
+        self._note("write", step, row)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._note("close", has_failed)
+
+    def _note(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] in self.failures:
+            self.failures.remove(call[0])
+            raise OSError(f"no {call[0]}")
+
+
+RUN = RunInFolder(Path("run"))
+
+
+def test_rows_go_through_without_what_is_hidden() -> None:
+    sink = Flaky()
+    safe = SafeSink(sink, "Mine", hidden=["b"])
+    safe.open(RUN, first_step=3)
+    safe.write({"a": 1, "b": 2}, 4)
+    safe.close()
+    assert sink.calls == [("open", 3), ("write", 4, {"a": 1}), ("close", False)]
+
+
+def test_what_cannot_be_opened_raises_and_each_row_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Flaky("open", "open")
+    safe = SafeSink(sink, "Mine")
+    with pytest.raises(OSError, match="no open"):
+        safe.open(RUN, first_step=0)
+    safe.write({}, 1)
+    safe.write({}, 2)
+    safe.close(has_failed=True)
+    half_open = [("open", 0), ("close", True)]
+    assert sink.calls == [*half_open, *half_open, ("open", 0), ("write", 2, {}), ("close", True)]
+    assert caplog.text.count("Mine: could not write (OSError: no open); the run goes on") == 1
+
+
+def test_rows_that_fail_cost_only_themselves_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Flaky("write", "write", "close")
+    safe = SafeSink(sink, "Mine")
+    safe.open(RUN)
+    for step in (1, 2, 3):
+        safe.write({}, step)
+    safe.close()
+    assert [call[1] for call in sink.calls if call[0] == "write"] == [1, 2, 3]
+    assert len(caplog.records) == 1
+
+
+def test_what_was_not_opened_is_not_closed() -> None:
+    sink = Flaky("open", "open")
+    safe = SafeSink(sink, "Mine")
+    safe.close()
+    assert sink.calls == []
+
+
+@RunIf(modules=["tensorboardX"])
+def test_a_file_for_tensorboard_is_opened_with_the_first_row_and_again_for_the_next_run(tmp_path: Path) -> None:
+    sink = copy.deepcopy(EventFile("logs", "mine"))
+    for name in ("first", "second"):
+        sink.open(RunInFolder(tmp_path / name))
+        assert list((tmp_path / name / "logs").iterdir()) == []
+        for step in (1, 2):
+            sink.write({"loss": step / 2}, step)
+        sink.close()
+        assert list(events(tmp_path / name / "logs")) == [("mine/loss", 1, 0.5), ("mine/loss", 2, 1.0)]
+    sink.close()
