@@ -1,14 +1,7 @@
-"""Comet in runs of `fit()`: what `raysgd.train.integrations.comet` has."""
+"""Comet in runs of `fit()`: what `raysgd.air.integrations.comet` has, where Ray 2.0 had it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raysgd._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from raysgd.train.integrations.comet import CometLoggerCallback
-
-__all__ = ["CometLoggerCallback"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.comet"))
+from raysgd.air.integrations.comet import __all__ as __all__
+from raysgd.air.integrations.comet import __dir__ as __dir__
+from raysgd.air.integrations.comet import __getattr__ as __getattr__

@@ -1,14 +1,7 @@
-"""Callbacks for Keras: those of `raysgd.train.integrations.keras`."""
+"""Callbacks for Keras in runs of `fit()`: what `raysgd.air.integrations.keras` has, where Ray 2.0 had it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raysgd._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from raysgd.train.integrations.keras import Callback, ReportCheckpointCallback
-
-__all__ = ["Callback", "ReportCheckpointCallback"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.keras"))
+from raysgd.air.integrations.keras import __all__ as __all__
+from raysgd.air.integrations.keras import __dir__ as __dir__
+from raysgd.air.integrations.keras import __getattr__ as __getattr__

@@ -1,14 +1,7 @@
-"""MLflow in runs of `fit()`: what `raysgd.train.integrations.mlflow` has."""
+"""MLflow in runs of `fit()`: what `raysgd.air.integrations.mlflow` has, where Ray 2.0 had it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raysgd._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from raysgd.train.integrations.mlflow import MLflowLoggerCallback
-
-__all__ = ["MLflowLoggerCallback"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.mlflow"))
+from raysgd.air.integrations.mlflow import __all__ as __all__
+from raysgd.air.integrations.mlflow import __dir__ as __dir__
+from raysgd.air.integrations.mlflow import __getattr__ as __getattr__

@@ -1,14 +1,7 @@
-"""Weights & Biases in runs of `fit()`: what `raysgd.train.integrations.wandb` has."""
+"""Weights & Biases in runs of `fit()`: what `raysgd.air.integrations.wandb` has, where Ray 2.0 had it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raysgd._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from raysgd.train.integrations.wandb import WandbLoggerCallback
-
-__all__ = ["WandbLoggerCallback"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.wandb"))
+from raysgd.air.integrations.wandb import __all__ as __all__
+from raysgd.air.integrations.wandb import __dir__ as __dir__
+from raysgd.air.integrations.wandb import __getattr__ as __getattr__

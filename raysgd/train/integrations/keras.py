@@ -28,13 +28,14 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 
 
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Calls `_handle` at some events.
+    """Reports at some events, and saves at some of them.
 
     It has methods for these events only: Keras computes the logs of batches when a callback has a method for them.
     """
 
-    def __init__(self, on: Sequence[str]) -> None:
+    def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
         super().__init__()
+        self._metrics = metrics
         for event in on:
             if event not in EVENTS:
                 raise ValueError(f"`{event!r}` is not an event of Keras: allowed are {', '.join(EVENTS)}.")
@@ -43,17 +44,15 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
     def _hook(self, event: str) -> Function[..., None]:
         def hook(*args: Any, logs: Mapping[str, Any] | None = None) -> None:
             given = logs if logs is not None else next((each for each in args if isinstance(each, Mapping)), {})
-            self._handle(event, given)
+            saves = self._saves(event) and get_world_rank() == 0
+            checkpoint = TensorflowCheckpoint.from_model(self.model) if saves else None
+            report(_chosen(self._metrics, given), checkpoint=checkpoint)
 
         return hook
 
     @abc.abstractmethod
-    def _handle(self, event: str, logs: Mapping[str, Any]) -> None:
-        """An event happened."""
-
-    def _report(self, metrics: Mapping[str, Any], *, saves: bool) -> None:
-        checkpoint = TensorflowCheckpoint.from_model(self.model) if saves and get_world_rank() == 0 else None
-        report(dict(metrics), checkpoint=checkpoint)
+    def _saves(self, event: str) -> bool:
+        """Return whether the weights are saved at an event, which has happened once more."""
 
 
 class ReportCheckpointCallback(_Reporting):
@@ -81,11 +80,10 @@ class ReportCheckpointCallback(_Reporting):
         metrics: Metrics = None,
     ) -> None:
         self._saves_at = set(_several(checkpoint_on))
-        super().__init__(list(dict.fromkeys([*_several(checkpoint_on), *_several(report_metrics_on)])))
-        self._metrics = metrics
+        super().__init__(list(dict.fromkeys([*_several(checkpoint_on), *_several(report_metrics_on)])), metrics)
 
-    def _handle(self, event: str, logs: Mapping[str, Any]) -> None:
-        self._report(_chosen(self._metrics, logs), saves=event in self._saves_at)
+    def _saves(self, event: str) -> bool:
+        return event in self._saves_at
 
 
 class Callback(_Reporting):
@@ -104,21 +102,20 @@ class Callback(_Reporting):
         self, metrics: Metrics = None, on: str | Sequence[str] = "epoch_end", frequency: int | Sequence[int] = 1
     ) -> None:
         events = _several(on)
-        super().__init__(events)
+        super().__init__(events, metrics)
         numbers = [frequency] * len(events) if isinstance(frequency, int) else list(frequency)
         if len(numbers) != len(events):
             raise ValueError(
                 f"`frequency={frequency!r}` has {len(numbers)} numbers, and `on={on!r}` has {len(events)} events: need "
                 "one number, or one for each event."
             )
-        self._metrics = metrics
         self._frequency = dict(zip(events, numbers, strict=True))
         self._counts: Counter[str] = Counter()
 
-    def _handle(self, event: str, logs: Mapping[str, Any]) -> None:
+    def _saves(self, event: str) -> bool:
         self._counts[event] += 1
         every = self._frequency[event]
-        self._report(_chosen(self._metrics, logs), saves=every > 0 and self._counts[event] % every == 0)
+        return every > 0 and self._counts[event] % every == 0
 
 
 def _several(names: str | Sequence[str]) -> list[str]:
