@@ -1,18 +1,20 @@
 """Callbacks of one front end in another one: the only place that knows more than one kind of callback.
 
-`FunctionCalls` calls the callbacks of `raysgd.callbacks` while a training function runs. `adapted` makes one of those
-from a callback that was written for `raysgd.train.Trainer` or for Ray Tune.
+`FunctionCalls` calls the callbacks of `raysgd.callbacks` while a training function runs. `OfTrainer` and `OfTune` are
+callbacks of that kind around one that was written for `raysgd.train.Trainer` or for Ray Tune; `InTrial` shows them to
+what calls the hooks of Ray Tune.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
+from raysgd.callbacks.dispatcher import call_with_known
 
 if TYPE_CHECKING:
     from raysgd.engine.history import Event
@@ -34,10 +36,11 @@ TUNE_HOOKS = (
 """The methods of callbacks of Ray Tune, of which one makes an object a callback."""
 
 TRAINING_ITERATION = "training_iteration"
-_NOT_SHOWN = ("config", "trial_id", "experiment_tag", "date", "pid", "hostname", "node_ip", "should_checkpoint")
+_OF_TRIAL = ("config", "trial_id", "experiment_tag")
+_NOT_SHOWN = (*_OF_TRIAL, "date", "pid", "hostname", "node_ip", "should_checkpoint")
 
 
-class FunctionCalls:
+class FunctionCalls(CallbackCalls):
     """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
 
     Args:
@@ -60,21 +63,21 @@ class FunctionCalls:
         folder: str | Path,
         obstacle_to_stop: str | None = None,
     ) -> None:
-        self._run = Run(
+        run = Run(
             name=name,
             config=config if isinstance(config, Mapping) else {},
             folder=folder,
             callbacks=list(callbacks),
             obstacle_to_stop=obstacle_to_stop,
         )
-        self._calls = CallbackCalls(callbacks, self._run)
-        self._has_begun = False
-        for owner, _ in self._calls.worker_callbacks():
+        super().__init__(callbacks, run)
+        self._keeps_history = not all(isinstance(each, OfTrainer) for each in callbacks)  # which cannot see it
+        for owner, _ in self.worker_callbacks():
             raise TypeError(
                 f"`{owner}` runs in the workers, around each step, and a training function takes its steps itself: "
                 "leave it out, or use `TorchTrainer.fit`."
             )
-        self._calls.check()
+        self.check()
 
     @property
     def is_stopping(self) -> bool:
@@ -87,65 +90,37 @@ class FunctionCalls:
         Args:
             num_reports: How many reports the checkpoint has from which it continues.
         """
-        if not self._has_begun:
-            self._has_begun, self._run.epoch = True, num_reports
-            self._calls.begin()
+        if not self._begun:
+            self._run.epoch = num_reports
+            super().begin()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[Event] = ()) -> None:
         """The function has reported. `events` are all that happened to the workers so far."""
         run = self._run
         for event in events[len(run.history.events) :]:
             run.history.events.append(event)
-            self._calls.event(event)
-        run.epoch = int(metrics.get(TRAINING_ITERATION) or run.epoch + 1)
+            self.event(event)
+        run.epoch, run._report = int(metrics.get(TRAINING_ITERATION) or run.epoch + 1), metrics
         shown = {name: value for name, value in metrics.items() if name not in _NOT_SHOWN}
-        self._calls.result(run.history.add_row({TRAINING_ITERATION: run.epoch, **shown}))
-
-    def checkpoint(self, location: str) -> None:
-        """A checkpoint was saved."""
-        self._calls.checkpoint(location)
-
-    def end(self, error: BaseException | None) -> None:
-        """The run has ended."""
-        self._calls.end(error)
-
-    def states(self) -> list[dict[str, Any]]:
-        """What the callbacks need to go on in another run."""
-        return self._calls.states()
-
-    def load_states(self, states: Sequence[Any]) -> None:
-        """Gives it back to them."""
-        self._calls.load_states(states)
+        row = {TRAINING_ITERATION: run.epoch, **shown}
+        self.result(run.history.add_row(row) if self._keeps_history else row)
 
 
 class InTrial:
-    """Our callbacks with the methods of a callback of Ray Tune.
+    """Our callbacks with the hooks of a callback of Ray Tune, and what only ours are told.
 
     Args:
         calls: Calls them.
-
-    Attributes:
-        error: What the run failed with; set before `on_trial_error`.
-        events: Asks what happened to the workers.
-        num_reports: How many reports the checkpoint has from which the function continues.
     """
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
-        self.error: BaseException | None = None
-        self.events: Callable[[], Sequence[Event]] = tuple
-        self.num_reports = 0
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a callback has called `run.stop`."""
-        return self._calls.is_stopping
+    def on_trial_start(self, num_reports: int) -> None:
+        self._calls.begin(num_reports)
 
-    def on_trial_start(self) -> None:
-        self._calls.begin(self.num_reports)
-
-    def on_trial_result(self, result: Mapping[str, Any]) -> None:
-        self._calls.report(result, self.events())
+    def on_trial_result(self, result: Mapping[str, Any], events: Sequence[Event]) -> None:
+        self._calls.report(result, events)
 
     def on_checkpoint(self, checkpoint: Any) -> None:
         self._calls.checkpoint(str(checkpoint.path))
@@ -153,8 +128,8 @@ class InTrial:
     def on_trial_complete(self) -> None:
         self._calls.end(None)
 
-    def on_trial_error(self) -> None:
-        self._calls.end(self.error)
+    def on_trial_error(self, error: BaseException | None) -> None:
+        self._calls.end(error or RuntimeError("the run has failed"))
 
     def get_state(self) -> list[dict[str, Any]]:
         return [each for each in self._calls.states() if each["state"] is not None]
@@ -165,13 +140,18 @@ class InTrial:
 
 def adapted(callback: Any) -> Callback | None:
     """One of our callbacks that calls `callback`; None if it is of no kind that we know."""
-    if isinstance(callback, type):
-        return None
-    if hasattr(callback, "start_training") and hasattr(callback, "process_results"):
-        return OfTrainer(callback)
-    if any(hasattr(callback, hook) for hook in TUNE_HOOKS):
+    own = as_own(callback)
+    if own is None and not isinstance(callback, type) and any(hasattr(callback, hook) for hook in TUNE_HOOKS):
         return OfTune(callback)
-    return None
+    return own
+
+
+def as_own(callback: Any) -> Callback | None:
+    """One of our callbacks as it is, or around one of `raysgd.train.Trainer`; None if it is neither."""
+    if isinstance(callback, Callback):
+        return callback
+    is_of_trainer = hasattr(callback, "start_training") and hasattr(callback, "process_results")
+    return OfTrainer(callback) if is_of_trainer and not isinstance(callback, type) else None
 
 
 class OfTrainer(Callback):
@@ -185,19 +165,19 @@ class OfTrainer(Callback):
         self.adapted = callback
 
     def on_run_begin(self, run: Run) -> None:
-        from raysgd.train.callbacks.callback import call_with_known
-
         call_with_known(self.adapted.start_training, logdir=str(run.folder), config=run.config)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         from raysgd.train import constants
 
+        report = run._report if run._report is not None else result
         counted = {
-            constants.TIMESTAMP: int(time.time()),
-            constants.TIME_THIS_ITER_S: result.get("seconds", 0.0),
+            constants.TIMESTAMP: report.get("timestamp", int(time.time())),
+            constants.TIME_THIS_ITER_S: report.get("time_this_iter_s", report.get("seconds", 0.0)),
             constants.TRAINING_ITERATION: run.epoch,
         }
-        self.adapted.process_results([{**result, **counted}])
+        shown = {name: value for name, value in report.items() if name not in _OF_TRIAL}
+        self.adapted.process_results([{**shown, **counted}])
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         self.adapted.finish_training(error=error is not None)

@@ -151,6 +151,7 @@ class Run:
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop
         self._may_validate = may_validate
+        self._report: Mapping[str, Any] | None = None  # of a function, with what the library has added
 
     @cached_property
     def folder(self) -> Path:

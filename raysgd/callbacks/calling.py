@@ -1,12 +1,12 @@
-"""Calls the callbacks of a run, in their order, and names the one that fails."""
+"""The callbacks of a run: checked, and called with what happens in it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.dispatcher import Dispatcher, name_of
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.exceptions import CallbackError
 
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from raysgd.engine.history import Event
     from raysgd.replicas.epochs import Progress
 
-logger = logging.getLogger(__name__)
 
-
-class CallbackCalls:
-    """The callbacks of one run. After one of them has failed, the caller ends the run.
+class CallbackCalls(Dispatcher):
+    """The callbacks of one run.
 
     Args:
         callbacks: Called in this order.
@@ -26,7 +24,7 @@ class CallbackCalls:
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
-        self._callbacks = callbacks
+        super().__init__(callbacks)
         self._run = run
         self._begun: list[Callback] = []
         self._failed_in_progress: CallbackError | None = None
@@ -38,8 +36,8 @@ class CallbackCalls:
             TypeError: A callback returned something else.
         """
         found: list[tuple[str, WorkerCallback]] = []
-        for callback in self._callbacks:
-            brought = self._call(callback, "worker_callback", run=False)
+        for callback in self.callbacks:
+            brought = self.call(callback, "worker_callback")
             if brought is not None and not isinstance(brought, WorkerCallback):
                 raise TypeError(
                     f"`{type(callback).__name__}.worker_callback` returned {brought!r}: need an object of a subclass "
@@ -55,18 +53,18 @@ class CallbackCalls:
         Raises:
             ValueError: There is one.
         """
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback._check_run(self._run)
 
     def begin(self) -> None:
         """The run begins."""
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             self._begun.append(callback)
-            self._call(callback, "on_run_begin")
+            self.call(callback, "on_run_begin", self._run)
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
-        self._on("on_epoch_begin")
+        self.on("on_epoch_begin", self._run)
 
     @property
     def wants_progress(self) -> bool:
@@ -75,7 +73,7 @@ class CallbackCalls:
 
     @property
     def _watching(self) -> list[Callback]:
-        return [each for each in self._callbacks if overrides(each, "on_progress")]
+        return [each for each in self.callbacks if overrides(each, "on_progress")]
 
     def progress(self, progress: Progress) -> None:
         """There is news of a running epoch. An error is kept until that is over, which `check_progress` raises."""
@@ -83,7 +81,7 @@ class CallbackCalls:
             return
         try:
             for callback in self._watching:
-                self._call(callback, "on_progress", progress)
+                self.call(callback, "on_progress", self._run, progress)
         except CallbackError as error:
             self._failed_in_progress = error
 
@@ -94,15 +92,15 @@ class CallbackCalls:
 
     def result(self, result: dict[str, Any]) -> None:
         """There is a result."""
-        self._on("on_result", result)
+        self.on("on_result", self._run, result)
 
     def checkpoint(self, checkpoint: str) -> None:
         """A checkpoint was saved."""
-        self._on("on_checkpoint", checkpoint)
+        self.on("on_checkpoint", self._run, checkpoint)
 
     def event(self, event: Event) -> None:
         """Something happened to the workers."""
-        self._on("on_event", event)
+        self.on("on_event", self._run, event)
 
     def end(self, error: BaseException | None) -> None:
         """The run has ended. All callbacks whose `on_run_begin` was called are called, also when one fails.
@@ -110,60 +108,22 @@ class CallbackCalls:
         Raises:
             CallbackError: A callback failed in a run that did not.
         """
-        failed: list[CallbackError] = []
-        for callback in self._begun:
-            try:
-                self._call(callback, "on_run_end", error)
-            except CallbackError as each:
-                failed.append(each)
-        for hidden in failed if error is not None else failed[1:]:
-            logger.error("%s", hidden)
-        if failed and error is None:
-            raise failed[0]
+        has_failed = error is not None
+        self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
         """What the callbacks need to go on in another run: for each its class and its state."""
-        return [
-            {"name": name_of(callback), "state": self._call(callback, "state_dict", run=False)}
-            for callback in self._callbacks
-        ]
+        return [{"name": name_of(callback), "state": self.call(callback, "state_dict")} for callback in self.callbacks]
 
     def load_states(self, states: Iterable[Any]) -> None:
         """Gives callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
         left = [dict(entry) for entry in states]
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             found = next((entry for entry in left if entry.get("name") == name_of(callback)), None)
             if found is not None:
                 left.remove(found)
                 if found.get("state") is not None:
-                    self._call(callback, "load_state_dict", found["state"], run=False)
-
-    def _on(self, method: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            self._call(callback, method, *args)
-
-    def _call(self, callback: Callback, method: str, *args: Any, run: bool = True) -> Any:
-        arguments = (self._run, *args) if run else args
-        try:
-            return getattr(callback, method)(*arguments)
-        except CallbackError:  # of a callback inside this one
-            raise
-        except Exception as error:
-            raise failure_of(callback, method, error) from error
-
-
-def failure_of(callback: Any, method: str, error: Exception) -> CallbackError:
-    """What to raise where a callback has raised."""
-    said = str(error).rstrip(".")
-    return CallbackError(
-        f"The callback `{name_of(callback)}` failed in `{method}`: {type(error).__name__}: {said}. The run ends. What "
-        "was trained and saved is kept: fix the callback or leave it out, and go on."
-    )
-
-
-def name_of(callback: Any) -> str:
-    """What a callback is called: the name of the class that the user gave."""
-    return type(getattr(callback, "adapted", callback)).__name__
+                    self.call(callback, "load_state_dict", found["state"])
 
 
 def overrides(callback: Callback, method: str) -> bool:
@@ -178,22 +138,27 @@ def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
         TypeError: They are no list, or one of them is no callback.
         ValueError: One of them is there twice.
     """
-    if callbacks is None:
-        return []
-    if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks.")
-    callbacks = list(callbacks)
+    callbacks = as_list(callbacks, argument)
     for number, each in enumerate(callbacks):
         if any(each is other for other in callbacks[:number]):
             raise ValueError(f"`{argument}` has {each!r} twice, which would be called twice: pass each object once.")
     return sorted((_one(each, argument) for each in callbacks), key=lambda each: each.runs_last)
 
 
+def as_list(callbacks: Any, argument: str = "callbacks") -> list[Any]:
+    """Return the callbacks that a user gave.
+
+    Raises:
+        TypeError: They are no list.
+    """
+    if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
+        raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks, or None.")
+    return list(callbacks or ())
+
+
 def _one(callback: Any, argument: str) -> Callback:
     from raysgd.callbacks import adapters  # which builds on this module
 
-    if isinstance(callback, Callback):
-        return callback
     if isinstance(callback, WorkerCallback):
         return InWorkers(callback)
     other = adapters.adapted(callback)

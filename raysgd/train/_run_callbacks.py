@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.adapters import FunctionCalls
 from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.calling import as_list
+from raysgd.callbacks.dispatcher import Dispatcher
 from raysgd.engine.history import Event
 from raysgd.storage import Folder
 from raysgd.train._run_folders import fetch_checkpoints, local_run_dir
-from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
 from raysgd.train.constants import ALL_RESERVED_KEYS, BASIC_AUTOFILLED_KEYS, DETAILED_AUTOFILLED_KEYS
-
-logger = logging.getLogger(__name__)
 
 _RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
 _OBSTACLE = (
@@ -33,14 +31,12 @@ class RunCallbacks:
     """
 
     def __init__(self, callbacks: Any) -> None:
-        if callbacks is not None and (isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable)):
-            raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
-        given = list(callbacks or ())
+        given = as_list(callbacks)
         self._own = [callback for callback in given if isinstance(callback, Callback)]
         self._calls: FunctionCalls | None = None
         self._newest: str | None = None
-        self._callbacks: list[TrainingCallback] = [each for each in given if not isinstance(each, Callback)]
-        for callback in self._callbacks:
+        self._of_trainer = Dispatcher((each for each in given if not isinstance(each, Callback)), advice=None)
+        for callback in self._of_trainer.callbacks:
             if isinstance(callback, type) or not hasattr(callback, "start_training"):
                 raise TypeError(
                     f"`callbacks` has {callback!r}: need objects of subclasses of "
@@ -53,25 +49,23 @@ class RunCallbacks:
 
         Where the folder of the run is in a store, callbacks get a folder of this machine, which goes there at the end.
         """
-        if not self._callbacks and not self._own:
+        if not self._of_trainer.callbacks and not self._own:
             yield
             return
         with local_run_dir(run_dir) as local:
             failure: BaseException | None = None
-            calls = FunctionCalls(self._own, "train", config, local, _OBSTACLE)
+            self._calls = FunctionCalls(self._own, "train", config, local, _OBSTACLE)
             try:
-                for callback in self._callbacks:
-                    call_with_known(callback.start_training, logdir=str(local), config={} if config is None else config)
-                self._calls = calls
-                calls.begin()
+                self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
+                self._calls.begin()
                 yield
             except BaseException as error:
                 failure = error
                 raise
             finally:
-                if any(getattr(callback, "reads_checkpoints", False) for callback in self._callbacks):
+                if any(getattr(each, "reads_checkpoints", False) for each in self._of_trainer.callbacks):
                     fetch_checkpoints(run_dir, local)
-                self._finish(calls, failure)
+                self._finish(self._calls, failure)
 
     def process(
         self, results: list[dict[str, Any]], events: Sequence[Event] = (), checkpoint: str | None = None
@@ -83,8 +77,7 @@ class RunCallbacks:
             events: What happened to the workers so far.
             checkpoint: Where the newest checkpoint is, if there is one.
         """
-        for callback in self._callbacks:
-            callback.process_results(results)
+        self._of_trainer.on("process_results", results)
         if self._calls is not None and self._own:
             self._calls.report(without_reserved(results[0]), events)
             if checkpoint is not None and checkpoint != self._newest:
@@ -92,21 +85,11 @@ class RunCallbacks:
                 self._calls.checkpoint(checkpoint)
 
     def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
-        errors: list[Exception] = []
         has_failed = failure is not None
-        for callback in self._callbacks:
-            try:
-                callback.finish_training(error=has_failed)
-            except Exception as error:
-                errors.append(error)
         try:
+            self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
+        finally:
             calls.end(failure)
-        except Exception as error:
-            errors.append(error)
-        for hidden in errors[1:] if not has_failed else errors:
-            logger.error("a callback failed in `finish_training`: %r", hidden)
-        if errors and not has_failed:
-            raise errors[0]
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.callbacks.dispatcher import call_with_known
 from raysgd.train.callbacks import (
     JsonLoggerCallback,
     MLflowLoggerCallback,
@@ -23,7 +24,6 @@ from raysgd.train.callbacks import (
     TorchTensorboardProfilerCallback,
     TrainingCallback,
 )
-from raysgd.train.callbacks.callback import call_with_known
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY, TRAINING_ITERATION
@@ -249,6 +249,34 @@ class TestMLflow:
         play(MLflowLoggerCallback(uri, experiment_name="test"), tmp_path / "run", [result(1, loss=0.5)])
         assert len(self.runs_in(tmp_path / "chosen")) == 1
         assert not (tmp_path / "run" / "mlruns").exists()
+
+    def test_artifacts_that_cannot_be_sent_leave_no_run_open(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import mlflow
+
+        callback = MLflowLoggerCallback(experiment_name="test", save_artifact=True)
+        callback.start_training(str(tmp_path), {})
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "checkpoint_000001").symlink_to(tmp_path / "gone")
+        callback.finish_training()
+        assert mlflow.active_run() is None
+        assert [run.info.status for run in self.runs_in(tmp_path / "mlruns")] == ["FINISHED"]
+        assert "MLflowLoggerCallback: could not write" in caplog.text
+
+    def test_a_run_that_did_not_start_ends_no_run_of_the_user(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import mlflow
+
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri(str(tmp_path / "mlruns"))
+        callback = MLflowLoggerCallback()
+        with mlflow.start_run():
+            with pytest.raises(ValueError, match="`experiment_name`"):
+                callback.start_training(str(tmp_path), {})
+            callback.finish_training(error=True)
+            assert mlflow.active_run() is not None
 
 
 def test_a_missing_mlflow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

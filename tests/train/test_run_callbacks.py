@@ -49,7 +49,7 @@ def test_all_hear_of_a_failed_run_and_none_of_them_hides_it(caplog: pytest.LogCa
     with pytest.raises(KeyError), callbacks.around(Path("run"), {"lr": 1}):
         raise KeyError("bad sample")
     assert calls[2:] == [("a", "finish", True), ("b", "finish", True)]
-    assert "a callback failed in `finish_training`: OSError('disk full')" in caplog.text
+    assert "the callback `Noting` failed at the end: disk full" in caplog.text
 
 
 def test_the_first_that_fails_at_the_end_is_raised_after_all_were_called(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks import Callback, GradientNorms, Run
+from raysgd.callbacks import Callback, CometLogger, GradientNorms, MLflowLogger, Run, WandbLogger
 from raysgd.train import TrainingCallback
 from raysgd.tune._callbacks import CallsInTrials, for_tune
 from tests.run_if import RunIf
@@ -22,6 +22,10 @@ class Trial:
     trial_id: str
     config: dict[str, Any] = field(default_factory=dict)
     local_path: str = "."
+    error: Exception | None = None
+
+    def get_error(self) -> Exception | None:
+        return self.error
 
 
 class Notes(Callback):
@@ -62,16 +66,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_each_trial_has_a_copy(seen: list[tuple[Any, ...]]) -> None:
     calls = CallsInTrials([Notes()])
     first, second = Trial("a", {"lr": 1}), Trial("b", {"lr": 2})
-    calls.start(first)
-    calls.report(first, {"loss": 0.5, "training_iteration": 1})
-    calls.start(second)
-    calls.report(second, {"loss": 0.7, "training_iteration": 1})
-    calls.start(first)  # again, after a pause
-    calls.save(first, Checkpoint("/kept"))
-    calls.end(first, None)
-    calls.end(first, None)
-    error = RuntimeError("lost")
-    calls.end(second, error)
+    calls.on_trial_start(first)
+    calls.on_trial_result(first, {"loss": 0.5, "training_iteration": 1})
+    calls.on_trial_start(second)
+    calls.on_trial_result(second, {"loss": 0.7, "training_iteration": 1})
+    calls.on_trial_start(first)  # again, after a pause
+    calls.on_checkpoint(first, Checkpoint("/kept"))
+    calls.on_trial_complete(first)
+    calls.on_trial_complete(first)
+    error = second.error = RuntimeError("lost")
+    calls.on_trial_error(second)
     assert seen == [
         ("begin", 1, 0),
         (1, 0.5, 1),
@@ -86,10 +90,10 @@ def test_each_trial_has_a_copy(seen: list[tuple[Any, ...]]) -> None:
 def test_a_sweep_that_is_restored_gives_each_trial_its_states_back(seen: list[tuple[Any, ...]]) -> None:
     before, after = CallsInTrials([Notes()]), CallsInTrials([Notes()])
     trial = Trial("a", {"lr": 1})
-    before.start(trial)
-    before.report(trial, {"loss": 0.5, "training_iteration": 1})
-    after.load_states(pickle.loads(pickle.dumps(before.states())))
-    after.start(trial)
+    before.on_trial_start(trial)
+    before.on_trial_result(trial, {"loss": 0.5, "training_iteration": 1})
+    after.set_state(pickle.loads(pickle.dumps(before.get_state())))
+    after.on_trial_start(trial)
     assert seen[-1] == ("begin", 1, 1)
 
 
@@ -99,9 +103,9 @@ def test_a_callback_cannot_end_a_trial(tmp_path: Path) -> None:
             run.stop("enough")
 
     calls, trial = CallsInTrials([Impatient()]), Trial("a", local_path=str(tmp_path))
-    calls.start(trial)
+    calls.on_trial_start(trial)
     with pytest.raises(Exception, match=r"`RunConfig\(stop=\.\.\.\)`"):
-        calls.report(trial, {"loss": 1})
+        calls.on_trial_result(trial, {"loss": 1})
 
 
 @RunIf(modules=["ray.tune"])
@@ -120,6 +124,12 @@ def test_callbacks_of_tune_go_there_as_they_are_and_ours_as_one() -> None:
     assert len(adapted) == 2
     assert isinstance(adapted[1], TunesOwn)
     assert for_tune([own], "`Tuner`") == [own]
+
+
+@RunIf(modules=["ray.tune", "mlflow", "wandb", "comet_ml"])
+@pytest.mark.parametrize("logger", [MLflowLogger, WandbLogger, CometLogger])
+def test_loggers_of_services_are_copied_for_each_trial(logger: Any) -> None:
+    assert len(for_tune([logger()], "`Tuner`")) == 1
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any, ClassVar
 
 from raysgd.train.callbacks.results_preprocessors import ExcludedKeysResultsPreprocessor, ResultsPreprocessor
@@ -40,12 +39,3 @@ class TrainingCallback:
         if self.results_preprocessor is not None:
             shown = self.results_preprocessor.preprocess(shown)
         self.handle_result(shown, **info)
-
-
-def call_with_known(method: Callable[..., Any], **named: Any) -> Any:
-    """Calls an override of any generation with those of `named` that it takes."""
-    parameters = inspect.signature(method).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return method(**named)
-    known = {parameter.name for parameter in parameters}
-    return method(**{name: value for name, value in named.items() if name in known})

@@ -90,14 +90,14 @@ class Reporter:
                 f"`RunConfig(progress_reporter={reporter!r})`: need an object of a subclass of "
                 "`ray.tune.ProgressReporter`, such as `ray.tune.CLIReporter()`."
             )
-        self.callback = reporter  # whose name errors show
+        self.adapted = reporter  # whose name errors show
 
     def setup(self) -> None:
         log = sys.modules.get("ray.tune.utils.log")
         if log is not None:
             log.set_verbosity(_TABLES)  # of the process: a `Tuner(..., verbose=0)` before this run leaves it at 0
-        if hasattr(self.callback, "setup"):
-            self.callback.setup(start_time=time.time(), total_samples=1)
+        if hasattr(self.adapted, "setup"):
+            self.adapted.setup(start_time=time.time(), total_samples=1)
 
     def on_step_end(self, trials: list[Trial]) -> None:
         self._report(trials, done=False)
@@ -109,8 +109,8 @@ class Reporter:
         self._report(trials, done=True)
 
     def _report(self, trials: list[Trial], done: bool) -> None:
-        if self.callback.should_report(trials, done=done):
-            self.callback.report(trials, done)
+        if self.adapted.should_report(trials, done=done):
+            self.adapted.report(trials, done)
 
 
 class LogFiles:

@@ -87,7 +87,7 @@ class TestFailures:
             def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
                 raise KeyError("loss")
 
-        with pytest.raises(CallbackError, match="`Broken` failed in `on_trial_result`: KeyError: 'loss'"):
+        with pytest.raises(CallbackError, match="`Broken` failed in `on_result`: KeyError: 'loss'"):
             RunCallbacks([Broken()], trial).report(filled())
 
 
