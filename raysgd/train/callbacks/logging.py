@@ -81,11 +81,7 @@ class _SinkCallback(TrainingCallback):
     """
 
     def __init__(
-        self,
-        sink: Sink,
-        logdir: str | None,
-        workers: int | Iterable[int] | None,
-        hidden: Collection[str] = (),
+        self, sink: Sink, logdir: str | None, workers: int | Iterable[int] | None, hidden: Collection[str] = ()
     ) -> None:
         self._sink = SafeSink(sink, type(self).__name__, hidden)
         self._logdir = LogdirManager(logdir)

@@ -84,7 +84,9 @@ class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
 
 
 class _Aggregate(ResultsPreprocessor):
-    """Adds one number made of all workers' to every worker's results."""
+    """Adds one number made of all workers' to every worker's results: `<prefix>(<key>)`."""
+
+    _prefix: str
 
     def __init__(self, keys: Iterable[str] | None = None) -> None:
         self._keys = None if keys is None else list(keys)
@@ -96,12 +98,8 @@ class _Aggregate(ResultsPreprocessor):
         for key in self._keys if self._keys is not None else _keys_of(results):
             values = _valid(results, key)
             if values is not None:
-                added[self._name(key)] = self._aggregate(values, results)
+                added[f"{self._prefix}({key})"] = self._aggregate(values, results)
         return [{**result, **added} for result in results]
-
-    @abc.abstractmethod
-    def _name(self, key: str) -> str:
-        """What the number is called."""
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
@@ -115,8 +113,7 @@ class AverageResultsPreprocessor(_Aggregate):
         keys: Which; None for all.
     """
 
-    def _name(self, key: str) -> str:
-        return f"avg({key})"
+    _prefix = "avg"
 
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
         return float(np.nanmean(values))
@@ -129,8 +126,7 @@ class MaxResultsPreprocessor(_Aggregate):
         keys: Which; None for all.
     """
 
-    def _name(self, key: str) -> str:
-        return f"max({key})"
+    _prefix = "max"
 
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
         return float(np.nanmax(values))
@@ -147,9 +143,7 @@ class WeightedAverageResultsPreprocessor(_Aggregate):
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str | None = None) -> None:
         super().__init__(keys)
         self._weight_key = weight_key
-
-    def _name(self, key: str) -> str:
-        return f"weight_avg_{self._weight_key}({key})"
+        self._prefix = f"weight_avg_{weight_key}"
 
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
         weights = self._weights(results)

@@ -40,7 +40,7 @@ class RunCallbacks:
         config = trial.config.get("train_loop_config", trial.config)
         self._calls = FunctionCalls(own, trial.trainable_name, config, trial.local_path)
         of_tune = [_checked(each) for each in given if as_own(each) is None]
-        self._dispatcher = Dispatcher([*of_tune, InTrial(self._calls)], advice)
+        self._dispatcher = Dispatcher([*of_tune, InTrial(self._calls)] if own else of_tune, advice)
         self._events: Callable[[], Sequence[Event]] = tuple
         self._trial = trial
         self._iteration = 0
@@ -103,13 +103,10 @@ class RunCallbacks:
             CallbackError: A callback failed in a run that did not.
         """
         hooks = ["on_trial_error" if has_failed else "on_trial_complete", "on_experiment_end"]
-        info: dict[str, Any] = {
-            "iteration": self._iteration,
-            "trials": [self._trial],
-            "trial": self._trial,
-            "error": error,
-        }
-        self._dispatcher.finish(hooks, has_failed=has_failed, **info)
+        trial = self._trial
+        self._dispatcher.finish(
+            hooks, has_failed=has_failed, iteration=self._iteration, trials=[trial], trial=trial, error=error
+        )
 
     # ------------------------------------------------------------------------------------------------ their state
 
