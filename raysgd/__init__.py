@@ -19,12 +19,23 @@ from raysgd._lazy import lazy_names
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.replicas.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
+    from raysgd.torch.options import StepOptions
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "PyTorchTrainer", "TFTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
+__all__ = [
+    "CreatorOperator",
+    "PyTorchTrainer",
+    "Recovery",
+    "StepOptions",
+    "TFTrainer",
+    "TorchTrainer",
+    "TrainingOperator",
+    "__version__",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -33,6 +44,8 @@ __getattr__, __dir__ = lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
+        "Recovery": "raysgd.replicas.recovery",
+        "StepOptions": "raysgd.torch.options",
     },
     submodules=(
         "air",

@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -79,6 +80,14 @@ def refuse_text(**switches: Any) -> None:
             raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
+def check_kind(name: str, value: Any, kind: type[Any]) -> None:
+    """Refuses anything but an object of a class of the library."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}={value!r}`: need a `{kind.__name__}`, which `from raysgd import {kind.__name__}` gives."
+        )
+
+
 def check_config(config: Any) -> dict[str, Any]:
     """Refuses anything but None or a dict, and returns a copy."""
     if config is not None and not isinstance(config, Mapping):
@@ -111,9 +120,19 @@ _TRAINERS_OF_OPERATORS = {
 """Options for steps that the library divides, and where they are."""
 
 
-def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses unknown keywords, and says where they belong, or guesses what was meant."""
+def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
+    """Refuses unknown keywords, and says where they belong, or guesses what was meant.
+
+    Args:
+        trainer: The class that was called.
+        unknown: The keywords.
+        known: What it takes.
+        **objects: Those of them that hold other options, and the class of each.
+    """
     for name in unknown:
+        for option, kind in objects.items():
+            if name in [field.name for field in fields(kind)]:
+                raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
         where = _TRAINERS_OF_OPERATORS.get(name)
         if where is not None:
             raise TypeError(f"`{trainer}` does not know `{name}`: omit it, or pass it to {where}, with an operator.")

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from raysgd import Recovery, StepOptions
 from raysgd.engine import resources
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -109,6 +111,8 @@ TORCH: list[Row] = [
     *rows("initialization_hook", "hook", 3),
     *rows("training_operator_cls", None, "LinearOperator", TrainingOperator.__init__, dict),
     *rows("fsdp_args", 3, "x"),
+    *rows("recovery_options", None, 30, {"heartbeat_s": 30}, Recovery),
+    *rows("step_options", None, 2, {"accumulate_grad_batches": 2}, StepOptions),
     *rows("joint_batch", "const", None, 18),
     *rows("max_batch_per_worker", 0, -1, 1.5, "4", True, 8),
     *rows("balance", "quick", True, 2),
@@ -116,10 +120,17 @@ TORCH: list[Row] = [
 ]
 
 
+def passed(name: str, value: Any) -> dict[str, Any]:
+    """The argument of a trainer that takes an option: the option itself, or what holds it."""
+    for argument, kind in (("recovery_options", Recovery), ("step_options", StepOptions)):
+        if name in [field.name for field in fields(kind)]:
+            return {argument: kind(**{name: value})}
+    return {name: value}
+
+
 @pytest.mark.parametrize("row", TORCH, ids=named)
 def test_torch_trainer_refuses_an_argument(row: Row) -> None:
-    options: dict[str, Any] = {"training_operator_cls": LinearOperator, row[0]: row[1]}
-    assert_refused(*row, lambda: TorchTrainer(**options))
+    assert_refused(*row, lambda: TorchTrainer(**{"training_operator_cls": LinearOperator, **passed(*row)}))
 
 
 BATCH_SIZES = (0, -1, True, "8", 2.5, None, 1, NAN)
@@ -263,6 +274,7 @@ TF: list[Row] = [
     *rows("spare_workers", -1, 1.5, "1", True, 10**9),
     *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
     *rows("snapshot_every_s", -1, NAN, INF, "atuo", "2", True),
+    *rows("recovery_options", None, 30, {"heartbeat_s": 30}, Recovery),
     *rows("seed", -1, 1.5, "2", True, 2**31),
     *rows("use_gpu", *TEXTS),
     *rows("use_local", *TEXTS),
@@ -279,9 +291,9 @@ TF: list[Row] = [
 
 @pytest.mark.parametrize("row", TF, ids=named)
 def test_tf_trainer_refuses_an_argument(row: Row) -> None:
-    options: dict[str, Any] = {"model_creator": dict, "data_creator": dict, row[0]: row[1]}
+    options: dict[str, Any] = {"model_creator": dict, "data_creator": dict}
     with pytest.raises((ValueError, TypeError), match=row[0]) as caught:
-        TFTrainer(**options)
+        TFTrainer(**{**options, **passed(*row)})
     assert row[1] is None or _shown(row[1]) in str(caught.value)
 
 

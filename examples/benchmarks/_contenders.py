@@ -31,7 +31,7 @@ Kills = dict[str, Any] | None
 
 def run_raysgd(num_passes: int, kills: Kills, patience_s: float = 0.0, **options: Any) -> dict[str, float]:
     """A trainer whose workers are killed. If that takes longer than `patience_s`, it tells where it stands."""
-    from raysgd import TorchTrainer
+    from raysgd import Recovery, TorchTrainer
 
     if patience_s:
         faulthandler.dump_traceback_later(patience_s)
@@ -44,7 +44,7 @@ def run_raysgd(num_passes: int, kills: Kills, patience_s: float = 0.0, **options
                 training_operator_cls=CountedOperator,
                 num_workers=NUM_WORKERS,
                 config={"folder": folder},
-                snapshot_every_n_steps=SAVE_EVERY,
+                recovery_options=Recovery(snapshot_every_n_steps=SAVE_EVERY),
                 **options,
             )
         )

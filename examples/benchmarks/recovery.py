@@ -373,7 +373,7 @@ class StampedOperator(StockOperator):
 
 def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[float]:
     """Seconds that each snapshot cost."""
-    from raysgd import TorchTrainer
+    from raysgd import Recovery, TorchTrainer
 
     make = functools.partial(
         TorchTrainer,
@@ -386,7 +386,7 @@ def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[
             probe.train()
             ends = probe.apply_all_operators(_ends_of)[0]
             every = 2 * max(1, round(interval_s / statistics.median(_gaps(ends)) / 2))
-        with make(snapshot_every_n_steps=every) as trainer:
+        with make(recovery_options=Recovery(snapshot_every_n_steps=every)) as trainer:
             trainer.train(num_steps=every * (num_snapshots + 1))
             gaps = _gaps(trainer.apply_all_operators(_ends_of)[0])
     costs = []

@@ -38,7 +38,7 @@ class ClassRunner(Changeable):
 
     def __init__(self, settings: Any, world: World) -> None:
         self._ledger = Ledger()
-        self._copies = StateCopies(settings.snapshot_every_n_steps, self._ledger)
+        self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
         self._take(self._make_hosted(settings, world))
 
     def _take(self, hosted: Hosted) -> None:

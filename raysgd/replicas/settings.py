@@ -12,9 +12,9 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd.engine.placement import Placement
-from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.exceptions import InvalidCountError
 from raysgd.replicas.batch_options import BatchOptions
+from raysgd.replicas.recovery import Recovery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,6 @@ class GroupSettings:
     min_workers: int = 1
     spare_workers: int = 0
     resize_check_s: float | None = None
-    snapshot_every_s: EverySeconds = "auto"
-    heartbeat_s: float = 30.0
-    form_timeout_s: float = 120.0
-    settle_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         _checks.refuse_text(use_local=self.use_local)
@@ -53,15 +49,12 @@ class GroupSettings:
         if self.recovery not in ("rejoin", "rebuild"):
             raise ValueError(
                 f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" '
-                "(all workers restart)."
+                "(all workers restart). Limits and snapshots belong to `recovery_options`."
             )
         self._check_counts()
-        for name in ("timeout_s", "form_timeout_s", "settle_timeout_s"):
-            _checks.check_seconds(name, getattr(self, name), may_be_least=False)
+        _checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
         if self.resize_check_s is not None:
             _checks.check_seconds("resize_check_s", self.resize_check_s, may_be_least=False)
-        check_snapshot_every_s(self.snapshot_every_s)
-        _checks.check_seconds("heartbeat_s", self.heartbeat_s, _checks.MIN_HEARTBEAT_S)
 
     def _check_counts(self) -> None:
         _checks.check_num_workers(
@@ -75,11 +68,6 @@ class GroupSettings:
         _checks.check_num_workers(
             "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
         )
-
-    @property
-    def snapshot_pace(self) -> EverySeconds:
-        """The same for the engine: what runs in the driver may be changed there between calls, which nothing notes."""
-        return 0.0 if self.use_local and self.snapshot_every_s == "auto" else self.snapshot_every_s
 
     @property
     def is_driver_only(self) -> bool:
@@ -110,7 +98,7 @@ class ReplicaSettings:
         training_operator_cls: The operator class.
         config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
         use_gpu: Whether each worker has GPUs.
-        snapshot_every_n_steps: How often to copy the state inside a training call; None: only after it.
+        recovery_options: Limits of time, and when the state is copied.
         batch_options: How large the joint batch is, and how it is divided.
         revision: How many times the operator class was replaced by `reload`.
 
@@ -122,7 +110,7 @@ class ReplicaSettings:
     config: Mapping[str, Any]
     _: KW_ONLY
     use_gpu: bool = False
-    snapshot_every_n_steps: int | None = None
+    recovery_options: Recovery = field(default_factory=Recovery)
     batch_options: BatchOptions = field(default_factory=BatchOptions)
     revision: int = 0
 
@@ -131,21 +119,4 @@ class ReplicaSettings:
         return self.batch_options.config_for(self.config, num_workers)
 
     def __post_init__(self) -> None:
-        if self.snapshot_every_n_steps is not None:
-            _checks.check_count(
-                "snapshot_every_n_steps",
-                self.snapshot_every_n_steps,
-                hint="None copies the state between calls only.",
-            )
-
-
-def check_snapshot_every_s(value: Any) -> None:
-    """Refuses what is no pace for snapshots."""
-    if isinstance(value, str):
-        if value != "auto":
-            raise ValueError(
-                f'`snapshot_every_s={value!r}`: allowed are "auto", a number of seconds, and None for no snapshots.'
-                f"{_checks.did_you_mean(value, ('auto',))}"
-            )
-    elif value is not None:
-        _checks.check_seconds("snapshot_every_s", value)
+        _checks.check_kind("recovery_options", self.recovery_options, Recovery)

@@ -15,7 +15,6 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.worker import is_sendable
@@ -29,6 +28,7 @@ from raysgd.replicas.predicting import Predicts
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
+from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.saves import Saves
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Placing, Sharing
@@ -55,11 +55,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     min_workers: int
     spare_workers: int
     resize_check_s: float | None
-    snapshot_every_n_steps: int | None
-    snapshot_every_s: EverySeconds
-    heartbeat_s: float
-    form_timeout_s: float
-    settle_timeout_s: float
+    recovery_options: Recovery
     _runner_cls: Any
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
@@ -74,7 +70,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         self._check_same_data(("train_data", "validation_data"))
         _checks.warn_of_obstacle(
             self._facts.epoch_obstacle,
-            snapshot_every_n_steps=settings.snapshot_every_n_steps,
+            snapshot_every_n_steps=settings.recovery_options.snapshot_every_n_steps,
             resize_check_s=group.resize_check_s,
         )
 

@@ -45,7 +45,7 @@ class TFHosted(hosted.Hosted):
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
         self._strategy = connections.strategy()
-        counts_steps = self._num_workers > 1 or settings.snapshot_every_n_steps is not None
+        counts_steps = self._num_workers > 1 or settings.recovery_options.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         # With a batch size of all workers together a step is the same for any number of them.
         num_joint = self._num_workers if BATCH_SIZE in settings.config else None

@@ -28,6 +28,7 @@ from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.replicas.history import Kind
 from raysgd.replicas.prediction_data import Asked, Found
+from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
 from raysgd.replicas.saves import Content
@@ -85,17 +86,7 @@ class TFTrainer(ChangingTrainer):
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
-        snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
-        snapshot_every_s: After which calls the workers copy their state, for the losses that need a snapshot. "auto":
-            so rarely that copies take at most 2 % of the time, but before a loss would repeat more than 30 s of calls.
-            A number: after calls that end so many seconds after the last copy; 0: after each call. None: never; a loss
-            that needs a snapshot then ends the trainer.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 10 s.
-        form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
-            and ready.
-        settle_timeout_s: How long a survivor of a loss may take to finish the step that it is in; then it
-            is replaced.
+        recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -142,14 +133,10 @@ class TFTrainer(ChangingTrainer):
         min_workers: int = 1,
         spare_workers: int = 0,
         resize_check_s: float | None = None,
-        snapshot_every_n_steps: int | None = None,
-        snapshot_every_s: float | Literal["auto"] | None = "auto",
-        heartbeat_s: float = 30.0,
-        form_timeout_s: float = 120.0,
-        settle_timeout_s: float = 120.0,
+        recovery_options: Recovery = Recovery(),
         **unknown: Any,
     ) -> None:
-        _checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
+        _checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
         _checks.refuse_text(use_gpu=use_gpu)
         num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
         settings = TFSettings(
@@ -157,7 +144,7 @@ class TFTrainer(ChangingTrainer):
             _checks.check_config(config),
             random.SystemRandom().randrange(2**31) if seed is None else seed,
             use_gpu=bool(use_gpu),
-            snapshot_every_n_steps=snapshot_every_n_steps,
+            recovery_options=recovery_options,
             batch_options=BatchOptions(joint_batch),
             verbose=verbose,
             num_workers=num_workers,
@@ -176,13 +163,9 @@ class TFTrainer(ChangingTrainer):
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
-            snapshot_every_s=snapshot_every_s,
-            heartbeat_s=heartbeat_s,
-            form_timeout_s=form_timeout_s,
-            settle_timeout_s=settle_timeout_s,
         )
         arguments.check_spares(group)
-        arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
+        arguments.check_snapshots_inside(recovery_options.snapshot_every_n_steps, backend)
         arguments.check_config(settings, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
@@ -216,7 +199,9 @@ class TFTrainer(ChangingTrainer):
         variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerConnection(variables)
-        return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
+        return TensorFlowConnection(
+            variables, timeout_s=self.timeout_s, form_timeout_s=self.recovery_options.form_timeout_s
+        )
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)

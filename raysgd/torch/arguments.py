@@ -274,7 +274,7 @@ def check_joint_batches(settings: TorchSettings) -> None:
                 'it exchanges gradients in every backward pass. Use `precision="fp16"` or `"bf16"`',
             ),
             (
-                is_deterministic and settings.model_options.sync_batchnorm,
+                is_deterministic and settings.step_options.sync_batchnorm,
                 "`sync_batchnorm=True`",
                 "workers take different numbers of shards, and would wait for each other. Omit one of the two",
             ),
@@ -291,7 +291,7 @@ def check_joint_batches(settings: TorchSettings) -> None:
 def check_combination(settings: TorchSettings) -> None:
     """Refuses what cannot work together, by name."""
     precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
-    model, fsdp, operator_cls = settings.model_options, settings.fsdp_options, settings.training_operator_cls
+    step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
     check_joint_batches(settings)
     if settings.use_horovod:
         check_horovod(precision, parallel, settings.use_gpu)
@@ -307,7 +307,7 @@ def check_combination(settings: TorchSettings) -> None:
             'it has no other kernels. Pass `use_gpu=True`, or `precision="bf16"`',
         ),
         (
-            precision == "apex" and model.compile is not False,
+            precision == "apex" and step.compile is not False,
             "Apex with `compile`",
             'Apex patches PyTorch while it runs. Pass `precision="fp16"` or `precision="bf16"`',
         ),
@@ -327,12 +327,12 @@ def check_combination(settings: TorchSettings) -> None:
             "everything is in the memory of the host already. Leave the policy out",
         ),
         (
-            model.sync_batchnorm and not settings.use_gpu,
+            step.sync_batchnorm and not settings.use_gpu,
             "`sync_batchnorm=True` without GPUs",
             "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
         ),
         (
-            model.sync_batchnorm and parallel == "none",
+            step.sync_batchnorm and parallel == "none",
             '`sync_batchnorm=True` with `parallel="none"`',
             'it needs workers that step together. Pass `parallel="ddp"`, or convert the models in `setup`',
         ),
@@ -342,7 +342,7 @@ def check_combination(settings: TorchSettings) -> None:
             'its steps do not run through `forward`. Pass `parallel="ddp"`, or write a `TrainingOperator`',
         ),
         (
-            hasattr(operator_cls, "_lightning_module_cls") and model.compile is not False,
+            hasattr(operator_cls, "_lightning_module_cls") and step.compile is not False,
             "an operator made of a `LightningModule` with `compile`",
             "its steps do not run through `forward`. Call `self.compile()` in the module's `configure_model`",
         ),

@@ -1,4 +1,4 @@
-"""What a trainer is told about models, steps and sharding; frozen, plain, checked when it is made."""
+"""Options of `TorchTrainer` for steps and for sharding: frozen, plain, checked when they are made."""
 
 from __future__ import annotations
 
@@ -9,45 +9,35 @@ from typing import Any
 from raysgd._checks import check_count, is_number
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What is done to registered models beside placing and wrapping them.
-
-    Attributes:
-        sync_batchnorm: Whether batch norms look at the batches of all workers.
-        activation_checkpointing: Whether blocks are computed a second time in the backward pass, to save memory.
-        compile: Whether models are compiled; a dict holds options for that.
-    """
-
-    sync_batchnorm: bool = False
-    activation_checkpointing: bool = False
-    compile: bool | Mapping[str, Any] = False
-
-    def __post_init__(self) -> None:
-        for name in ("sync_batchnorm", "activation_checkpointing"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}={getattr(self, name)!r}`: allowed are True and False.")
-        if not isinstance(self.compile, bool | Mapping):
-            raise ValueError(
-                f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
-            )
-        if isinstance(self.compile, Mapping):
-            object.__setattr__(self, "compile", dict(self.compile))  # the caller may change it later
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How gradients become an optimizer step.
+    """What a step does beside forward and backward pass.
 
-    Attributes:
-        accumulate_grad_batches: How many batches make a step.
-        clip_grad_norm: Bound for the norm of all gradients of an optimizer.
-        clip_grad_value: Bound for each single number.
+    Pass it as `step_options` to `TorchTrainer`.
+
+    Args:
+        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
+        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
+        clip_grad_value: Bound for each single number of the gradients.
+        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
+        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
+        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
+            the backward pass instead of being kept, which saves memory.
+
+    Raises:
+        ValueError: A value cannot work.
+
+    Example:
+        >>> from raysgd import StepOptions
+        >>> options = {"step_options": StepOptions(accumulate_grad_batches=4, clip_grad_norm=1.0)}
     """
 
     accumulate_grad_batches: int = 1
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    sync_batchnorm: bool = False
+    compile: bool | Mapping[str, Any] = False
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         window = check_count(
@@ -58,6 +48,15 @@ class StepOptions:
             bound = getattr(self, name)
             if bound is not None and not (is_number(bound) and bound > 0):
                 raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
+        for name in ("sync_batchnorm", "activation_checkpointing"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}={getattr(self, name)!r}`: allowed are True and False.")
+        if not isinstance(self.compile, bool | Mapping):
+            raise ValueError(
+                f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
+            )
+        if isinstance(self.compile, Mapping):
+            object.__setattr__(self, "compile", dict(self.compile))  # the caller may change it later
 
     @property
     def clips(self) -> bool:

@@ -242,7 +242,7 @@ class Registrar:
 
     def _build(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is done to a model before it is wrapped. The names in its state stay as they are."""
-        options = self._context.settings.model_options
+        options = self._context.settings.step_options
         if options.sync_batchnorm and self._context.world.is_distributed:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if options.activation_checkpointing:
@@ -251,7 +251,7 @@ class Registrar:
 
     def _compile(self, models: Sequence[torch.nn.Module]) -> None:
         """Compiles in place, so that nothing gets another name or identity."""
-        chosen = self._context.settings.model_options.compile
+        chosen = self._context.settings.step_options.compile
         if chosen is False:
             return
         for model in models:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raysgd._checks import check_seed, refuse_text
+from raysgd._checks import check_kind, check_seed, refuse_text
 from raysgd._optional import require
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.replicas.settings import ReplicaSettings
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
-from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
+from raysgd.torch.options import FSDPOptions, StepOptions
 from raysgd.torch.precision import choose_precision
 
 
@@ -29,7 +29,6 @@ class TorchSettings(ReplicaSettings):
     use_horovod: bool = False
     use_tqdm: bool = False
     add_dist_sampler: bool = True
-    model_options: ModelOptions = field(default_factory=ModelOptions)
     step_options: StepOptions = field(default_factory=StepOptions)
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
     worker_callbacks: tuple[WorkerCallback, ...] = ()
@@ -40,6 +39,7 @@ class TorchSettings(ReplicaSettings):
             allowed = ", ".join(repr(name) for name in sorted(VALID_SCHEDULER_STEP))
             raise ValueError(f"`scheduler_step_freq={self.scheduler_step_freq!r}`: allowed are None, {allowed}.")
         super().__post_init__()
+        check_kind("step_options", self.step_options, StepOptions)
         if self.seed is not None:
             check_seed(self.seed)
         refuse_text(use_tqdm=self.use_tqdm, add_dist_sampler=self.add_dist_sampler)

@@ -25,6 +25,7 @@ from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.history import Kind
 from raysgd.replicas.prediction_data import Asked, Found
+from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import (
     arguments,
@@ -37,7 +38,7 @@ from raysgd.torch import (
     schedulers,
 )
 from raysgd.torch.changing import ChangingTorchTrainer
-from raysgd.torch.options import ModelOptions, StepOptions
+from raysgd.torch.options import StepOptions
 from raysgd.torch.progress import EpochBar
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
@@ -81,13 +82,8 @@ class TorchTrainer(ChangingTorchTrainer):
         balance: "speed": shares of a constant joint batch follow the measured speed of the workers. None: even shares.
         deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
             nothing happens to; see `docs/operator.md`. With DDP.
-        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
-        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
-        clip_grad_value: Bound for each single number of the gradients.
-        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
-        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
-        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
-            the backward pass instead of being kept, which saves memory.
+        step_options: What a step does beside forward and backward pass: accumulation, clipping, compilation, batch
+            norms of all workers, checkpoints of activations.
         use_tqdm: Whether to show a progress bar in `train`.
         add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
@@ -100,17 +96,7 @@ class TorchTrainer(ChangingTorchTrainer):
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
-        snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
-        snapshot_every_s: After which calls the workers copy their state, for the losses that need a snapshot. "auto":
-            so rarely that copies take at most 2 % of the time, but before a loss would repeat more than 30 s of calls.
-            A number: after calls that end so many seconds after the last copy; 0: after each call. None: never; a loss
-            that needs a snapshot then ends the trainer.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
-            while it is made ready it gets at least 10 s.
-        form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
-            and ready.
-        settle_timeout_s: How long a survivor of a loss may take to finish the step that it is in; then it
-            is replaced.
+        recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
             global generators are seeded in each worker: alike before `setup`, then each worker's own.
 
@@ -133,6 +119,7 @@ class TorchTrainer(ChangingTorchTrainer):
     use_fp16: bool | str
     precision: str | None
     parallel: str
+    step_options: StepOptions
     joint_batch: str
     max_batch_per_worker: int | None
     balance: str | None
@@ -169,12 +156,7 @@ class TorchTrainer(ChangingTorchTrainer):
         max_batch_per_worker: int | None = None,
         balance: Literal["speed"] | None = None,
         deterministic: bool = False,
-        accumulate_grad_batches: int = 1,
-        clip_grad_norm: float | None = None,
-        clip_grad_value: float | None = None,
-        sync_batchnorm: bool = False,
-        compile: bool | Mapping[str, Any] = False,
-        activation_checkpointing: bool = False,
+        step_options: StepOptions = StepOptions(),
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
         scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
@@ -183,11 +165,7 @@ class TorchTrainer(ChangingTorchTrainer):
         min_workers: int = 1,
         spare_workers: int = 0,
         resize_check_s: float | None = None,
-        snapshot_every_n_steps: int | None = None,
-        snapshot_every_s: float | Literal["auto"] | None = "auto",
-        heartbeat_s: float = 30.0,
-        form_timeout_s: float = 120.0,
-        settle_timeout_s: float = 120.0,
+        recovery_options: Recovery = Recovery(),
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
@@ -197,7 +175,13 @@ class TorchTrainer(ChangingTorchTrainer):
         retired.take_creators(unknown)
         arguments.check_place(num_workers, use_local)
         self.serialize_data_creation = retired.take_others(unknown)
-        _checks.refuse_unknown("TorchTrainer", unknown, TorchTrainer.__init__.__annotations__)
+        _checks.refuse_unknown(
+            "TorchTrainer",
+            unknown,
+            TorchTrainer.__init__.__annotations__,
+            recovery_options=Recovery,
+            step_options=StepOptions,
+        )
         arguments.check_operator_class(training_operator_cls)
         use_gpu = arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
@@ -207,7 +191,7 @@ class TorchTrainer(ChangingTorchTrainer):
             training_operator_cls,
             _checks.check_config(config),
             use_gpu=use_gpu,
-            snapshot_every_n_steps=snapshot_every_n_steps,
+            recovery_options=recovery_options,
             scheduler_step_freq=scheduler_step_freq,
             use_fp16=use_fp16,
             precision=precision,
@@ -215,8 +199,7 @@ class TorchTrainer(ChangingTorchTrainer):
             use_horovod=chosen_backend == "horovod",
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
-            model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
-            step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
+            step_options=step_options,
             fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
             batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance, deterministic, num_workers),
             seed=seed,
@@ -234,10 +217,6 @@ class TorchTrainer(ChangingTorchTrainer):
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
-            snapshot_every_s=snapshot_every_s,
-            heartbeat_s=heartbeat_s,
-            form_timeout_s=form_timeout_s,
-            settle_timeout_s=settle_timeout_s,
         )
         arguments.check_spares(group, chosen_parallel)
         arguments.check_combination(settings)
@@ -256,8 +235,8 @@ class TorchTrainer(ChangingTorchTrainer):
 
     def _make_connection(self) -> Connection:
         if self.backend == "horovod":
-            return HorovodConnection(self.timeout_s, self.form_timeout_s)
-        return TorchConnection(self.backend, self.timeout_s, self.form_timeout_s)
+            return HorovodConnection(self.timeout_s, self.recovery_options.form_timeout_s)
+        return TorchConnection(self.backend, self.timeout_s, self.recovery_options.form_timeout_s)
 
     @property
     def _keeps_survivors(self) -> bool:

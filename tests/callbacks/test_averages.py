@@ -12,6 +12,7 @@ import torch
 from raysgd.callbacks import EMA, SWA, Callback, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.options import StepOptions
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, OwnEpochOperator
 
 Make = Callable[..., TorchTrainer]
@@ -128,7 +129,7 @@ def near(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class TestEMA:
-    @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+    @pytest.mark.parametrize("options", [{}, {"step_options": StepOptions(accumulate_grad_batches=2)}])
     def test_is_the_average_of_all_steps(self, make_local: Make, options: dict[str, Any]) -> None:
         ema, trainer = EMA(decay=0.8), make_local(**options)
         trainer.fit(2, callbacks=[ema])

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
 from raysgd.engine.history import Event
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -64,7 +65,7 @@ class TestGradientNorms:
         make_local(Noting).train()
         return norms
 
-    @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.01}])
+    @pytest.mark.parametrize("options", [{}, {"step_options": StepOptions(clip_grad_norm=0.01)}])
     def test_are_those_before_clipping(self, make_local: Make, options: dict[str, Any]) -> None:
         [row] = make_local(**options).fit(1, callbacks=[GradientNorms()])
         first = self.expected(make_local)[0]

@@ -19,7 +19,7 @@ from raysgd.engine.types import World
 from raysgd.operators import GANOperator
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
+from raysgd.torch.options import FSDPOptions, StepOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
 from tests.torch import lab, operators_for_tests
@@ -442,12 +442,12 @@ def test_what_an_optimizer_keeps_from_the_start_is_divided_too(two: TorchTrainer
 def test_what_is_done_to_models_changes_neither_names_nor_numbers(two: TorchTrainer, parallel: str) -> None:
     expected = big_batch(DeepOperator, 2, "fp32")
     for model_options in (
-        ModelOptions(activation_checkpointing=True),
-        ModelOptions(compile={"backend": "aot_eager"}),
-        ModelOptions(activation_checkpointing=True, compile={"backend": "eager"}),
+        StepOptions(activation_checkpointing=True),
+        StepOptions(compile={"backend": "aot_eager"}),
+        StepOptions(activation_checkpointing=True, compile={"backend": "eager"}),
     ):
         fsdp = FSDPOptions(min_block_parameters=1)  # every layer is a group
-        options = {"parallel": parallel, "model_options": model_options, "fsdp_options": fsdp}
+        options = {"parallel": parallel, "step_options": model_options, "fsdp_options": fsdp}
         found = run_together(two, experiment(DeepOperator, (("train", None), ("validate", None)), **options))
         assert list(found.model[0]) == list(expected.model[0])
         assert_close(found.model[0], expected.model[0], 1e-6, f"{parallel}, {model_options}")

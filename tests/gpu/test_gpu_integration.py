@@ -19,7 +19,7 @@ from raysgd.engine.types import World
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.ddp import DDP
-from raysgd.torch.options import FSDPOptions
+from raysgd.torch.options import FSDPOptions, StepOptions
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.stream_clock import StreamClock
@@ -88,7 +88,7 @@ def make_local() -> Iterator[Callable[..., TorchTrainer]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_every_format_learns_what_a_cpu_learns(precision: str, make_local: Callable[..., TorchTrainer]) -> None:
-    options = {"accumulate_grad_batches": 2, "clip_grad_norm": 10.0}
+    options = {"step_options": StepOptions(accumulate_grad_batches=2, clip_grad_norm=10.0)}
     on_cpu, on_gpu = make_local(use_gpu=False, **options), make_local(use_gpu=True, precision=precision, **options)
     operator: Any = on_gpu.get_local_operator()
     assert (operator.device.type, operator.use_gpu, operator.device_ids) == ("cuda", True, [operator.device.index])
@@ -116,7 +116,7 @@ def test_the_stock_loop_never_waits_for_the_gpu(precision: str, make_local: Call
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-    make_local(Strict, use_gpu=True, precision=precision, clip_grad_norm=1.0).train()
+    make_local(Strict, use_gpu=True, precision=precision, step_options=StepOptions(clip_grad_norm=1.0)).train()
 
 
 def test_batches_come_pinned_and_nested_ones_are_copied(make_local: Callable[..., TorchTrainer]) -> None:
@@ -146,7 +146,7 @@ def test_activation_checkpointing_saves_memory(make_local: Callable[..., TorchTr
 
     peaks = []
     for checkpointing in (False, True):
-        trainer = make_local(Deep, use_gpu=True, activation_checkpointing=checkpointing)
+        trainer = make_local(Deep, use_gpu=True, step_options=StepOptions(activation_checkpointing=checkpointing))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train()
@@ -155,7 +155,7 @@ def test_activation_checkpointing_saves_memory(make_local: Callable[..., TorchTr
 
 
 def test_compiled_models_train_on_a_gpu(make_local: Callable[..., TorchTrainer]) -> None:
-    plain, compiled = make_local(use_gpu=True), make_local(use_gpu=True, compile=True)
+    plain, compiled = make_local(use_gpu=True), make_local(use_gpu=True, step_options=StepOptions(compile=True))
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-4)
 
 
@@ -313,7 +313,7 @@ def test_workers_side_by_side_have_a_gpu_each_and_see_all(ray_cluster: None, use
 @RunIf(min_gpus=2)
 def test_batch_norms_look_at_the_batches_of_all_workers(ray_cluster: None) -> None:
     config = {"num_samples": 19, "batch_size": 4}  # of the last three, one worker gets none
-    options = {"use_gpu": True, "num_workers": 2, "sync_batchnorm": True}
+    options = {"use_gpu": True, "num_workers": 2, "step_options": StepOptions(sync_batchnorm=True)}
     with TorchTrainer(training_operator_cls=BatchNormOperator, config=config, **options) as trainer:
         trainer.train()
         found = trainer.get_model(to_cpu=True).state_dict()

@@ -87,6 +87,7 @@ def with_operators(gib: float, folder: str) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
+    from raysgd import Recovery
     from raysgd.torch import TorchTrainer, TrainingOperator
 
     class Large(torch.nn.Linear):
@@ -103,7 +104,7 @@ def with_operators(gib: float, folder: str) -> dict[str, Any]:
             data: Any = [(torch.ones(1), torch.ones(1))] * 4
             self.register_data(train_loader=DataLoader(data))
 
-    trainer = TorchTrainer(training_operator_cls=Operator, heartbeat_s=HEARTBEAT_S)
+    trainer = TorchTrainer(training_operator_cls=Operator, recovery_options=Recovery(heartbeat_s=HEARTBEAT_S))
     peak = Peak()
     for _ in range(NUM_STATES):
         trainer.train()

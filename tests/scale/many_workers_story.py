@@ -10,7 +10,7 @@ import logging
 
 import ray
 
-from raysgd import testing
+from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.torch.ledger import Ledger
@@ -28,7 +28,10 @@ def main() -> None:
     config = {"batch_size": BATCH_SIZE, "num_samples": NUM_WORKERS * BATCH_SIZE * NUM_STEPS}
     try:
         with TorchTrainer(
-            training_operator_cls=Ledger, config=config, num_workers=NUM_WORKERS, heartbeat_s=HEARTBEAT_S
+            training_operator_cls=Ledger,
+            config=config,
+            num_workers=NUM_WORKERS,
+            recovery_options=Recovery(heartbeat_s=HEARTBEAT_S),
         ) as trainer:
             trainer.train()
             testing.kill_worker(trainer, KILLED_RANK, at="step:2")

@@ -15,6 +15,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.engine.types import DataLedger
+from raysgd.replicas.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
@@ -311,7 +312,10 @@ def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES, "pause_s": 0.02}
-    options: dict[str, Any] = {"recovery": "rebuild", "snapshot_every_n_steps": 10, "heartbeat_s": 1.0}
+    options: dict[str, Any] = {
+        "recovery": "rebuild",
+        "recovery_options": Recovery(snapshot_every_n_steps=10, heartbeat_s=1.0),
+    }
     trainer = TFTrainer(make_model_that_waits, make_shuffled, config=config, num_replicas=2, seed=1, **options)
     trainers.append(trainer)
     path = trainer.save(tmp_path / "before.npz")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.replicas.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -76,7 +77,12 @@ class BackupAndRestore:
         ({**CREATORS, "min_workers": 2}, ValueError, "`min_workers=2` with `num_workers=1`"),
         ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "spares join survivors"),
         ({**CREATORS, "spare_workers": 1}, ValueError, "`spare_workers=1` with `num_workers=1`"),
-        ({**CREATORS, "snapshot_every_n_steps": 5, "backend": "mwms"}, ValueError, "can only start over"),
+        (
+            {**CREATORS, "recovery_options": Recovery(snapshot_every_n_steps=5), "backend": "mwms"},
+            ValueError,
+            "can only start over",
+        ),
+        ({**CREATORS, "heartbeat_s": 5}, TypeError, r"takes `heartbeat_s` as `recovery_options=Recovery\(heartbeat_s="),
         (
             {"training_operator_cls": Operator, "num_workers": 3, "config": {BATCH_SIZE: 2}},
             ValueError,

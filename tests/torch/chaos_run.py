@@ -22,6 +22,7 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.hygiene import RaySurroundings
@@ -159,7 +160,7 @@ def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dic
         num_workers=NUM_WORKERS,
         config={**CONFIG, "step_s": STEP_S},
         resize_check_s=0.5,
-        snapshot_every_n_steps=10,
+        recovery_options=Recovery(snapshot_every_n_steps=10),
     ) as trainer:
         chaos = Chaos(trainer, cluster, faults, faults * 2 // 3, max(1, faults // 10), nodes, seed)
         chaos.start()

@@ -26,6 +26,7 @@ import psutil
 import torch
 from ray.cluster_utils import Cluster
 
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
@@ -167,7 +168,10 @@ def train_disturbed(
 ) -> int:
     """One part of the record; returns its passes."""
     with make_trainer(
-        config={"step_s": STEP_S}, num_workers=NUM_WORKERS, resize_check_s=0.5, snapshot_every_n_steps=10
+        config={"step_s": STEP_S},
+        num_workers=NUM_WORKERS,
+        resize_check_s=0.5,
+        recovery_options=Recovery(snapshot_every_n_steps=10),
     ) as trainer:
         if record.passes_of_training:
             trainer.load(str(record.file(folder, "disturbed")))

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import testing
 from raysgd.operators import GANOperator
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
@@ -62,7 +63,9 @@ def assert_alike(trainer: TorchTrainer) -> None:
 def test_a_long_step_is_none_of_a_frozen_process_which_is_lost(ray_cluster: None) -> None:
     """With processes that load: they stay with their worker, or end with it."""
     config = {"num_samples": 48, "num_loader_processes": 2}
-    with TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, heartbeat_s=4.0) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Ledger, num_workers=2, config=config, recovery_options=Recovery(heartbeat_s=4.0)
+    ) as trainer:
         with testing.slow_rank(trainer, 0, 12.0):
             trainer.train(num_steps=1)
         assert kinds(trainer) == []

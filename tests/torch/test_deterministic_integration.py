@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd import testing
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.options import StepOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -152,7 +153,7 @@ def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOp
     ("options", "message"),
     [
         ({"balance": "speed", "joint_batch": "constant"}, '`deterministic=True` with `balance="speed"`'),
-        ({"accumulate_grad_batches": 2}, "cannot work with `accumulate_grad_batches=2`"),
+        ({"step_options": StepOptions(accumulate_grad_batches=2)}, "cannot work with `accumulate_grad_batches=2`"),
         ({"parallel": "fsdp"}, '`deterministic=True` cannot work with `parallel="fsdp"`'),
         ({"add_dist_sampler": False}, "`deterministic=True` cannot work with `add_dist_sampler=False`"),
         (

@@ -19,7 +19,9 @@ from raysgd import testing
 from raysgd.connections import torch as torch_connection
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import DataLedger
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
+from raysgd.torch.options import StepOptions
 from tests.torch.gate import Gate, mark_when_inside
 from tests.torch.ledger import NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.operators_for_tests import dataset, equal
@@ -109,7 +111,7 @@ def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
         num_workers=2,
         config={"marks": str(tmp_path)},
         recovery=recovery,
-        snapshot_every_n_steps=2,
+        recovery_options=Recovery(snapshot_every_n_steps=2),
     )
     trainers.append(trainer)
     watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
@@ -125,7 +127,11 @@ def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
 def test_a_worker_that_froze_between_two_calls_is_replaced(
     ray_cluster: None, trainers: list[TorchTrainer], newcomers: Gate
 ) -> None:
-    options: dict[str, Any] = {"heartbeat_s": 2.0, "resize_check_s": 600.0, "initialization_hook": newcomers}
+    options: dict[str, Any] = {
+        "recovery_options": Recovery(heartbeat_s=2.0),
+        "resize_check_s": 600.0,
+        "initialization_hook": newcomers,
+    }
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=3, **options)
     trainers.append(trainer)
     newcomers.close()
@@ -144,7 +150,7 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
 ) -> None:
     monkeypatch.setattr("raysgd.engine.survivors._STUCK_S", 1.0)
     monkeypatch.setattr("raysgd.engine.call_monitor._REPORT_S", 60.0)
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, settle_timeout_s=3.0)
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, recovery_options=Recovery(settle_timeout_s=3.0))
     trainers.append(trainer)
     trainer.train(num_steps=2)
     trainer.apply_all_operators(wait_for_others_no_longer_than_five_seconds)
@@ -223,7 +229,9 @@ def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
 
 def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
     config = {"is_large": True}
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, accumulate_grad_batches=4)
+    trainer = TorchTrainer(
+        training_operator_cls=Ledger, num_workers=2, config=config, step_options=StepOptions(accumulate_grad_batches=4)
+    )
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:6")
     result = trainer.train(num_steps=12)

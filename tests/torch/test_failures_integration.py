@@ -17,6 +17,7 @@ import torch
 
 from raysgd.engine.resources import Reservation
 from raysgd.exceptions import WorkerError, WorkersLostError
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
@@ -480,7 +481,11 @@ class Waiting(LinearOperator):
 def test_a_progress_bar_that_waits_for_the_device_makes_no_worker_silent(ray_cluster: None) -> None:
     config = {BATCH_SIZE: 8, "step_s": 1.5, "wait_s": 6.0}
     with TorchTrainer(
-        training_operator_cls=Waiting, num_workers=2, config=config, use_tqdm=True, heartbeat_s=2.0
+        training_operator_cls=Waiting,
+        num_workers=2,
+        config=config,
+        use_tqdm=True,
+        recovery_options=Recovery(heartbeat_s=2.0),
     ) as trainer:
         trainer.train(num_steps=4)
         assert [event.kind for event in controller_of(trainer).history.events] == ["started"]

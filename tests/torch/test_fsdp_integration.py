@@ -17,9 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
-from raysgd.torch.options import FSDPOptions
+from raysgd.torch.options import FSDPOptions, StepOptions
 from tests.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -253,7 +254,7 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=number) for number in (7, 1, 2)]
     config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path)}
-    with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600) as trainer:
+    with start(config=config, recovery_options=Recovery(snapshot_every_n_steps=1, snapshot_every_s=3600)) as trainer:
         [survivor, lost] = trainer.apply_all_workers(os.getpid)
         watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
         watcher.start()
@@ -298,7 +299,9 @@ def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver
 ) -> None:
     divided.train()
     of_two = divided.state_dict()
-    with start(3, use_local=True, precision="bf16", accumulate_grad_batches=2, clip_grad_norm=1.0) as trainer:
+    with start(
+        3, use_local=True, precision="bf16", step_options=StepOptions(accumulate_grad_batches=2, clip_grad_norm=1.0)
+    ) as trainer:
         trainer.load(divided.save(tmp_path / "parts"))
         assert equal(trainer.state_dict(), of_two)
         trainer.train()

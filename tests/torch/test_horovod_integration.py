@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.exceptions import WorkerError
 from raysgd.operators import ClassificationOperator
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
@@ -294,7 +295,7 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     """Also where the driver is a rank, whose process has to form the next group as well."""
     config = {**CONFIG, "optimizer": "adam"}
     alone = make_local(config={**JOINT, "optimizer": "adam"})
-    options: dict[str, Any] = {} if use_local else {"snapshot_every_n_steps": 1}
+    options: dict[str, Any] = {} if use_local else {"recovery_options": Recovery(snapshot_every_n_steps=1)}
     kill = (1, str(tmp_path / "once"), str(tmp_path if use_local else tmp_path / "landed"))
     with TorchTrainer(
         training_operator_cls=Mortal, config=config, num_workers=2, backend="horovod", use_local=use_local, **options

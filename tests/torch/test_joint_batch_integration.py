@@ -20,7 +20,7 @@ from raysgd.data import Dataset
 from raysgd.engine.types import World
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
-from raysgd.torch.options import ModelOptions
+from raysgd.torch.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -209,7 +209,7 @@ def kernels_of_synchronized_norms() -> dict[str, Any]:
 def test_synchronized_batch_norms_do_not_count_padding(two: TorchTrainer) -> None:
     config = {"num_samples": 35, "batch_size": 16}
     calls = (("train", None), ("train", None), ("validate", None))
-    options = {"batch_options": BatchOptions("constant"), "model_options": ModelOptions(sync_batchnorm=True)}
+    options = {"batch_options": BatchOptions("constant"), "step_options": StepOptions(sync_batchnorm=True)}
     synchronized, kernels = Experiment(BatchNormOperator, config, calls, options), kernels_of_synchronized_norms
 
     def run(operator: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch.options import ModelOptions
+from raysgd.torch.options import StepOptions
 from raysgd.torch.precision import make_precision
 from tests.torch.operators_for_tests import (
     CPU,
@@ -210,7 +210,7 @@ def test_whoever_expects_a_division_and_does_not_get_it_is_warned_once(caplog: p
 
 def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None:
     for world, kind in ((World(0, 2), torch.nn.SyncBatchNorm), (World(0, 1), torch.nn.BatchNorm1d)):
-        operator = make(Bare, world=world, model_options=ModelOptions(sync_batchnorm=True))
+        operator = make(Bare, world=world, step_options=StepOptions(sync_batchnorm=True))
         model = torch.nn.Sequential(a_model(), torch.nn.BatchNorm1d(1))
         names = list(model.state_dict())
         optimizer = an_optimizer(model)

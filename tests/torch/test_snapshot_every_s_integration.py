@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
@@ -42,7 +43,7 @@ def test_what_no_snapshot_covers_is_run_again_and_a_file_is_written_from_the_cop
         num_workers=2,
         min_workers=2,  # one by itself would not come to the same weights
         recovery="rebuild",
-        snapshot_every_s=3600,
+        recovery_options=Recovery(snapshot_every_s=3600),
         use_gpu=False,
     ) as trainer:
         start = trainer.state_dict()

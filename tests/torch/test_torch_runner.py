@@ -29,6 +29,7 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import copies
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
@@ -730,7 +731,9 @@ class BreaksOff(LinearOperator):
 
 def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, **config: Any) -> TorchRunner:
     """The replica of rank 0 of two, as far as one process can be that; it has the first half of each step."""
-    spec = TorchSettings(operator_cls, {"batch_size": 2, **config}, snapshot_every_n_steps=every)
+    spec = TorchSettings(
+        operator_cls, {"batch_size": 2, **config}, recovery_options=Recovery(snapshot_every_n_steps=every)
+    )
     runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
     runner.setup()
     return runner
@@ -1191,7 +1194,7 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
 
 
 def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
-    first = TorchRunner(TorchSettings(LinearOperator, {}, snapshot_every_n_steps=2), ALONE)
+    first = TorchRunner(TorchSettings(LinearOperator, {}, recovery_options=Recovery(snapshot_every_n_steps=2)), ALONE)
     first.setup()
     train(first)
     part = first.part_of_snapshot(4)
@@ -1218,7 +1221,7 @@ class OwnData(LinearOperator):
 def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
     operator_cls: type[LinearOperator], expected: str | None
 ) -> None:
-    runner = TorchRunner(TorchSettings(operator_cls, {}, snapshot_every_n_steps=2), ALONE)
+    runner = TorchRunner(TorchSettings(operator_cls, {}, recovery_options=Recovery(snapshot_every_n_steps=2)), ALONE)
     obstacle = runner.setup().epoch_obstacle
     train(runner)
     assert obstacle is None if expected is None else obstacle is not None and expected in obstacle
@@ -1227,7 +1230,7 @@ def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
 
 def test_no_snapshot_is_taken_inside_a_dataset_whose_position_nobody_knows() -> None:
     """A call that is run again would begin it anew, on top of what it had taught the model by then."""
-    runner = TorchRunner(TorchSettings(LinearOperator, {}, snapshot_every_n_steps=1), ALONE)
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, recovery_options=Recovery(snapshot_every_n_steps=1)), ALONE)
     runner.setup()
     shard = [[(torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1))]] * 3
     assert train(runner, shard=shard).num_steps == 3

@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,8 +27,10 @@ import torch.distributed.fsdp
 
 from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import InvalidCountError, WorkerError
+from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.replicas.rows import Rows
 from tests.torch.apex_double import StrictAmp
@@ -59,6 +62,7 @@ RETIRED = {
 def test_arguments_are_keywords_with_the_defaults_of_old() -> None:
     parameters = dict(inspect.signature(TorchTrainer.__init__).parameters)
     del parameters["self"], parameters["unknown"]
+    assert len(parameters) <= 35
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     assert defaults.pop("training_operator_cls") is inspect.Parameter.empty
@@ -132,10 +136,8 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
             "min_workers",
             "spare_workers",
             "resize_check_s",
-            "snapshot_every_n_steps",
-            "heartbeat_s",
-            "form_timeout_s",
-            "settle_timeout_s",
+            "recovery_options",
+            "step_options",
             "_num_failures",
             "_last_resize",
         )
@@ -156,10 +158,8 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "min_workers": 1,
         "spare_workers": 0,
         "resize_check_s": None,
-        "snapshot_every_n_steps": None,
-        "heartbeat_s": 30.0,
-        "form_timeout_s": 120.0,
-        "settle_timeout_s": 120.0,
+        "recovery_options": Recovery(),
+        "step_options": StepOptions(),
         "_num_failures": 0,
         "_last_resize": -math.inf,
     }
@@ -183,6 +183,7 @@ def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: Ma
 def a_function(*args: Any) -> None: ...
 
 
+HOLDERS: dict[str, Any] = {"recovery_options": Recovery, "step_options": StepOptions}
 COUNT_ERRORS = (ValueError, AssertionError)  # one exception that is both
 
 # In the order in which they are looked at.
@@ -216,13 +217,16 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares join survivors"),
     ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares join survivors"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
-    *[({"heartbeat_s": value}, ValueError, "heartbeat_s") for value in (0, None, "30")],
     *[
-        ({name: value}, ValueError, f"`{name}=")
-        for name in ("form_timeout_s", "settle_timeout_s")
-        for value in (0, None, "30", True)
+        ({field.name: 1}, TypeError, rf"takes `{field.name}` as `{option}={kind.__name__}\({field.name}=\.\.\.\)`")
+        for option, kind in HOLDERS.items()
+        for field in fields(kind)
     ],
-    *[({"snapshot_every_n_steps": value}, ValueError, "snapshot_every_n_steps") for value in (0, 1.5, True)],
+    *[
+        ({option: value}, TypeError, rf"`{option}=.*`from raysgd import {kind.__name__}`")
+        for option, kind in HOLDERS.items()
+        for value in (None, {"heartbeat_s": 1.0})
+    ],
     ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
     ({"timeout_s": True}, ValueError, "`timeout_s=True`"),
@@ -231,16 +235,6 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"use_fp16": True, "precision": "bf16"}, ValueError, "both choose a format"),
     *[({"parallel": value}, ValueError, r'`parallel=.*allowed are "ddp", "fsdp", "none"') for value in ("dp", 1, "")],
     ({"parallel": "fsdp", "wrap_ddp": False}, ValueError, "contradict each other"),
-    *[
-        ({"accumulate_grad_batches": value}, ValueError, f"`accumulate_grad_batches={value}`: need at least 1")
-        for value in (0, -1, 1.5, True)
-    ],
-    *[
-        ({name: value}, ValueError, f"`{name}={value!r}`: need a positive number")
-        for name in ("clip_grad_norm", "clip_grad_value")
-        for value in (-1.0, 0, True, "1", float("inf"), float("nan"))
-    ],
-    *[({name: 1}, ValueError, f"`{name}=1`") for name in ("sync_batchnorm", "activation_checkpointing", "compile")],
     ({"fsdp_args": ["a"]}, ValueError, r"`fsdp_args=\['a'\]`: need a dict"),
     ({"fsdp_args": {}}, ValueError, '`fsdp_args` is given with `parallel="ddp"`'),
     *[
@@ -298,12 +292,15 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": "fsdp", "fsdp_args": {"mp_policy": object()}, "use_fp16": True}, "mixed precision with `fsdp_args"),
     ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}, "precision": "fp16"}, "fp16 with `fsdp_args"),
     ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}}, "'offload_policy': ...}` without GPUs"),
-    ({"sync_batchnorm": True}, "`sync_batchnorm=True` without GPUs"),
-    ({"sync_batchnorm": True, "parallel": "none", "use_gpu": True}, '`sync_batchnorm=True` with `parallel="none"`'),
+    ({"step_options": StepOptions(sync_batchnorm=True)}, "`sync_batchnorm=True` without GPUs"),
+    (
+        {"step_options": StepOptions(sync_batchnorm=True), "parallel": "none", "use_gpu": True},
+        '`sync_batchnorm=True` with `parallel="none"`',
+    ),
     ({"parallel": "fsdp", "training_operator_cls": no_lightning_module()}, "LightningModule"),
-    ({"compile": True, "training_operator_cls": no_lightning_module()}, "LightningModule"),
+    ({"step_options": StepOptions(compile=True), "training_operator_cls": no_lightning_module()}, "LightningModule"),
     ({"precision": "apex"}, "Apex without GPUs"),
-    ({"use_fp16": "apex", "compile": True, "use_gpu": True}, "Apex with `compile`"),
+    ({"use_fp16": "apex", "step_options": StepOptions(compile=True), "use_gpu": True}, "Apex with `compile`"),
     ({"precision": "apex", "parallel": "fsdp", "use_gpu": True}, 'Apex with `parallel="fsdp"`'),
 ]
 
@@ -374,10 +371,10 @@ def test_a_batch_size_that_does_not_divide_is_named_in_the_log(
 def test_options_that_have_no_effect_are_named_in_the_log(
     make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_local(LinearOperator, snapshot_every_n_steps=5, resize_check_s=1.0)
+    make_local(LinearOperator, recovery_options=Recovery(snapshot_every_n_steps=5), resize_check_s=1.0)
     make_local(OwnEpochOperator)
     assert "no effect" not in caplog.text
-    make_local(OwnEpochOperator, snapshot_every_n_steps=5)
+    make_local(OwnEpochOperator, recovery_options=Recovery(snapshot_every_n_steps=5))
     assert "`snapshot_every_n_steps=5`: no effect inside an epoch, because `OwnEpochOperator` overrides" in caplog.text
 
 
@@ -511,7 +508,7 @@ def test_a_negative_number_of_retries_is_refused(kind: type[Exception], make_loc
 
 
 def test_whole_numbers_may_be_numpys(make_local: MakeTrainer) -> None:
-    trainer = make_local(num_workers=numpy.int64(1), accumulate_grad_batches=numpy.int64(1))
+    trainer = make_local(num_workers=numpy.int64(1), step_options=StepOptions(accumulate_grad_batches=numpy.int64(1)))
     assert trainer.train(num_steps=numpy.int64(2), max_retries=numpy.int64(0))["batch_count"] == 2
 
 
@@ -1078,7 +1075,7 @@ def test_a_warning_about_cuda_comes_only_where_there_is_cuda(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_formats_train_here_too(precision: str, make_local: MakeTrainer) -> None:
-    trainer = make_local(precision=precision, use_gpu=False, clip_grad_norm=1.0)
+    trainer = make_local(precision=precision, use_gpu=False, step_options=StepOptions(clip_grad_norm=1.0))
     operator: Any = trainer.get_local_operator()
     assert operator.use_fp16 == (precision != "fp32")
     first, last = [trainer.train()["train_loss"] for _ in range(2)]
@@ -1113,7 +1110,7 @@ def test_a_batch_scheduler_steps_with_the_optimizer(make_local: MakeTrainer) -> 
             scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
             _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
 
-    trainer = make_local(Scheduled, accumulate_grad_batches=2, scheduler_step_freq="batch")
+    trainer = make_local(Scheduled, step_options=StepOptions(accumulate_grad_batches=2), scheduler_step_freq="batch")
     trainer.train()  # 5 batches
     assert trainer.get_local_operator().scheduler.last_epoch == 3  # type: ignore[attr-defined]
 
@@ -1131,7 +1128,7 @@ def test_the_number_of_batches_for_a_step_may_change_with_the_epoch(make_local: 
             features, _, target = batch
             return (features,), target
 
-    trainer = make_local(Grows, accumulate_grad_batches=2)
+    trainer = make_local(Grows, step_options=StepOptions(accumulate_grad_batches=2))
     trainer.train()
     trainer.train()
     assert trainer.get_local_operator().seen == [[1], [3], [4], [8], [9]]  # type: ignore[attr-defined]
@@ -1149,7 +1146,7 @@ def test_a_strange_number_of_batches_is_refused(answer: Any, make_local: MakeTra
 
 def test_gradients_computed_past_the_library_cannot_be_accumulated(make_local: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"had no effect: `OwnBatchOperator` computes its gradients by itself"):
-        make_local(OwnBatchOperator, accumulate_grad_batches=2).train()
+        make_local(OwnBatchOperator, step_options=StepOptions(accumulate_grad_batches=2)).train()
 
 
 def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> None:
@@ -1160,9 +1157,9 @@ def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> 
                 if index == 2:
                     return {"pending": self._raysgd.parallel.step.is_pending}
 
-    trainer = make_local(StopsEarly, accumulate_grad_batches=2)
+    trainer = make_local(StopsEarly, step_options=StepOptions(accumulate_grad_batches=2))
     assert trainer.train()["pending"], "two batches are stepped, the third waits"
-    other = make_local(LinearOperator, accumulate_grad_batches=2)
+    other = make_local(LinearOperator, step_options=StepOptions(accumulate_grad_batches=2))
     other.train(num_steps=3)
     for name, tensor in trainer.get_model().state_dict().items():
         torch.testing.assert_close(tensor, other.get_model().state_dict()[name], rtol=1e-6, atol=1e-6)
@@ -1195,7 +1192,9 @@ def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> No
             return {"num_samples": len(target)}
 
     for precision, tolerance in (("fp32", 1e-6), ("fp16", 4e-3)):
-        small = make_local(Pair, config={"batch_size": 4}, accumulate_grad_batches=2, precision=precision)
+        small = make_local(
+            Pair, config={"batch_size": 4}, step_options=StepOptions(accumulate_grad_batches=2), precision=precision
+        )
         large = make_local(Pair, config={"batch_size": 8}, precision=precision)
         small.train()
         large.train()
@@ -1219,7 +1218,9 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
             self.largest = max(float(each.grad.norm()) for each in parameters if each.grad is not None)
             super().clip_grad_value(parameters, max_value)
 
-    trainer = make_local(Notes, precision="fp16", use_gpu=False, clip_grad_norm=0.5, clip_grad_value=0.4)
+    trainer = make_local(
+        Notes, precision="fp16", use_gpu=False, step_options=StepOptions(clip_grad_norm=0.5, clip_grad_value=0.4)
+    )
     trainer.train(num_steps=1)
     operator: Any = trainer.get_local_operator()
     assert 0.5 < operator.norm < 20, "unscaled, and not yet clipped"
@@ -1227,7 +1228,7 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
 
 
 def test_compiled_models_keep_names_and_identity(make_local: MakeTrainer) -> None:
-    plain, compiled = make_local(), make_local(compile=True, activation_checkpointing=True)
+    plain, compiled = make_local(), make_local(step_options=StepOptions(compile=True, activation_checkpointing=True))
     assert list(plain.state_dict()["models"][0]) == list(compiled.state_dict()["models"][0])
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-6)
     assert compiled.validate()["val_loss"] == pytest.approx(plain.validate()["val_loss"], rel=1e-6)

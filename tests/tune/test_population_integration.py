@@ -12,6 +12,7 @@ import ray.cloudpickle
 
 from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
+from raysgd.replicas.recovery import Recovery
 from raysgd.tune.population import Population
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
@@ -42,7 +43,11 @@ class WideOperator(LinearOperator):
 
 def make(config: dict[str, Any]) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=WideOperator, config=config, num_workers=2, use_gpu=False, snapshot_every_s=0
+        training_operator_cls=WideOperator,
+        config=config,
+        num_workers=2,
+        use_gpu=False,
+        recovery_options=Recovery(snapshot_every_s=0),
     )
 
 
