@@ -57,7 +57,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _sync_folder(folder)
+    sync(folder)
 
 
 @contextlib.contextmanager
@@ -113,13 +113,13 @@ def _remove_unless_locked(entry: os.DirEntry[str]) -> None:
             os.unlink(entry)
 
 
-def _sync_folder(folder: str) -> None:
-    """Put a renaming on the disk. Some file systems cannot do that for a folder, and need not."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: str | os.PathLike[str]) -> None:
+    """Put a file, or the names in a folder, on the disk. Some file systems cannot do the latter, and need not."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
         os.close(descriptor)

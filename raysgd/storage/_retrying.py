@@ -9,7 +9,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,14 +39,11 @@ _LASTING = (
     MemoryError,
 )
 _LASTING_NUMBERS = {
-    errno.EACCES,
     errno.EDQUOT,
     errno.EFBIG,
-    errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
     errno.ENOSPC,
-    errno.EPERM,
     errno.EROFS,
 }
 _PASSING_WORDS = re.compile(r"REQUEST_TIMEOUT|SLOW_DOWN|THROTTL|HTTP status (?:408|429|5\d\d)", re.IGNORECASE)
@@ -99,13 +96,6 @@ class Patience:
         text = variables.get(TIMEOUT_VARIABLE)
         return cls() if text is None else cls(total_s=_seconds(text))
 
-    def pauses(self) -> Iterator[float]:
-        """How long to wait after each failure; a little at random, so that many workers do not come back at once."""
-        pause = self.first_s
-        while True:
-            yield pause * random.uniform(0.75, 1.0)
-            pause = min(2 * pause, self.longest_s)
-
     def call(
         self,
         attempt: Callable[[], T],
@@ -118,16 +108,17 @@ class Patience:
         Raises:
             Exception: What the last attempt raised.
         """
-        deadline = clock() + self.total_s
-        for pause in self.pauses():
+        deadline, longest_s = clock() + self.total_s, self.first_s
+        while True:
+            pause_s = longest_s * random.uniform(0.75, 1.0)  # so that many workers do not come back at once
             try:
                 return attempt()
             except Exception as error:
-                if not may_pass(error) or clock() + pause > deadline:
+                if not may_pass(error) or clock() + pause_s > deadline:
                     raise
-                logger.warning("could not %s, trying again in %.1f s: %s", doing, pause, in_short(error))
-            sleep(pause)
-        raise AssertionError("pauses never end")
+                logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))
+            sleep(pause_s)
+            longest_s = min(2 * longest_s, self.longest_s)
 
 
 def _seconds(text: str) -> float:

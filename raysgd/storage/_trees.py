@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from raysgd._atomic_file import sync
+
 TEMPORARY = ".raysgd-"  # as in `_atomic_file`, which also removes what was left long ago
 
 
@@ -93,15 +95,3 @@ def sync_tree(root: Path) -> None:
         for name in names:
             sync(os.path.join(folder, name))
         sync(folder)
-
-
-def sync(path: str | Path) -> None:
-    """Makes sure that a file, or the names in a folder, are on the disk. Some disks cannot do that to folders."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not os.path.isdir(path):
-            raise
-    finally:
-        os.close(descriptor)

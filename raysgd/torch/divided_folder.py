@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from raysgd._atomic_file import held, remove_leftovers
+from raysgd._atomic_file import held, remove_leftovers, sync
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import checkpoint_file
 from raysgd.torch.divided_index import Files, Path_, Stored
@@ -154,7 +154,7 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         with held(beside):
             yield beside
-        _sync(beside)
+        sync(beside)
         _take_name(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -170,15 +170,7 @@ def _take_name(folder: Path, target: Path) -> None:
         f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
     ):  # of killed saves too
         shutil.rmtree(former, ignore_errors=True)
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target.parent)
 
 
 def emptied(folder: Path) -> str:
