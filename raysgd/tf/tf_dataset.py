@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._optional import require_installed
-from raysgd.util.frames import ShardedFrames, listed
+from raysgd.util.frames import ShardedFrames
 
 
 class TFMLDataset(ShardedFrames):
@@ -41,18 +41,9 @@ class TFMLDataset(ShardedFrames):
         label_type: Any = None,
     ) -> None:
         require_installed("tensorflow", extra="tf", purpose="`TFMLDataset`")
-        columns = listed(feature_columns)
-        assert columns, "`feature_columns` is empty: name at least one column."
-        shapes = [()] * len(columns) if feature_shapes is None else list(feature_shapes)
-        types = [np.float32] * len(columns) if feature_types is None else listed(feature_types)
-        for name, given in (("feature_shapes", shapes), ("feature_types", types)):
-            assert len(given) == len(columns), (
-                f"`{name}` has {len(given)} entries for {len(columns)} feature columns: give one for each."
-            )
-        assert label_column is not None, "`label_column=None`: name the column of labels."
-        super().__init__(ds)
-        self._features = [_Column(*facts) for facts in zip(columns, shapes, types, strict=True)]
-        self._label = _Column(label_column, label_shape, np.float32 if label_type is None else label_type)
+        super().__init__(
+            _Column, ds, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
+        )
 
     def get_shard(
         self,
@@ -86,9 +77,9 @@ class TFMLDataset(ShardedFrames):
 
         def batches() -> Iterator[Any]:
             for frame in frames():
-                yield self._structured([column.of(frame) for column in (*self._features, self._label)])
+                yield self._structured([column.of(frame) for column in self._columns])
 
-        signature = self._structured([column.spec() for column in (*self._features, self._label)])
+        signature = self._structured([column.spec() for column in self._columns])
         return tf.data.Dataset.from_generator(batches, output_signature=signature).unbatch()
 
     def _structured(self, parts: Sequence[Any]) -> Any:
@@ -104,7 +95,7 @@ class _Column:
 
         self._name = name
         self._shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-        self._kind = tf.as_dtype(kind)
+        self._kind = tf.as_dtype(np.float32 if kind is None else kind)
 
     def spec(self) -> Any:
         """What `tf.data` is told about it."""

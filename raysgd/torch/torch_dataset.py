@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from raysgd.util.frames import ShardedFrames, listed
+from raysgd.util.frames import ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):
@@ -42,16 +42,9 @@ class TorchMLDataset(ShardedFrames):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> None:
-        assert feature_columns is not None, "`feature_columns=None`: name at least one column."
-        assert label_column is not None, "`label_column=None`: name the column of labels."
-        names = listed(feature_columns)
-        shapes = _one_each("feature_shapes", feature_shapes, len(names))
-        types = _one_each("feature_types", feature_types, len(names))
-        super().__init__(ds)
-        self._columns = [
-            *(_Column(*facts) for facts in zip(names, shapes, types, strict=True)),
-            _Column(label_column, label_shape, label_type),
-        ]
+        super().__init__(
+            _Column, ds, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
+        )
 
     def get_shard(
         self,
@@ -111,11 +104,3 @@ class _Column:
         if self.shape is None or self.shape == 0:
             return (1,)
         return (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
-
-
-def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    if given is None:
-        return [None] * number
-    listed = list(given) if isinstance(given, list) else [given]
-    assert len(listed) == number, f"`{name}` has {len(listed)} entries for {number} feature columns: give one for each."
-    return listed

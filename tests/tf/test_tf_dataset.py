@@ -78,8 +78,9 @@ def test_several_columns_make_a_tuple_with_shapes_and_kinds() -> None:
     [
         ({"feature_shapes": [()]}, "`feature_shapes` has 1 entries for 2 feature columns"),
         ({"feature_types": [np.float32] * 3}, "`feature_types` has 3 entries"),
+        ({"feature_shapes": (1, 2, 3)}, "`feature_shapes` has 3 entries for 2 feature columns"),
         ({"label_column": None}, "`label_column=None`"),
-        ({"feature_columns": []}, "`feature_columns` is empty"),
+        ({"feature_columns": []}, r"`feature_columns=\[\]`: name at least one"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from raysgd.data.dataset import Dataset
-
-NUM_POINTS = 32 * 200
+from raysgd.data.examples._points import POINTS
 
 
 class Net(nn.Module):
@@ -54,8 +53,7 @@ def _pair(x: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dataset_creator() -> Dataset:
     """Create the numbers, in batches of 32."""
-    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
-    return Dataset(points, batch_size=32, max_concurrency=2, download_func=_pair)
+    return Dataset(POINTS, batch_size=32, max_concurrency=2, download_func=_pair)
 
 
 def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> float:

@@ -11,19 +11,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.util.data import MLDataset, from_parallel_iter
-from raysgd.util.iter import from_items
-
-NUM_POINTS = 32 * 200
+from raysgd.data.examples._points import dataset_creator
 
 __all__ = ["dataset_creator", "main", "make_data_creator", "model_creator"]
-
-
-def dataset_creator(num_shards: int) -> MLDataset:
-    """The numbers as data frames with the columns 0, the input, and 1, the label."""
-    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
-    pairs = from_items(points, num_shards).for_each(lambda point: [point, point])
-    return from_parallel_iter(pairs, need_convert=True, batch_size=32)
 
 
 def model_creator(config: dict[str, Any]) -> Any:

@@ -11,18 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.data.examples.mlp_identity import NUM_POINTS, Net, to_mat
-from raysgd.util.data import MLDataset, from_parallel_iter
-from raysgd.util.iter import from_items
+from raysgd.data.examples._points import dataset_creator
+from raysgd.data.examples.mlp_identity import Net, to_mat
 
 __all__ = ["Net", "dataset_creator", "main", "make_train_operator"]
-
-
-def dataset_creator(num_shards: int) -> MLDataset:
-    """The numbers as data frames with the columns 0, the input, and 1, the label."""
-    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
-    pairs = from_items(points, num_shards).for_each(lambda point: [point, point])
-    return from_parallel_iter(pairs, need_convert=True, batch_size=32)
 
 
 def make_train_operator(ds: Any) -> type[Any]:
