@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from raysgd._checks import check_count
 from raysgd._ray_data import is_of_ray, with_own_options
 from raysgd.engine.types import World
@@ -225,6 +227,14 @@ def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]
     if isinstance(columns, str):
         return _column(batch, columns)
     return join([_column(batch, name) for name in columns or ()])
+
+
+def stacked(values: Any) -> Any:
+    """Return a column as an array of NumPy: one array, too, where each value is an array itself."""
+    values = np.asarray(values)
+    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
+        return np.stack(list(values))
+    return values
 
 
 def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from raysgd.engine.types import World
 from raysgd.replicas import trees
-from raysgd.replicas.ray_batches import BatchForm, RayBatches, RayLoader, formed
+from raysgd.replicas.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
 from raysgd.tf.datasets import prepare_dataset_shard
 
 
@@ -40,9 +40,7 @@ def as_batch(arrays: Any, form: BatchForm) -> Any:
 
 
 def _as_array(values: Any) -> Any:
-    values = np.asarray(values)
-    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
-        values = np.stack(list(values))
+    values = stacked(values)
     return values.astype(np.float32) if values.dtype == np.float64 else values
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raysgd.replicas import trees
-from raysgd.replicas.ray_batches import BatchForm, formed
+from raysgd.replicas.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
@@ -18,9 +18,7 @@ def as_batch(arrays: Any, form: BatchForm) -> Any:
 
 def as_tensor(values: Any) -> Any:
     """An array as a tensor. float64 becomes PyTorch's default float, as models have it; text stays an array."""
-    values = np.asarray(values)
-    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
-        values = np.stack(list(values))
+    values = stacked(values)
     if values.dtype.kind not in "biuf":
         return values
     kind = torch.get_default_dtype() if values.dtype == np.float64 else None
