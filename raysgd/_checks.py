@@ -83,9 +83,7 @@ def refuse_text(**switches: Any) -> None:
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
     """Refuses anything but an object of a class of the library."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}={value!r}`: need a `{kind.__name__}`, which `from raysgd import {kind.__name__}` gives."
-        )
+        raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
 
 def check_config(config: Any) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
-from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.replicas.making import ReplicaMaker
-from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.settings import GroupSettings
 
 WORDS = Words(
@@ -52,6 +50,9 @@ def make_controller(
     is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
     rejoins = is_wanted and keeps_survivors
     recovery = make_replica.settings.recovery_options
+    every_s = recovery.snapshot_every_s
+    if settings.use_local and every_s == "auto":
+        every_s = 0.0  # what runs in the driver may be changed there between calls, which nothing notes
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,
@@ -62,7 +63,7 @@ def make_controller(
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,
         captures=not settings.is_driver_only,
-        snapshot_every_s=_snapshot_pace(recovery, settings.use_local),
+        snapshot_every_s=every_s,
         regroups=rejoins,
         renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,
@@ -80,8 +81,3 @@ def make_controller(
         release_timeout_s=reservation_timeout_s,
         rules=ElasticRules(settings.resize_check_s, draining_nodes),
     )
-
-
-def _snapshot_pace(recovery: Recovery, use_local: bool) -> EverySeconds:
-    """What runs in the driver may be changed there between calls, which nothing notes: so after each call."""
-    return 0.0 if use_local and recovery.snapshot_every_s == "auto" else recovery.snapshot_every_s

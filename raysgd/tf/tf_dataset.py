@@ -30,20 +30,9 @@ class TFMLDataset(ShardedFrames):
         ImportError: TensorFlow is not installed.
     """
 
-    def __init__(
-        self,
-        ds: Any,
-        feature_columns: Sequence[Any],
-        feature_shapes: Sequence[Any] | None = None,
-        feature_types: Sequence[Any] | None = None,
-        label_column: Any = None,
-        label_shape: Any = None,
-        label_type: Any = None,
-    ) -> None:
+    def _column(self, name: Any, shape: Any, kind: Any) -> _Column:
         require_installed("tensorflow", extra="tf", purpose="`TFMLDataset`")
-        super().__init__(
-            _Column, ds, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
-        )
+        return _Column(name, shape, kind)
 
     def get_shard(
         self,

@@ -32,19 +32,8 @@ class TorchMLDataset(ShardedFrames):
         AssertionError: A list has another length than `feature_columns`, or a type is not one of PyTorch.
     """
 
-    def __init__(
-        self,
-        ds: Any = None,
-        feature_columns: Any = None,
-        feature_shapes: Any = None,
-        feature_types: Any = None,
-        label_column: Any = None,
-        label_shape: Any = None,
-        label_type: Any = None,
-    ) -> None:
-        super().__init__(
-            _Column, ds, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
-        )
+    def _column(self, name: Any, shape: Any, kind: Any) -> _Column:
+        return _Column(name, shape, kind)
 
     def get_shard(
         self,

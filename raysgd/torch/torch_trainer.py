@@ -175,13 +175,8 @@ class TorchTrainer(ChangingTorchTrainer):
         retired.take_creators(unknown)
         arguments.check_place(num_workers, use_local)
         self.serialize_data_creation = retired.take_others(unknown)
-        _checks.refuse_unknown(
-            "TorchTrainer",
-            unknown,
-            TorchTrainer.__init__.__annotations__,
-            recovery_options=Recovery,
-            step_options=StepOptions,
-        )
+        known = TorchTrainer.__init__.__annotations__
+        _checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
         use_gpu = arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)

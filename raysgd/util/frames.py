@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from typing import Any
 
 
-class ShardedFrames:
+class ShardedFrames(ABC):
     """Holds the data frames in shards, a `raysgd.util.data.MLDataset`, and the columns that are used of them.
 
-    The arguments are those of the subclasses; `make_column` takes a name, a shape and a type, of which the last two may
-    be None.
+    The docstrings of the subclasses say what each argument means.
 
     Raises:
         AssertionError: A list has another length than `feature_columns`, or no column is named.
@@ -18,14 +17,13 @@ class ShardedFrames:
 
     def __init__(
         self,
-        make_column: Callable[[Any, Any, Any], Any],
-        ds: Any,
-        feature_columns: Any,
-        feature_shapes: Any,
-        feature_types: Any,
-        label_column: Any,
-        label_shape: Any,
-        label_type: Any,
+        ds: Any = None,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
     ) -> None:
         names = [] if feature_columns is None else _listed(feature_columns)
         assert names, f"`feature_columns={feature_columns!r}`: name at least one column."
@@ -34,7 +32,11 @@ class ShardedFrames:
         types = _one_each("feature_types", feature_types, len(names))
         facts = [*zip(names, shapes, types, strict=True), (label_column, label_shape, label_type)]
         self._ds = ds
-        self._columns = [make_column(*each) for each in facts]
+        self._columns = [self._column(*each) for each in facts]
+
+    @abstractmethod
+    def _column(self, name: Any, shape: Any, kind: Any) -> Any:
+        """Make what turns a column into arrays of the framework; None stands for its usual shape and type."""
 
     def set_num_shards(self, num_shards: int) -> None:
         """Divides the data again if there are not as many shards."""
@@ -51,8 +53,6 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
     if given is None:
         return [None] * number
     is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)
-    entries = [given] if is_shape else _listed(given)
-    assert len(entries) == number, (
-        f"`{name}` has {len(entries)} entries for {number} feature columns: give one for each."
-    )
-    return entries
+    found = [given] if is_shape else _listed(given)
+    assert len(found) == number, f"`{name}` has {len(found)} entries for {number} feature columns: give one for each."
+    return found

@@ -223,7 +223,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for field in fields(kind)
     ],
     *[
-        ({option: value}, TypeError, rf"`{option}=.*`from raysgd import {kind.__name__}`")
+        ({option: value}, TypeError, rf"`{option}=.*need a `raysgd.{kind.__name__}`")
         for option, kind in HOLDERS.items()
         for value in (None, {"heartbeat_s": 1.0})
     ],
