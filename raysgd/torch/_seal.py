@@ -2,22 +2,22 @@
 
 The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. They are the XXH128 of the archive without the comment:
 of the bytes before it, with zeros in the last two, which hold the comment's length. Other tools can verify it, see
-docs/checkpoints.md; why this checksum: docs/adr/0061-xxh128-for-checkpoint-files.md. Files of earlier versions
-have `fold521-sha256` and 64 digits, and are verified too.
+docs/checkpoints.md; why this checksum: docs/adr/0061-xxh128-for-checkpoint-files.md.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, Protocol
 
 MAX_BYTES = 128
 """No seal is longer."""
 
-_PREFIX = "raysgd:1:"
+_PREFIX = "raysgd:1:xxh128:"
+_COMMENT = re.compile(rf"{_PREFIX}([0-9a-f]+)\Z".encode())
 _LENGTH_BYTES = 2
 
 
@@ -38,23 +38,11 @@ def new_checksum() -> Checksum:
     return xxhash.xxh3_128()
 
 
-def _former_checksum() -> Checksum:
-    from raysgd.torch._former_checksum import FormerChecksum
-
-    return FormerChecksum()
-
-
-_ALGORITHM = "xxh128"
-_ALGORITHMS: dict[str, Callable[[], Checksum]] = {_ALGORITHM: new_checksum, "fold521-sha256": _former_checksum}
-_COMMENT = re.compile(rf"{_PREFIX}({'|'.join(_ALGORITHMS)}):([0-9a-f]+)\Z".encode())
-
-
 @dataclass(frozen=True)
 class Seal:
-    """A checksum, and how it is computed."""
+    """A checksum."""
 
     hexdigest: str
-    algorithm: str = _ALGORITHM
 
     @classmethod
     def at_end_of(cls, tail: bytes) -> Seal | None:
@@ -64,12 +52,12 @@ class Seal:
             return None
         length = int.from_bytes(tail[: found.start()][-_LENGTH_BYTES:], "little")
         is_whole = length == len(found[0])
-        return cls(found[2].decode(), found[1].decode()) if is_whole else None
+        return cls(found[1].decode()) if is_whole else None
 
     @property
     def comment(self) -> bytes:
         """What stands in the file."""
-        return f"{_PREFIX}{self.algorithm}:{self.hexdigest}".encode()
+        return f"{_PREFIX}{self.hexdigest}".encode()
 
     def num_sealed_bytes(self, num_bytes: int) -> int:
         """How many bytes of a file of `num_bytes` come before the comment and its length."""
@@ -77,7 +65,7 @@ class Seal:
 
     def fits(self, pieces: Iterable[memoryview]) -> bool:
         """Whether the bytes before the comment and its length have this checksum."""
-        checksum = _ALGORITHMS[self.algorithm]()
+        checksum = new_checksum()
         for piece in pieces:
             checksum.update(piece)
         checksum.update(bytes(_LENGTH_BYTES))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,13 @@ import xxhash
 
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch._seal import Seal
-from raysgd.torch.checkpoint_file import mapped, read, write
-
-FORMER = Path(__file__).with_name("files") / "fold521.pt"
-"""Written by `write` when the checksum was another one."""
+from raysgd.torch.checkpoint_file import read, write
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     write(tmp_path / "last.pt", {"epoch": 1, "operator": None, "models": [torch.ones(300)], "optimizers": []})
     return tmp_path / "last.pt"
-
-
-def loaded_both_ways(path: Path) -> list[dict[str, Any]]:
-    with mapped(path) as file:
-        return [read(path), {key: value for key, value in file.state.items() if key != "models"}]
 
 
 def test_the_checksum_is_the_xxh128_of_the_archive_without_the_comment(path: Path) -> None:
@@ -46,16 +37,8 @@ def test_zip_tools_skip_it(path: Path) -> None:
         assert archive.testzip() is None
 
 
-def test_a_file_with_the_former_checksum_is_read() -> None:
-    assert b"raysgd:1:fold521-sha256:" in FORMER.read_bytes()[-90:]
-    for state in loaded_both_ways(FORMER):
-        assert state["epoch"] == 3
-    assert torch.equal(read(FORMER)["models"][0]["weight"], torch.arange(6.0).reshape(2, 3))
-
-
-@pytest.mark.parametrize("name", ["former", "new"])
-def test_each_changed_byte_of_either_is_found(name: str, path: Path, tmp_path: Path) -> None:
-    content = (FORMER if name == "former" else path).read_bytes()
+def test_each_changed_byte_is_found(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
     for position in [*range(0, len(content), 37), *range(len(content) - 90, len(content))]:
         damaged = bytearray(content)
         damaged[position] ^= 1
