@@ -8,7 +8,6 @@ from typing import Any
 from raysgd._checks import is_integer
 
 _MAX_COUNT = 2**62
-_KINDS_OF_SHUFFLE = (None, "computed")
 
 
 def require(holds: bool, finding: str) -> None:
@@ -44,11 +43,7 @@ def _check_position(position: Any) -> None:
     check_count("consumed", position.get("consumed"))
     require(is_integer(position.get("seed")) and abs(position["seed"]) < 2**64, "the seed of the data is no number")
     require(is_integer(position.get("order", 0)), "the order of the data is no number")
-    require(
-        position.get("shuffle") in _KINDS_OF_SHUFFLE,
-        f"the data was shuffled in a way that this version does not know ({position.get('shuffle')!r}); load it with "
-        "the version that saved it",
-    )
+    require(isinstance(position.get("is_mid_pass"), bool), "the position does not say if it is inside an epoch")
     if "num_samples" in position:
         check_count("num_samples", position["num_samples"])
         require(position["consumed"] <= position["num_samples"], "the position lies behind the end of the data")

@@ -172,7 +172,7 @@ class Feed(feed.Feed):
         return {"seed": self._seed}
 
     def _go_to_position(self, stream: BatchStream, position: Mapping[str, Any]) -> None:
-        is_mid_pass = position.get("is_mid_pass", position["consumed"] > 0)
+        is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self.train_passes.is_shuffled
         is_same_order = is_same_order and stream.source.go_to_pass(num_passes)

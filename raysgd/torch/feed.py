@@ -21,7 +21,7 @@ from raysgd.torch.balancing import Balancing
 from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.ray_tensors import as_batch
-from raysgd.torch.sample_order import SamplerOrder, ShuffledOrder
+from raysgd.torch.sample_order import SamplerOrder
 from raysgd.torch.sampling import ShardedLoader, Unsharded
 from raysgd.torch.step import Step
 from raysgd.torch.streams import (
@@ -252,8 +252,6 @@ class Feed(feed.Feed):
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
         origin = {"seed": stream.source.seed, "num_samples": data.num_samples}
-        if getattr(stream.source.order, "kind", None) is not None:
-            origin["shuffle"] = stream.source.order.kind
         order = self._order_before or data.sampler.fingerprint() if stream.is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
@@ -268,9 +266,7 @@ class Feed(feed.Feed):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return
         stream.source.seed = position["seed"]
-        if isinstance(data.sampler.order, ShuffledOrder):
-            stream.source.order = data.sampler.order.of_kind(position.get("shuffle"))
-        if position.get("is_mid_pass", position["consumed"] > 0):
+        if position["is_mid_pass"]:
             stream.resume(position["pass_index"], position["consumed"])
             self._order_before = position.get("order")
 

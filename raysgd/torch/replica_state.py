@@ -23,7 +23,7 @@ from raysgd.torch.training_operator import TrainingOperator
 
 logger = logging.getLogger(__name__)
 
-CRITERION = "criterion"  # key of the state of a criterion with parameters; files of before have none
+CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
 FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
 
 

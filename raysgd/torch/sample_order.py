@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
@@ -25,7 +25,6 @@ from raysgd.torch.permutation import Permutation
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
 """The order of one pass: anything with `len` and slices. A tensor needs a quarter of a list's memory."""
 
-COMPUTED = "computed"
 _DRAWN_BELOW = 2**20
 
 
@@ -82,18 +81,9 @@ class ShuffledOrder:
         """Always `"shuffled"`."""
         return "shuffled"
 
-    @property
-    def kind(self) -> str | None:
-        """What a saved position says about the order that it belongs to; None where the permutation is drawn."""
-        return None if self.num_samples < self.drawn_below else COMPUTED
-
-    def of_kind(self, kind: str | None) -> ShuffledOrder:
-        """Return the order that a saved position belongs to."""
-        return replace(self, drawn_below=self.num_samples + 1 if kind is None else 0)
-
     def indices(self, seed: int, pass_index: int) -> Indices:
         """Return the permutation of this pass. No random state outside is used or changed."""
-        if self.kind == COMPUTED:
+        if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(_derive_seed(seed, pass_index))
         # On the CPU whatever `torch.set_default_device` says: indices are needed where the data is.

@@ -14,7 +14,7 @@ from raysgd._fitting import check_progress
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
-from raysgd.torch.sample_order import COMPUTED, ShuffledOrder
+from raysgd.torch.sample_order import ShuffledOrder
 from raysgd.torch.sampling import Unsharded, shard_loader
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
@@ -41,21 +41,19 @@ def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
     assert second.epoch == first.epoch == 2
 
 
-def computed_feed(rank: int = 0, size: int = 1) -> Feed:
-    """Shuffled as data of a million samples are."""
+def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> Feed:
+    """Shuffled as data of a million samples are, or as small data."""
     loader = DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     data = shard_loader(loader, rank=rank, world_size=size, training=True)
     assert not isinstance(data, Unsharded)
-    data.sampler.order = ShuffledOrder(12, drawn_below=0)
+    data.sampler.order = ShuffledOrder(12, drawn_below)
     return Feed({"train": data}.get, NoParallel(), size, rank=rank)
 
 
 def test_a_position_in_a_computed_order_leads_to_the_rest_of_that_order() -> None:
-    first, second = computed_feed(), feed_of()
+    first, second = shuffled_feed(), shuffled_feed()
     used = take(first, 8)
     position = first.position()
-    assert position is not None
-    assert position["shuffle"] == COMPUTED
     second.go_to(first.epoch, position)
     assert second.position() == position, "also before anything is drawn"
     rest = take(second)
@@ -63,48 +61,28 @@ def test_a_position_in_a_computed_order_leads_to_the_rest_of_that_order() -> Non
     assert (take(first), take(first)) == (rest, take(second)), "the next pass has the same order too"
 
 
-def test_a_position_of_an_earlier_version_goes_on_in_its_order() -> None:
-    old, now = feed_of(), computed_feed()
-    used = take(old, 8)
-    position = old.position()
-    assert position is not None
-    assert "shuffle" not in position
-    now.go_to(old.epoch, position)
-    rest = take(now)
-    assert sorted(used[-4:] + rest) == list(range(12))
-    assert (take(old), take(old)) == (rest, take(now)), "in the passes that follow, too"
-    assert now.position() == old.position(), "and so in what is saved from now on"
-
-
 def test_a_new_worker_takes_the_order_of_those_that_stay() -> None:
-    """Whichever of the two it is, and whatever the new worker would do by itself."""
-    for before in (feed_of(size=2), computed_feed(size=2)):
+    """Whether it is drawn or computed."""
+    for drawn_below in (0, 13):
+        before = shuffled_feed(drawn_below, size=2)
         first = take(before, 1)
         position, parts = before.position(), [first]
         for rank in (0, 1):
-            feed = computed_feed(rank, size=2)
+            feed = shuffled_feed(drawn_below, rank, size=2)
             feed.go_to(before.epoch, position)
             parts.append(take(feed))
-        beside = computed_feed(1, size=2)
+        beside = shuffled_feed(drawn_below, 1, size=2)
         beside.go_to(0, {**position, "consumed": 0})  # type: ignore[dict-item]
         parts.append(take(beside, 1))
         assert sorted(itertools.chain(*parts)) == list(range(12))
 
 
-def test_an_order_is_forgotten_with_the_state_that_it_came_with() -> None:
-    feed = computed_feed()
-    expected = take(computed_feed())
-    feed.go_to(0, {"pass_index": 0, "consumed": 0, "is_mid_pass": True, "seed": 3, "num_samples": 12})
-    assert take(feed) == take(feed_of()) != expected
-    feed.go_to(0, None)
-    assert take(feed) == expected
-
-
-def test_an_order_of_a_later_version_is_refused() -> None:
+@pytest.mark.parametrize("said", [{}, {"is_mid_pass": None}, {"is_mid_pass": 1}])
+def test_a_position_has_to_say_if_it_is_inside_a_pass(said: dict[str, Any]) -> None:
     position = {"pass_index": 0, "consumed": 4, "seed": 3, "num_samples": 12}
-    check_progress(0, {"position": {**position, "shuffle": COMPUTED}})
-    with pytest.raises(ValueError, match=r"shuffled in a way that this version does not know \('spiral'\)"):
-        check_progress(0, {"position": {**position, "shuffle": "spiral"}})
+    check_progress(0, {"position": {**position, "is_mid_pass": True}})
+    with pytest.raises(ValueError, match="does not say if it is inside"):
+        check_progress(0, {"position": {**position, **said}})
 
 
 def test_between_passes_the_next_one_is_begun(caplog: pytest.LogCaptureFixture) -> None:

@@ -216,7 +216,6 @@ def test_a_sampler_that_draws_less_than_it_announces_makes_a_shorter_pass() -> N
 
 def test_a_long_shuffle_is_computed_and_a_short_one_drawn() -> None:
     short, long = ShuffledOrder(2**20 - 1), ShuffledOrder(2**20)
-    assert (short.kind, long.kind) == (None, "computed")
     assert isinstance(long.indices(seed=3, pass_index=0), Permutation)
     assert isinstance(short.indices(seed=3, pass_index=0), torch.Tensor)
 
@@ -229,11 +228,3 @@ def test_a_computed_shuffle_is_decided_by_seed_and_pass_too() -> None:
     assert {tuple(sorted(each)) for each in orders} == {tuple(range(50))}
     assert as_list(ShuffledOrder(50, drawn_below=0).indices(0, 0)) == as_list(order.indices(0, 0))
     assert global_states() == outside
-
-
-@pytest.mark.parametrize("order", [ShuffledOrder(50), ShuffledOrder(50, drawn_below=0)])
-@pytest.mark.parametrize("kind", [None, "computed"])
-def test_a_saved_position_says_which_of_the_two_it_belongs_to(order: ShuffledOrder, kind: str | None) -> None:
-    found = order.of_kind(kind)
-    assert (found.kind, found.num_samples) == (kind, 50)
-    assert found.of_kind(kind) == found

@@ -19,7 +19,7 @@ import torch
 
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.torch.sample_order import COMPUTED, ShuffledOrder
+from raysgd.torch.sample_order import ShuffledOrder
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,
@@ -459,28 +459,18 @@ def test_a_run_resumes_inside_a_pass(shuffle: bool, tmp_path: Path, make_local: 
     assert (results[0]["batch_count"], results[0]["epoch"]) == (2, 2)
 
 
-@pytest.mark.parametrize("is_from_before", [False, True])
-def test_a_file_says_in_which_way_large_data_was_shuffled(
-    is_from_before: bool, tmp_path: Path, make_local: MakeTrainer
-) -> None:
-    """A file without a word about it is of an earlier version, which drew the whole order."""
+def test_a_run_of_large_data_resumes_inside_a_pass(tmp_path: Path, make_local: MakeTrainer) -> None:
+    """Its order is computed where it is read."""
     trainer, fresh = (make_local(config={"shuffle": True, "num_samples": 2**20, "seed": seed}) for seed in (0, 1))
     trainer.train(num_steps=3)
     path = trainer.save(tmp_path / "last.pt")
-    state = torch.load(path)
-    position = state["resume"]["position"]
-    assert position["shuffle"] == COMPUTED
-    if is_from_before:
-        del position["shuffle"]
-        torch.save(state, path)
+    seed = torch.load(path)["resume"]["position"]["seed"]
     fresh.load(path)
     fresh.train(num_steps=5)
     [seen] = fresh.apply_all_operators(samples_seen)
-    order = ShuffledOrder(2**20).of_kind(None if is_from_before else COMPUTED)
     batch_size = len(seen[0])
-    indices = order.indices(position["seed"], 0)[3 * batch_size : 8 * batch_size]
+    indices = ShuffledOrder(2**20).indices(seed, 0)[3 * batch_size : 8 * batch_size]
     assert [number for batch in seen for number in batch] == as_list(indices)
-    assert torch.load(fresh.save(path))["resume"]["position"].get("shuffle") == order.kind
 
 
 def test_steps_go_on_counting(tmp_path: Path, make_local: MakeTrainer) -> None:
