@@ -73,25 +73,11 @@ def terminal_picture(style: str, folder: Path) -> None:
     photograph(page, f"progress-{style}", 1100, 500)
 
 
-class Watched(nbclient.NotebookClient):
-    """Remembers what a display was in the middle of the run."""
-
-    middle = ""
-
-    def process_message(self, message: Any, cell: Any, cell_index: int) -> Any:
-        html = message["content"].get("data", {}).get("text/html", "")
-        if message["msg_type"] == "update_display_data" and "<progress" in html and "epoch 6/8 train" in html:
-            self.middle = html
-        return super().process_message(message, cell, cell_index)
-
-
-def notebook_pictures(folder: Path) -> None:
-    """The cards of a notebook that was really run."""
-    cells = [NOTEBOOK.format(here=str(HERE)), "history", "trainer"]
+def notebook_picture(folder: Path) -> None:
+    """The card of a notebook that was really run."""
+    cells = [NOTEBOOK.format(here=str(HERE)), "history"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = Watched(notebook, timeout=300)
-    client.execute()
-    write_card(folder, "progress-notebook", client.middle)
+    nbclient.NotebookClient(notebook, timeout=300).execute()
     write_card(folder, "history-card", html_of(notebook, 1), width="880px")
 
 
@@ -118,9 +104,8 @@ def main() -> None:
         photograph(folder / "report.html", "report-narrow-dark", 460, 1032, is_dark=True, is_page=True)
         write_card(folder, "trainer-card", (folder / "trainer.html").read_text(encoding="utf-8"), is_dark=True)
         shutil.copy(folder / "curves.png", HERE / "history-plot.png")
-        notebook_pictures(folder)
-        for style in ("rich", "tqdm"):
-            terminal_picture(style, folder)
+        notebook_picture(folder)
+        terminal_picture("tqdm", folder)
 
 
 if __name__ == "__main__":

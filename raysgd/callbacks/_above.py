@@ -1,4 +1,4 @@
-"""Sends what is printed and logged while a bar is drawn above the bar."""
+"""Lines that are printed and logged while a bar of tqdm is drawn: they go above the bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -15,25 +15,21 @@ class _Above(io.TextIOBase):
 
     Args:
         stream: Where the lines go.
-        hide: Takes the bar away.
-        show: Draws it again.
+        bar: The bar.
     """
 
-    def __init__(self, stream: Any, hide: Callable[[], Any], show: Callable[[], Any]) -> None:
-        self._stream, self._hide, self._show = stream, hide, show
+    def __init__(self, stream: Any, bar: Any) -> None:
+        self._stream, self._bar = stream, bar
         self._begun = ""
-        self.is_open = True
 
     def write(self, text: str) -> int:
-        if not self.is_open:
+        if self._bar is None:
             return int(self._stream.write(text) or 0)
-        lines, end, rest = (self._begun + text).rpartition("\n")
-        self._begun = rest
+        lines, end, self._begun = (self._begun + text).rpartition("\n")
         if end:
-            self._hide()
-            self._stream.write(lines + end)
-            self._stream.flush()
-            self._show()
+            with self._bar.external_write_mode(file=self._bar.fp):
+                self._stream.write(lines + end)
+                self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
@@ -51,54 +47,33 @@ class _Above(io.TextIOBase):
 
     def end(self) -> None:
         """From now on texts pass unchanged, for those who keep this object."""
-        self.is_open = False
+        self._bar = None
         if self._begun:
             self._stream.write(self._begun)
 
 
 @contextlib.contextmanager
-def lines_above(
-    stream: Any, hide: Callable[[], Any] | None = None, show: Callable[[], Any] | None = None
-) -> Iterator[None]:
-    """Until the end of the block, lines of prints and of logging go above the bar that is drawn on `stream`.
+def lines_above(bar: Any, stream: Any) -> Iterator[None]:
+    """Until the end of the block, lines of prints and of logging go above a bar of tqdm.
 
     Args:
-        stream: The terminal.
-        hide: Takes the bar away; None if what draws it has replaced `sys.stdout` and `sys.stderr` already.
-        show: Draws it again.
+        bar: The bar.
+        stream: The terminal on which it is drawn.
     """
     with contextlib.ExitStack() as stack:
-        if hide is not None and show is not None:
-            for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
-                before = getattr(sys, name)
-                if before is stream or (before is not None and before.isatty()):
-                    above = _Above(before, hide, show)
-                    stack.callback(above.end)
-                    stack.enter_context(redirect(above))
-        stack.enter_context(_handlers_follow(stream))
+        for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
+            before = getattr(sys, name)
+            if before is stream or (before is not None and before.isatty()):
+                above = _Above(before, bar)
+                stack.callback(above.end)
+                stack.enter_context(redirect(above))
+                for handler in _handlers_of(before):  # which keep the stream that they were made with
+                    stack.callback(handler.setStream, before)
+                    handler.setStream(above)
         yield
 
 
-@contextlib.contextmanager
-def _handlers_follow(stream: Any) -> Iterator[None]:
-    """Handlers that write to the terminal keep the stream that they were made with: until the end they use today's."""
-    moved = []
-    for handler in _handlers():
-        former = handler.stream
-        if former is sys.__stderr__ or former is stream:
-            moved.append((handler, former))
-            handler.setStream(sys.stderr)
-        elif former is sys.__stdout__:
-            moved.append((handler, former))
-            handler.setStream(sys.stdout)
-    try:
-        yield
-    finally:
-        for handler, former in moved:
-            handler.setStream(former)
-
-
-def _handlers() -> list[logging.StreamHandler[Any]]:
+def _handlers_of(stream: Any) -> list[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [each for each in dict.fromkeys(found) if type(each) is logging.StreamHandler]
+    return [each for each in dict.fromkeys(found) if type(each) is logging.StreamHandler and each.stream is stream]

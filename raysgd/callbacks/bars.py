@@ -1,4 +1,4 @@
-"""Ways to draw how far a call is: with rich, with tqdm, in a notebook, or as lines in a log file.
+"""Ways to draw how far a call is: as a bar of tqdm in terminals and notebooks, or as lines in a log file.
 
 What it guarantees:
 
@@ -14,17 +14,15 @@ import logging
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raysgd._optional import require
 from raysgd.callbacks._above import lines_above
-from raysgd.replicas import readable
 
-Style = Literal["auto", "rich", "tqdm", "plain"]
-STYLES = ("auto", "rich", "tqdm", "plain")
+Style = Literal["auto", "tqdm", "plain"]
+STYLES = ("auto", "tqdm", "plain")
 
 _QUIET_S = 60.0
 _WIDTH_OF_NUMBERS = 6
@@ -55,37 +53,12 @@ class View:
         return f"{self.label} {self.phase}".strip()
 
     @property
-    def count(self) -> str:
-        """How far it is."""
-        return f"{self.done}/{self.total}" if self.total is not None else f"{self.done} batches"
-
-    @property
     def text(self) -> str:
         """The metrics in one line."""
         return "  ".join(f"{name} {value}" for name, value in self.values.items())
 
 
-class Bar(ABC):
-    """Draws on one stream."""
-
-    @abstractmethod
-    def draw(self, view: View) -> None:
-        """Draws, or draws again."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Takes away what was drawn."""
-
-    @abstractmethod
-    def row(self, label: str, values: Mapping[str, str]) -> None:
-        """Writes a result, which stays."""
-
-    @abstractmethod
-    def line(self, text: str) -> None:
-        """Writes a line, which stays."""
-
-
-class LineBar(Bar):
+class LineBar:
     """For log files: lines only, in columns. A call that takes long has a line every minute.
 
     Args:
@@ -98,17 +71,20 @@ class LineBar(Bar):
         self._last_line = time.monotonic()
 
     def draw(self, view: View) -> None:
+        """Draws, or draws again."""
         if time.monotonic() - self._last_line >= _QUIET_S:
             of = f"/{view.total}" if view.total is not None else ""
             self.line(f"{view.title} {view.done}{of} batches  {view.text}".rstrip())
 
     def clear(self) -> None:
-        pass
+        """Takes away what was drawn."""
 
     def row(self, label: str, values: Mapping[str, str]) -> None:
+        """Writes a result, which stays."""
         self.line(self._in_columns(label, values))
 
     def line(self, text: str) -> None:
+        """Writes a line, which stays."""
         self._last_line = time.monotonic()
         with _while_there_is_a_reader():
             self._stream.write(f"{text}\n")
@@ -126,16 +102,16 @@ class LineBar(Bar):
 
 
 class TqdmBar(LineBar):
-    """A bar of tqdm, which is cleared when the call is over.
+    """A bar of tqdm, which is cleared when the call is over. In notebooks it is a widget, if ipywidgets is installed.
 
     Args:
-        stream: Where to draw: a terminal.
+        stream: Where to draw: a terminal, or the output of a notebook.
         purpose: What needs tqdm.
     """
 
     def __init__(self, stream: Any, purpose: str) -> None:
         super().__init__(stream)
-        self._tqdm = require("tqdm", extra="progress", purpose=purpose).tqdm
+        self._tqdm = require("tqdm.auto", extra="progress", purpose=purpose).tqdm
         self._bar: Any = None
         self._redirected = contextlib.ExitStack()
 
@@ -149,14 +125,9 @@ class TqdmBar(LineBar):
 
     def _open(self, view: View) -> Any:
         if self._bar is None:
-            options = {
-                "unit": "batch",
-                "leave": False,
-                "dynamic_ncols": True,
-                "delay": 1e-9,
-            }
+            options = {"unit": "batch", "leave": False, "dynamic_ncols": True, "delay": 1e-9}
             self._bar = self._tqdm(initial=view.done, total=view.total, file=self._stream, **options)
-            self._redirected.enter_context(lines_above(self._stream, self._bar.clear, self._bar.refresh))
+            self._redirected.enter_context(lines_above(self._bar, self._stream))
         return self._bar
 
     def clear(self) -> None:
@@ -167,150 +138,22 @@ class TqdmBar(LineBar):
                 bar.close()
 
 
-class RichBar(LineBar):
-    """A bar of rich, which is cleared when the call is over.
+def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:
+    """Return what draws in this style on a stream.
 
-    Args:
-        stream: Where to draw: a terminal.
-        purpose: What needs rich.
-    """
-
-    def __init__(self, stream: Any, purpose: str) -> None:
-        super().__init__(stream)
-        self._rich = require("rich.progress", extra="progress", purpose=purpose)
-        self._text = require("rich.text", extra="progress", purpose=purpose).Text
-        console = require("rich.console", extra="progress", purpose=purpose).Console
-        self._console = console(file=stream, highlight=False, emoji=False, markup=False)
-        self._progress: Any = None
-        self._task: Any = None
-        self._redirected = contextlib.ExitStack()
-
-    def draw(self, view: View) -> None:
-        with _while_there_is_a_reader():
-            if self._progress is None:
-                self._open(view)
-            self._progress.update(
-                self._task,
-                description=view.title,
-                total=view.total,
-                completed=view.done,
-                values=view.text,
-                left=self._time_left(),
-                count=view.count,
-            )
-            self._progress.refresh()
-
-    def _open(self, view: View) -> None:
-        rich = self._rich
-        is_wide = self._console.width >= 80
-        columns = [
-            rich.TextColumn("{task.description}", style="bold"),
-            rich.BarColumn(bar_width=30 if is_wide else 10, complete_style="cyan", finished_style="cyan"),
-            rich.TextColumn("{task.fields[count]}"),
-        ]
-        if is_wide:
-            columns.append(rich.TextColumn("{task.fields[left]}", style="dim"))
-        columns.append(rich.TextColumn("{task.fields[values]}", style="cyan", markup=False))
-        self._progress = rich.Progress(
-            *columns, console=self._console, transient=True, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout)
-        )
-        self._task = self._progress.add_task("", total=view.total, completed=view.done, count="", values="", left="")
-        self._progress.start()
-        self._redirected.enter_context(lines_above(self._stream))
-
-    def _time_left(self) -> str:
-        """How long the call still takes; nothing while that cannot be told."""
-        left = self._progress.tasks[0].time_remaining
-        return f"{readable.seconds(left)} left" if left is not None and left >= 1 else ""
-
-    def clear(self) -> None:
-        progress, self._progress = self._progress, None
-        self._redirected.close()
-        if progress is not None:
-            with _while_there_is_a_reader():
-                progress.stop()
-
-    def row(self, label: str, values: Mapping[str, str]) -> None:
-        text = self._text(self._padded("", label), style="bold")
-        for name, value in values.items():
-            text.append(f"  {_name_before(name)}", style="not bold dim")
-            text.append(self._padded(name, value), style="not bold")
-        self._print(text)
-
-    def line(self, text: str) -> None:
-        self._print(self._text(text))
-
-    def _print(self, text: Any) -> None:
-        text.rstrip()
-        with _while_there_is_a_reader():
-            self._console.print(text, soft_wrap=True)
-
-
-class NotebookBar(Bar):
-    """In a notebook: one table of results that grows, with a bar below it while a call runs."""
-
-    def __init__(self) -> None:
-        self._display: Any = None
-        self._rows: list[tuple[str, Mapping[str, str]]] = []
-        self._lines: list[str] = []
-        self._view: View | None = None
-
-    def draw(self, view: View) -> None:
-        self._view = view
-        self._show()
-
-    def clear(self) -> None:
-        if self._view is not None:
-            self._view = None
-            self._show()
-
-    def row(self, label: str, values: Mapping[str, str]) -> None:
-        self._rows.append((label, values))
-        self._show()
-
-    def line(self, text: str) -> None:
-        self._lines.append(text)
-        self._show()
-
-    def _show(self) -> None:
-        from IPython.display import HTML, display
-
-        from raysgd.callbacks._notebook import progress_card
-
-        is_empty = not (self._rows or self._lines or self._view)
-        card = HTML("" if is_empty else progress_card(self._rows, self._view, self._lines))
-        if self._display is None:
-            self._display = display(card, display_id=True)
-        else:
-            self._display.update(card)
-
-
-def make_bar(style: Style, stream: Any, purpose: str) -> Bar:
-    """What draws in this style on a stream.
-
-    A stream that is not a terminal gets lines in any style.
+    A stream that can show no bar gets lines in any style.
 
     Raises:
-        ModuleNotFoundError: The package that the style needs is not installed.
+        ModuleNotFoundError: tqdm is not installed, and the style needs it.
     """
-    if style == "rich":
-        require("rich", extra="progress", purpose=purpose)
-    elif style == "tqdm":
-        require("tqdm", extra="progress", purpose=purpose)
-    if style != "plain" and is_notebook():
-        return NotebookBar()
-    if style == "plain" or not is_terminal(stream):
-        return LineBar(stream)
     if style == "tqdm":
+        require("tqdm", extra="progress", purpose=purpose)
+    if style == "plain" or not (is_terminal(stream) or is_notebook()):
+        return LineBar(stream)
+    try:
         return TqdmBar(stream, purpose)
-    return RichBar(stream, purpose) if style == "rich" else _best(stream, purpose)
-
-
-def _best(stream: Any, purpose: str) -> Bar:
-    for kind in (RichBar, TqdmBar):
-        with contextlib.suppress(ImportError):
-            return kind(stream, purpose)
-    return LineBar(stream)
+    except ImportError:
+        return LineBar(stream)
 
 
 def is_notebook() -> bool:

@@ -1,7 +1,7 @@
 """`ProgressBar`: shows how far a run is, and one line of results for each epoch.
 
-The driver draws; workers only count. In a terminal it is a bar that is cleared when the call is over, in a notebook a
-card, and in a log file, which a bar would fill with pages, lines only.
+The driver draws; workers only count. In a terminal or a notebook it is a bar that is cleared when the call is over, and
+in a log file, which a bar would fill with pages, lines only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._once import Once
-from raysgd.callbacks.bars import STYLES, Bar, Style, View, make_bar
+from raysgd.callbacks.bars import STYLES, LineBar, Style, View, make_bar
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.replicas import readable
 
@@ -32,9 +32,8 @@ class ProgressBar(Callback):
     """Shows a run while it goes on: a bar for each call of train, validate, and predict, and a line for each epoch.
 
     Args:
-        style: "rich" or "tqdm" draw with the package of that name; "plain" writes lines only. "auto" takes rich, or
-            tqdm where rich is missing. Where the output is no terminal, all styles write lines; in a notebook all but
-            "plain" show a card.
+        style: "tqdm" draws with the package of that name; "plain" writes lines only. "auto" takes tqdm if it is
+            installed. Where the output is no terminal and no notebook, all styles write lines.
         metrics: Names of the metrics to show. None shows all in the lines, and the first three of a batch in the bar.
         stream: Where to draw; standard error by default.
 
@@ -51,7 +50,7 @@ class ProgressBar(Callback):
         self._purpose = f'`ProgressBar(style="{style}")`'
         if style not in STYLES:
             raise ValueError(f"`style={style!r}`: need one of {', '.join(map(repr, STYLES))}.")
-        self._style, self._stream, self._drawn = style, stream, cast("Bar | None", None)
+        self._style, self._stream, self._drawn = style, stream, cast("LineBar | None", None)
         self._once = Once()
         self._num_workers: int | None = None
         self._began = time.monotonic()
@@ -130,7 +129,7 @@ class ProgressBar(Callback):
         return _MOST_VALUES if self._metrics is None else len(self._metrics)
 
     @property
-    def _bar(self) -> Bar:
+    def _bar(self) -> LineBar:
         """Made when it is first needed: by then programs have set up their streams."""
         if self._drawn is None:
             self._drawn = make_bar(self._style, self._stream or sys.stderr, self._purpose)
