@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _STYLE = """<style>
 .raysgd-card{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;max-width:62rem;padding:10px 14px;
@@ -19,7 +19,6 @@ _STYLE = """<style>
 .raysgd-card table.raysgd-grid td:last-child,.raysgd-card table.raysgd-grid th:last-child{padding-right:0}
 .raysgd-card table.raysgd-facts td{white-space:normal}
 .raysgd-card .raysgd-words td,.raysgd-card .raysgd-words th{text-align:left!important}
-.raysgd-card progress{width:14rem;max-width:40vw;height:10px;accent-color:#2a78d6;vertical-align:middle}
 .raysgd-card details{margin-top:6px}
 .raysgd-card summary{cursor:pointer;opacity:.75}
 .raysgd-card ul{margin:4px 0 0;padding-left:1.2em}
@@ -40,17 +39,16 @@ def card(title: str, *parts: str, note: str = "") -> str:
     return f'<div class="raysgd-card">{_STYLE}{heading}{"".join(parts)}</div>'
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values, side by side."""
+def facts(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
+    """Names and values, side by side, as a table of this class."""
     body = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in rows)
-    return f'<table class="raysgd-facts">{body}</table>'
+    return f'<table class="{kind}">{body}</table>'
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]], *, are_words: bool = False) -> str:
-    """A table with a head; of numbers, or of words."""
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "raysgd-grid") -> str:
+    """A table with a head, of this class."""
     top = "".join(f"<th>{safe(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    kind = "raysgd-grid raysgd-words" if are_words else "raysgd-grid"
     return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 

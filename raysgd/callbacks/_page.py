@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd._cards import safe
+from raysgd._cards import facts as table_of_facts
+from raysgd._cards import grid, safe
 from raysgd.callbacks._page_style import STYLE
 from raysgd.engine.time_spent import (
     AGAIN,
@@ -22,7 +23,7 @@ from raysgd.engine.time_spent import (
     goodput_of,
 )
 from raysgd.replicas import readable
-from raysgd.replicas.charts import NUM_COLORS, Mark, Series, Span, line_chart, time_line
+from raysgd.replicas.charts import Mark, Span, figure, time_line
 from raysgd.replicas.history import CallRecord, History
 from raysgd.replicas.history_views import grouped_series, shown_events
 
@@ -41,6 +42,7 @@ _BIN_CLASSES = {
     **dict.fromkeys(RECOVERY, "bad"),
 }  # fmt: skip
 _CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction", "bad": "recovery"}
+_PART_CLASSES = {words: kind for kind, words in _CALLS.items()}
 _MOST_SIZES = 6
 
 
@@ -73,13 +75,6 @@ class RunFacts:
     config: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     ledger: Mapping[str, float] = field(default_factory=dict)
-
-    def as_data(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**vars(self), "trainer": dict(self.trainer), "config": dict(self.config)} | {
-            "versions": dict(self.versions),
-            "ledger": dict(self.ledger),
-        }
 
 
 def page_of(facts: RunFacts, history: History) -> str:
@@ -117,7 +112,7 @@ def page_of(facts: RunFacts, history: History) -> str:
 
 
 def _data(facts: RunFacts, history: History) -> str:
-    content = json.dumps({"run": facts.as_data(), "history": history.thinned(_MOST_POINTS).as_data()})
+    content = json.dumps({"run": asdict(facts), "history": history.thinned(_MOST_POINTS).as_data()})
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -188,19 +183,10 @@ def _tile(name: str, value: str, below: str) -> str:
 
 def _curves(history: History) -> str:
     groups = grouped_series(history)
-    charts = [_chart(base, series) for base, series in groups[:_MOST_CHARTS]]
+    charts = [figure(base, series, "card") for base, series in groups[:_MOST_CHARTS]]
     left_out = len(groups) - len(charts)
     more = f'<p class="note">{left_out} more are in the results below.</p>' if left_out > 0 else ""
     return f'<div class="charts">{"".join(charts)}</div>{more}' if charts else _nothing("No results yet.")
-
-
-def _chart(base: str, series: Sequence[Series]) -> str:
-    legend = "".join(
-        f'<span class="key"><i class="c{each.color % NUM_COLORS}"></i>{safe(each.name)}</span>'
-        for each in series
-        if each.name != base
-    )
-    return f'<figure class="card"><figcaption><b>{safe(base)}</b>{legend}</figcaption>{line_chart(series)}</figure>'
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -289,7 +275,11 @@ def _where_time_went(history: History) -> str:
     total = sum(parts.values())
     if not total:
         return _nothing("No calls were recorded.")
-    shown = [(name, _part_class(name), took) for name, took in parts.items() if took > 0 or name == "between calls"]
+    shown = [
+        (name, _PART_CLASSES.get(name, "other"), took)
+        for name, took in parts.items()
+        if took > 0 or name == "between calls"
+    ]
     note = "Between calls: callbacks, saving, and your own program. Recovery is counted apart from training."
     return _stack(shown, total, note)
 
@@ -347,11 +337,6 @@ def _is_inside(event: Event, record: CallRecord) -> bool:
     return record.began_at <= event.at <= record.began_at + record.seconds
 
 
-def _part_class(name: str) -> str:
-    known = {"training": "train", "validation": "validation", "test": "test", "recovery": "bad"}
-    return known.get(name, "other")
-
-
 # ------------------------------------------------------------------------------------------------ tables
 
 
@@ -380,17 +365,12 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
-    top = "".join(f"<th>{safe(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    table = f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="card table">{table}</div>'
+    return f'<div class="card table">{grid(head, rows, kind)}</div>'
 
 
 def _table_of(title: str, facts: Mapping[str, str]) -> str:
-    if not facts:
-        return ""
-    rows = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in facts.items())
-    return f'<section><h2>{safe(title)}</h2><div class="card table"><table class="facts">{rows}</table></div></section>'
+    table = table_of_facts(facts.items(), "facts")
+    return _section(title, f'<div class="card table">{table}</div>') if facts else ""
 
 
 def _section(title: str, body: str) -> str:

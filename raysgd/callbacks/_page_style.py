@@ -32,26 +32,18 @@ figure.card{padding:12px 14px 8px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 14px;margin-bottom:6px;font-size:13px;overflow-wrap:anywhere}
 figcaption b{font-weight:600;margin-right:auto}
 .key{display:inline-flex;align-items:center;gap:6px;color:var(--soft);font-size:12px}
+.key i,.swatch,.stack i{background:currentColor}
 .key i,.swatch{width:10px;height:10px;border-radius:2px;display:inline-block;flex:none}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 8px 92px}
 svg{display:block;width:100%;height:auto;overflow:visible}
 .wide{overflow-x:auto}.wide svg{min-width:680px}
 .grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--axis);stroke-width:1}
 .ink,.name{fill:var(--faint);font-size:11px;font-variant-numeric:tabular-nums}.name{fill:var(--soft);font-size:12px}
-.line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.line.c0{stroke:var(--c0)}.line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}
-.line.c4{stroke:var(--c4)}.line.c5{stroke:var(--c5)}
-.dot.c0{fill:var(--c0)}.dot.c1{fill:var(--c1)}.dot.c2{fill:var(--c2)}.dot.c3{fill:var(--c3)}.dot.c4{fill:var(--c4)}
-.dot.c5{fill:var(--c5)}.dot{stroke:var(--card);stroke-width:1}
-i.c0{background:var(--c0)}i.c1{background:var(--c1)}i.c2{background:var(--c2)}i.c3{background:var(--c3)}
-i.c4{background:var(--c4)}i.c5{background:var(--c5)}
-rect.train{fill:var(--c0)}rect.validation{fill:var(--c1)}rect.test{fill:var(--c2)}rect{fill:var(--c5)}
-rect.bad{fill:var(--bad)}
-i.train{background:var(--c0)}i.validation{background:var(--c1)}i.test{background:var(--c2)}i.predict{background:var(--c5)}
-i.bad{background:var(--bad)}i.other{background:var(--other)}
-.level{fill:none;stroke:var(--c0);stroke-width:2}
-.mark line{stroke:var(--change);stroke-width:1;stroke-dasharray:3 3}.mark circle{fill:var(--change)}
-.mark.bad line{stroke:var(--bad)}.mark.bad circle{fill:var(--bad)}
+.c0,.train{color:var(--c0)}.c1,.validation{color:var(--c1)}.c2,.test{color:var(--c2)}.c3{color:var(--c3)}
+.c4{color:var(--c4)}.c5,.predict{color:var(--c5)}.bad{color:var(--bad)}.change{color:var(--change)}.other{color:var(--other)}
+.line,.level{fill:none;stroke:currentColor;stroke-width:2}.line{stroke-linejoin:round;stroke-linecap:round}
+.level{color:var(--c0)}.dot{fill:currentColor;stroke:var(--card);stroke-width:1}rect{fill:currentColor}
+.mark line{stroke:currentColor;stroke-width:1;stroke-dasharray:3 3}.mark circle{fill:currentColor}
 .mark text{fill:var(--card);font-size:11px;font-weight:600}
 .stack{display:flex;height:22px;gap:2px;border-radius:4px;overflow:hidden;margin-bottom:10px}
 .stack i{display:block;flex-basis:0;min-width:2px}

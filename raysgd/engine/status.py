@@ -118,7 +118,9 @@ class TrainerStatus:
 
     def as_card(self, title: str) -> str:
         """As HTML, under this title."""
-        workers = grid(("rank", "node", "process", "doing", "own time"), self._worker_rows(), are_words=True)
+        workers = grid(
+            ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
+        )
         history = folded(f"history ({len(self.events)})", [f"{_at(event)} {event}" for event in self.events])
         return card(title, facts(self._rows()), workers, history)
 

@@ -73,6 +73,17 @@ class Axis:
         return f"{self.first + share * (self.last - self.first):.1f}"
 
 
+def figure(base: str, series: Sequence[Series], kind: str) -> str:
+    """A line chart below its name, and below the names of its lines where these are others; a figure of this class."""
+    keys = "" if [each.name for each in series] == [base] else "".join(map(_key, series))
+    caption = f"<figcaption><b>{safe(base)}</b>{keys}</figcaption>"
+    return f'<figure class="{kind}">{caption}{line_chart(series)}</figure>'
+
+
+def _key(series: Series) -> str:
+    return f'<span class="key"><i class="c{series.color % NUM_COLORS}"></i>{safe(series.name)}</span>'
+
+
 def line_chart(series: Sequence[Series], x_label: str = "epoch", width: int = 360, height: int = 210) -> str:
     """Lines over whole numbers such as epochs."""
     points = [point for each in series for point in each.points if _can_be_drawn(point)]

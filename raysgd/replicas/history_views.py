@@ -12,7 +12,7 @@ from raysgd import _cards
 from raysgd._optional import require
 from raysgd.engine.history import Event
 from raysgd.replicas import readable
-from raysgd.replicas.charts import NUM_COLORS, Series, line_chart
+from raysgd.replicas.charts import NUM_COLORS, Series, figure
 
 if TYPE_CHECKING:
     from raysgd.replicas.history import History
@@ -56,11 +56,8 @@ def as_text(history: History, metrics: Sequence[str] | None = None) -> str:
 def as_card(history: History) -> str:
     """The history as HTML: curves, the last epochs, and what happened to the workers."""
     head, rows = table_of(history)
-    charts = "".join(
-        f'<div class="raysgd-chart"><b>{_cards.safe(base)}</b>{_legend(base, series)}{line_chart(series)}</div>'
-        for base, series in grouped_series(history)[:_MOST_CHARTS]
-        if len(history) > 1
-    )
+    groups = grouped_series(history)[:_MOST_CHARTS] if len(history) > 1 else []
+    charts = "".join(figure(base, series, "raysgd-chart") for base, series in groups)
     parts = [f'<div class="raysgd-charts">{charts}</div>' if charts else "", _cards.grid(head, rows) if rows else ""]
     events = [f"{_at(event)} {event}" for event in shown_events(history)]
     told = _in_words(history)
@@ -186,14 +183,6 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _legend(base: str, series: Sequence[Series]) -> str:
-    if [each.name for each in series] == [base]:
-        return ""
-    return "".join(
-        f'<span><i class="c{each.color % NUM_COLORS}"></i>{_cards.safe(each.name)}</span>' for each in series
-    )
-
-
 def _at(event: Event) -> str:
     return time.strftime("%H:%M:%S", time.localtime(event.at))
 
@@ -201,17 +190,14 @@ def _at(event: Event) -> str:
 _CHART_STYLE = (
     """<style>
 .raysgd-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(240px,1fr));gap:6px 18px;margin-bottom:8px}
-.raysgd-chart{font-size:12px;min-width:0;max-width:330px}.raysgd-chart b{font-weight:600;margin-right:10px}
+.raysgd-chart{font-size:12px;min-width:0;max-width:330px;margin:0}.raysgd-chart b{font-weight:600;margin-right:10px}
 .raysgd-chart span{margin-right:10px;opacity:.8;white-space:nowrap}
-.raysgd-chart i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px}
+.raysgd-chart i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px;background:currentColor}
 .raysgd-chart svg{display:block;width:100%;height:auto}
 .raysgd-chart .grid{stroke:rgba(128,128,128,.25)}.raysgd-chart text{fill:currentColor;opacity:.6;font-size:11px}
-.raysgd-chart .line{fill:none;stroke-width:2;stroke-linejoin:round}
+.raysgd-chart .line{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round}
+.raysgd-chart .dot{fill:currentColor}
 """
-    + "".join(
-        f".raysgd-chart .line.c{index}{{stroke:{color}}}.raysgd-chart .dot.c{index}{{fill:{color}}}"
-        f".raysgd-chart i.c{index}{{background:{color}}}\n"
-        for index, color in enumerate(COLORS)
-    )
+    + "".join(f".raysgd-chart .c{index}{{color:{color}}}" for index, color in enumerate(COLORS))
     + "</style>"
 )
