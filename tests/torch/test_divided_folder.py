@@ -70,14 +70,6 @@ def test_a_rank_does_not_read_the_random_states_of_all(tmp_path: Path) -> None:
         divided_files.opened(path, weights_only=True)
 
 
-def test_a_folder_of_before_has_them_in_the_rest(tmp_path: Path) -> None:
-    content = {**state(), RESUME: {"samples": 4, RNG: [[1], [2]]}}
-    path = write(tmp_path / "last", {**content, RESUME: {"samples": 4}})
-    rest = checkpoint_file.read(path / REST)
-    checkpoint_file.write(path / REST, {**rest, RESUME: content[RESUME]})
-    assert equal(divided_files.opened(str(path), weights_only=True).read_whole(), content)
-
-
 def test_a_state_in_outline_has_shapes_and_takes_no_memory(tmp_path: Path) -> None:
     content = {**state(), "models": [{"large": torch.zeros(500, 20)}]}
     [model] = divided_files.opened(str(write(tmp_path / "last", content)), weights_only=True).outline()["models"]
