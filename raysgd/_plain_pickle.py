@@ -16,6 +16,8 @@ from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 
+from raysgd._strict_reading import NotPlainError, require
+
 _MAX_DEPTH = 100
 """How deep containers may be nested: everything that walks through a state does it by recursion."""
 
@@ -37,22 +39,6 @@ _Handler = Callable[[Any], None]
 _HANDLERS = cast("dict[int, _Handler]", pickle._Unpickler.dispatch)
 
 
-class DamagedPickleError(pickle.UnpicklingError, ValueError):
-    """The pickle contradicts itself, or is larger or deeper than a state may be."""
-
-
-class NotPlainError(pickle.UnpicklingError):
-    """The pickle needs more than plain data.
-
-    Attributes:
-        needed: What it needs.
-    """
-
-    def __init__(self, needed: str) -> None:
-        super().__init__(needed)
-        self.needed = needed
-
-
 @dataclass(frozen=True)
 class Function:
     """What a pickle may call."""
@@ -70,14 +56,14 @@ class KeyChecks:
         """The key, if it can be added to a container without taking for ever, or too deep a stack.
 
         Raises:
-            DamagedPickleError: It has too many parts, or the hash of too many others.
+            DamagedFileError: It has too many parts, or the hash of too many others.
         """
         _check_parts(key)
         code = hash(key)
         if not _is_only_one(key, code):
             _, counts = self._counts.setdefault(id(container), (container, collections.Counter()))  # so the id is kept
             counts[code] += 1
-            _require(counts[code] <= _MAX_KEYS_ALIKE, "too many keys have the same hash")
+            require(counts[code] <= _MAX_KEYS_ALIKE, "too many keys have the same hash")
         return key
 
 
@@ -91,9 +77,9 @@ def _check_parts(key: Any) -> None:
     while waiting:
         part, depth = waiting.pop()
         num_seen += 1
-        _require(num_seen <= _MAX_KEY_PARTS and depth < _MAX_DEPTH, "a key has too many parts")
+        require(num_seen <= _MAX_KEY_PARTS and depth < _MAX_DEPTH, "a key has too many parts")
         if isinstance(part, tuple):
-            _require(len(part) <= _MAX_KEY_PARTS, "a key has too many parts")
+            require(len(part) <= _MAX_KEY_PARTS, "a key has too many parts")
             waiting.extend((inner, depth + 1) for inner in part)
 
 
@@ -114,7 +100,7 @@ class Unfinished:
     @property
     def value(self) -> Any:
         """The object, once it is finished."""
-        _require(self._is_finished, "an object is used before it has its content")
+        require(self._is_finished, "an object is used before it has its content")
         return self._value
 
 
@@ -252,7 +238,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         target.update(self._keys.checked(value, target) for value in values)
 
     def _top(self, *kinds: type[Any]) -> Any:
-        _require(type(self.stack[-1]) in kinds, f"a `{type(self.stack[-1]).__name__}` is no `{kinds[0].__name__}`")
+        require(type(self.stack[-1]) in kinds, f"a `{type(self.stack[-1]).__name__}` is no `{kinds[0].__name__}`")
         return self.stack[-1]
 
     def load_bytearray8(self) -> None:
@@ -269,9 +255,9 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
 
 def set_attributes(target: Any, attributes: Any) -> None:
     """Hangs values on an object, none of them in the place of what its class has."""
-    _require(type(attributes) is dict, "attributes in another form")
+    require(type(attributes) is dict, "attributes in another form")
     for name, value in attributes.items():
-        _require(type(name) is str and not hasattr(type(target), name), "an attribute has the name of a method")
+        require(type(name) is str and not hasattr(type(target), name), "an attribute has the name of a method")
         setattr(target, name, value)
 
 
@@ -282,9 +268,10 @@ def plain_dtype(code: Any) -> np.dtype[Any]:
         NotPlainError: They refer to objects.
         ValueError: There is no such dtype.
     """
-    _require(isinstance(code, str) and code.strip("<>=|")[:1] in tuple("?biufcSUVmM"), "no code of plain numbers", code)
+    finding = f"no code of plain numbers: {str(code)[:50]}"
+    require(isinstance(code, str) and code.strip("<>=|")[:1] in tuple("?biufcSUVmM"), finding)
     bare = code.lstrip("<>=|")
-    _require(bare == "?" or (bare[1:].isascii() and bare[1:].isdigit() and len(bare) <= 10), "no code of numbers", code)
+    require(bare == "?" or (bare[1:].isascii() and bare[1:].isdigit() and len(bare) <= 10), finding)
     return np.dtype(code)
 
 
@@ -294,14 +281,14 @@ def array_of(dtype: Any, shape: Any, content: Any, order: Any = "C") -> np.ndarr
     Raises:
         ValueError: They are not.
     """
-    _require(isinstance(dtype, np.dtype) and not dtype.hasobject, "an array of something else than numbers")
-    _require(type(content) in (bytes, bytearray), "an array without its bytes")
-    _require(type(shape) is tuple and len(shape) <= _MAX_ARRAY_DIMS, "an array without a shape")
-    _require(all(type(size) is int and 0 <= size < 2**62 for size in shape), "an array without a shape")
+    require(isinstance(dtype, np.dtype) and not dtype.hasobject, "an array of something else than numbers")
+    require(type(content) in (bytes, bytearray, memoryview), "an array without its bytes")
+    require(type(shape) is tuple and len(shape) <= _MAX_ARRAY_DIMS, "an array without a shape")
+    require(all(type(size) is int and 0 <= size < 2**62 for size in shape), "an array without a shape")
     num_values = math.prod(shape)
-    _require(num_values * dtype.itemsize == len(content), "an array of another size than its bytes")
-    _require(dtype.itemsize > 0 or not num_values, "an array without bytes")
-    _require(order in ("C", "F"), "an array without an order")
+    require(num_values * dtype.itemsize == len(content), "an array of another size than its bytes")
+    require(dtype.itemsize > 0 or not num_values, "an array without bytes")
+    require(order in ("C", "F"), "an array without an order")
     if not num_values:
         return np.empty(shape, dtype.newbyteorder("="))
     return np.frombuffer(content, dtype).reshape(shape, order=order).astype(dtype.newbyteorder("="))
@@ -316,23 +303,23 @@ def _new_dtype(code: Any, *_: Any) -> Unfinished:
 def _dtype(code: Any, state: Any) -> np.dtype[Any]:
     """A dtype out of what `dtype.__reduce__` says of it."""
     _, order, subdtype, names, fields, itemsize, _, flags, *more = state
-    _require(subdtype is None and order in ("<", ">", "=", "|"), "no plain dtype")
+    require(subdtype is None and order in ("<", ">", "=", "|"), "no plain dtype")
     if names is not None:
-        _require(all(type(name) is str for name in names), "a field without a name")
+        require(all(type(name) is str for name in names), "a field without a name")
         offsets = [fields[name][1] for name in names]
         formats = [fields[name][0] for name in names]
-        _require(all(isinstance(one, np.dtype) and not one.hasobject for one in formats), "a field of something else")
+        require(all(isinstance(one, np.dtype) and not one.hasobject for one in formats), "a field of something else")
         layout: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize}
         return np.dtype(layout, align=bool(flags & _ALIGNED))
     if more and isinstance(code, str) and code[:1] in ("m", "M"):
         unit, count = more[0][1][:2]
-        _require(type(count) is int and 0 < count < 2**31, "no unit of time")
+        require(type(count) is int and 0 < count < 2**31, "no unit of time")
         return np.dtype(f"{order}{code}[{count}{unit.decode('ascii')}]")
     return plain_dtype(f"{order}{code}")
 
 
 def _new_array(kind: Any, *_: Any) -> Unfinished:
-    _require(kind is np.ndarray, "an array of another kind")
+    require(kind is np.ndarray, "an array of another kind")
     return Unfinished(_array)
 
 
@@ -351,27 +338,27 @@ def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[
 
 def _encoded(text: Any, encoding: Any) -> bytes:
     """How protocol 2 writes bytes."""
-    _require(type(text) is str and encoding == "latin1", "bytes in another form")
+    require(type(text) is str and encoding == "latin1", "bytes in another form")
     return bytes(text, "latin1")
 
 
 def _bytes(content: Any = b"") -> bytes:
-    _require(type(content) is bytes, "bytes in another form")
+    require(type(content) is bytes, "bytes in another form")
     return bytes(content)
 
 
 def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
-    _require(type(content) in (bytes, str) and encoding == "latin-1", "bytes in another form")
+    require(type(content) in (bytes, str) and encoding == "latin-1", "bytes in another form")
     return bytearray(content, "latin-1") if isinstance(content, str) else bytearray(content)
 
 
 def _set(items: Any = ()) -> set[Any]:
-    _require(type(items) in (list, tuple), "a set in another form")
+    require(type(items) in (list, tuple), "a set in another form")
     return set(_checked_keys(items))
 
 
 def _counter(counts: Any = ()) -> collections.Counter[Any]:
-    _require(type(counts) is dict or counts == (), "counts in another form")
+    require(type(counts) is dict or counts == (), "counts in another form")
     return collections.Counter(dict(counts))
 
 
@@ -386,7 +373,7 @@ def _checked_keys(keys: Sequence[Any]) -> list[Any]:
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    _require(type(real) is float and type(imaginary) is float, "a number in another form")
+    require(type(real) is float and type(imaginary) is float, "a number in another form")
     return complex(real, imaginary)
 
 
@@ -420,15 +407,15 @@ def check_depth(value: Any, what: str = "it") -> None:
         what: What the message calls it.
 
     Raises:
-        DamagedPickleError: It does. A `ValueError`.
+        DamagedFileError: It does. A `ValueError`.
     """
     waiting, seen = [(value, 0)], set()
     while waiting:
         item, depth = waiting.pop()
-        _require(not isinstance(item, Function | Unfinished), "something is where a value should be")
+        require(not isinstance(item, Function | Unfinished), "something is where a value should be")
         if not isinstance(item, dict | list | tuple) or id(item) in seen:
             continue
-        _require(depth < _MAX_DEPTH, f"{what} is nested more than {_MAX_DEPTH} levels deep")
+        require(depth < _MAX_DEPTH, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         seen.add(id(item))
         inner = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
         waiting.extend((part, depth + 1) for part in inner)
@@ -449,8 +436,3 @@ class _Bounded:
         content = self._file.readline(min(self._num_left, io.DEFAULT_BUFFER_SIZE))
         self._num_left -= len(content)
         return content
-
-
-def _require(holds: bool, finding: str, *found: Any) -> None:
-    if not holds:
-        raise DamagedPickleError(f"{finding}{''.join(f': {str(one)[:50]}' for one in found)}")

@@ -1,8 +1,8 @@
 """What keeps programs for the old library running where the code they import has a new name or place.
 
 `install` lets them run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate` rewrites them.
-`paths.py` has the one table of old and new names; `names.py` lists names that modules of the old library had elsewhere. The
-packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
+`paths.py` has the one table of old and new names; `names.py` lists names that the old library had in other modules.
+The packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
 docs/adr/0062-former-names-in-one-table.md says why.
 """
 

@@ -20,9 +20,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd._plain_pickle import NotPlainError, PlainUnpickler, array_of, check_depth, plain_dtype
+from raysgd._plain_pickle import PlainUnpickler, array_of, check_depth, plain_dtype
 from raysgd._stored_archive import members
-from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
+from raysgd._strict_reading import check_format, checked_state, content_of, refusals_of
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -36,9 +36,9 @@ FORMER_OPTIMIZER = "former_optimizer"
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _NPY_START = re.compile(rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)", re.DOTALL)
-_NPY_HEADER = re.compile(rb"\{'descr': '(?P<descr>[^']{2,12})', 'fortran_order': False, 'shape': \([0-9, ]*\), \} *")
+_NPY_HEADER = re.compile(rb"\{'descr': '(?P<descr>[^']{2,12})', 'fortran_order': False, 'shape': \([0-9, ]*\), \} *\n")
 _TAG = "raysgd"
-_LEGACY_KEYS = {"epoch", "weights", "optimizer_weights"}
+_LEGACY_KEYS = ("epoch", "weights", "optimizer_weights")
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -95,31 +95,24 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
         file.seek(0)
         if not is_archive:
             return _read_legacy(file, num_bytes, name)
-        try:
-            state = _read_archive(file, num_bytes)
-        except _TooNewError as error:
-            raise ValueError(f"`{name}` {error}") from None
-        except OSError:
-            raise
-        except Exception as error:
-            raise _corrupted(name, f"it cannot be read ({_in_short(error)})") from error
-    return _training_state(state, name)
+        state = _read_archive(file, num_bytes, name)
+    return checked_state(state, name, REQUIRED_KEYS)
 
 
-def _read_archive(file: IO[bytes], num_bytes: int) -> Any:
-    found = members(file, num_bytes)
-    index = json.loads(found[_INDEX].read_checked(file))
-    if not isinstance(index["format"], int) or index["format"] > FORMAT_VERSION:
-        raise _TooNewError(
-            f"is in checkpoint format {str(index['format'])[:20]}; this version of raysgd knows formats up to "
-            f"{FORMAT_VERSION}. Upgrade raysgd to read it."
-        )
-    arrays = {
-        key: _array(found[f"{key}.npy"].read_checked(file), facts["dtype"], facts["shape"])
-        for key, facts in index["arrays"].items()
-    }
-    state = _decoded(index["state"], arrays)
-    check_depth(state)
+def _read_archive(file: IO[bytes], num_bytes: int, name: str) -> Any:
+    with refusals_of(name):
+        archive = memoryview(content_of(file, num_bytes, maps=True))
+        found = members(archive)
+        index = json.loads(bytes(found[_INDEX].checked(archive)))
+        version = index["format"]
+    check_format(name, version, FORMAT_VERSION)
+    with refusals_of(name):
+        arrays = {
+            key: _array(found[f"{key}.npy"].checked(archive), facts["dtype"], facts["shape"])
+            for key, facts in index["arrays"].items()
+        }
+        state = _decoded(index["state"], arrays)
+        check_depth(state)
     return state
 
 
@@ -132,10 +125,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(copied(item) for item in value)
     return value
-
-
-class _TooNewError(Exception):
-    """The file is in a format that only newer versions know."""
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
@@ -202,14 +191,13 @@ def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
+def _array(content: memoryview, dtype_name: str, shape: list[int]) -> Any:
     """The array in a `.npy` member. Its header is compared with what the index says, and not believed."""
     header_at = _NPY_START.match(content)
     header = _NPY_HEADER.match(content, header_at.end()) if header_at is not None else None
     if header is None:
         raise ValueError("an array has no valid header")
-    begin = content.index(b"\n", header.end()) + 1
-    array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[begin:])
+    array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[header.end() :])
     return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
 
 
@@ -223,40 +211,10 @@ def _small_float(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _training_state(state: Any, name: str) -> dict[str, Any]:
-    missing = [key for key in REQUIRED_KEYS if not isinstance(state, dict) or key not in state]
-    if missing:
-        raise ValueError(
-            f"`{name}` holds no training state: it lacks {missing}; a state, as `state_dict()` returns it, has "
-            f"{list(REQUIRED_KEYS)}."
-        )
-    return dict(state)
-
-
-def _in_short(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__
-
-
-def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
-    return CheckpointCorruptedError(
-        f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
-        "where it came from, or load an earlier checkpoint."
-    )
-
-
 def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
-    try:
+    with refusals_of(name, "Files of the former library are read if they hold arrays alone."):
         state = PlainUnpickler(file, num_bytes).load()
-    except NotPlainError as error:
-        raise UnsafeCheckpointError(
-            f"`{name}` is not read: it needs `{error.needed}` to be loaded, which can run code."
-        ) from None
-    except OSError:
-        raise
-    except Exception as error:
-        raise _corrupted(name, "it is neither an archive of raysgd nor a file of the former library") from error
-    if not isinstance(state, dict) or not state.keys() >= _LEGACY_KEYS:
-        raise ValueError(f"`{name}` holds no training state: a file of the former library has {sorted(_LEGACY_KEYS)}.")
+    checked_state(state, name, _LEGACY_KEYS)
     for key in ("weights", "optimizer_weights"):
         if not isinstance(state[key], list | tuple) or not all(
             isinstance(a, np.ndarray | np.generic) for a in state[key]

@@ -83,7 +83,7 @@ class _LoadableCopy:
         try:
             stream = io.BytesIO()
             torch.save(sample, stream)
-            read_archive(stream, stream.tell(), num_comment_bytes=0)
+            read_archive(stream.getbuffer())
         except Exception as error:
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -63,11 +62,10 @@ class Seal:
         """How many bytes of a file of `num_bytes` come before the comment and its length."""
         return num_bytes - len(self.comment) - _LENGTH_BYTES
 
-    def fits(self, pieces: Iterable[memoryview]) -> bool:
-        """Whether the bytes before the comment and its length have this checksum."""
+    def fits(self, content: memoryview) -> bool:
+        """Whether the bytes of a file before the comment and its length have this checksum."""
         checksum = new_checksum()
-        for piece in pieces:
-            checksum.update(piece)
+        checksum.update(content[: self.num_sealed_bytes(len(content))])
         checksum.update(bytes(_LENGTH_BYTES))
         return checksum.hexdigest() == self.hexdigest
 

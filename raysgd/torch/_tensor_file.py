@@ -16,11 +16,12 @@ from typing import IO, Any
 
 import torch
 
-from raysgd._plain_pickle import Function, NotPlainError, PlainUnpickler, set_attributes
+from raysgd._plain_pickle import Function, PlainUnpickler, set_attributes
 from raysgd._stored_archive import Member, members
+from raysgd._strict_reading import NotPlainError, fill, require
 
-_ALIGNMENT = 64
-"""Where PyTorch lets the memory of a tensor begin. What lies elsewhere is copied."""
+_ALIGNMENT = 16
+"""Where the memory of a tensor has to begin. What lies elsewhere is copied."""
 
 _MAX_EXPANSION = 16
 """How much larger than the file all its tensors may be together: several may lie in the same memory."""
@@ -32,27 +33,20 @@ _MAX_SIZE = 2**62
 _BIG_ENDIAN = b"big"
 
 
-class TensorFileError(ValueError):
-    """The file contradicts itself."""
-
-
-def read_archive(file: IO[bytes], num_bytes: int, num_comment_bytes: int, mapped_from: str | None = None) -> Any:
-    """What a zip archive of `torch.save` holds; tensors come to the CPU.
+def read_archive(archive: memoryview, num_comment_bytes: int = 0) -> Any:
+    """Return what a zip archive of `torch.save` holds; tensors lie in it, on the CPU.
 
     Args:
-        file: The archive.
-        num_bytes: Its size.
+        archive: The archive, in memory that can be written to.
         num_comment_bytes: Size of the comment at its end.
-        mapped_from: The name of the file, to be mapped, so that tensors lie in it; None copies them.
 
     Raises:
         NotPlainError: It holds more than plain data.
         Exception: It is damaged.
     """
-    found = members(file, num_bytes, num_comment_bytes)
-    storages = _ArchivedStorages(file, num_bytes, _without_folder(found), mapped_from)
+    storages = _ArchivedStorages(archive, _without_folder(members(archive, num_comment_bytes)))
     pickled = storages.member("data.pkl")
-    return _unpickler(io.BytesIO(pickled.read(file)), pickled.num_bytes, storages, num_bytes).load()
+    return _unpickler(io.BytesIO(pickled.of(archive)), pickled.num_bytes, storages, len(archive)).load()
 
 
 def read_old(file: IO[bytes], num_bytes: int) -> Any:
@@ -68,7 +62,7 @@ def read_old(file: IO[bytes], num_bytes: int) -> Any:
         return _unpickler(file, num_bytes - file.tell(), storages, num_bytes).load()
 
     magic_number, _, _ = load(), load(), load()  # a version that never changed, and facts on the machine
-    _require(magic_number == _MAGIC_NUMBER, "it does not begin as such a file does")
+    require(magic_number == _MAGIC_NUMBER, "it does not begin as such a file does")
     state = load()
     storages.fill(file, load())
     return state
@@ -77,7 +71,7 @@ def read_old(file: IO[bytes], num_bytes: int) -> Any:
 def _without_folder(found: Mapping[str, Member]) -> dict[str, Member]:
     """The members by their names inside the one folder that an archive has."""
     parted = [name.partition("/") for name in found]
-    _require(len({folder for folder, _, _ in parted}) == 1, "it has several folders")
+    require(len({folder for folder, _, _ in parted}) == 1, "it has several folders")
     return {rest: found[folder + slash + rest] for folder, slash, rest in parted}
 
 
@@ -92,17 +86,16 @@ class _Storage:
 class _ArchivedStorages:
     """Those that are members of an archive."""
 
-    def __init__(self, file: IO[bytes], num_bytes: int, found: Mapping[str, Member], mapped_from: str | None) -> None:
-        self._file = file
+    def __init__(self, archive: memoryview, found: Mapping[str, Member]) -> None:
+        self._archive = archive
         self._members = found
-        self._whole = torch.UntypedStorage.from_file(mapped_from, False, num_bytes) if mapped_from else None
-        order = found["byteorder"].read(file) if "byteorder" in found else b"little"
+        order = found["byteorder"].of(archive) if "byteorder" in found else b"little"
         self._is_swapped = (order == _BIG_ENDIAN) != (sys.byteorder == "big")
         self._found: dict[str, _Storage] = {}
 
     def member(self, name: str) -> Member:
         """Where a member lies."""
-        _require(name in self._members, f"it has no `{name[:50]}`")
+        require(name in self._members, f"it has no `{name[:50]}`")
         return self._members[name]
 
     def load(self, identity: Any) -> _Storage:
@@ -110,18 +103,16 @@ class _ArchivedStorages:
         dtype, key, num_values = _checked_identity(identity)
         if key not in self._found:
             member = self.member(f"data/{key}")
-            _require(num_values * dtype.itemsize == member.num_bytes, "a tensor's memory has another size than it says")
+            require(num_values * dtype.itemsize == member.num_bytes, "a tensor's memory has another size than it says")
             self._found[key] = _Storage(self._memory(member, dtype), dtype)
-        _require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
+        require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
         return self._found[key]
 
     def _memory(self, member: Member, dtype: torch.dtype) -> torch.UntypedStorage:
-        if self._whole is not None and member.start % _ALIGNMENT == 0:
-            memory = self._whole[member.start : member.start + member.num_bytes]
-            assert isinstance(memory, torch.UntypedStorage)
-        else:
-            self._file.seek(member.start)
-            memory = _filled(torch.UntypedStorage(member.num_bytes), self._file)
+        if not member.num_bytes:
+            return torch.UntypedStorage(0)
+        content = torch.frombuffer(self._archive, dtype=torch.uint8, count=member.num_bytes, offset=member.start)
+        memory = (content.clone() if content.data_ptr() % _ALIGNMENT else content).untyped_storage()
         if self._is_swapped:
             memory.byteswap(dtype)
         return memory
@@ -140,52 +131,39 @@ class _OldStorages:
         dtype, key, num_values = _checked_identity(identity)
         if key not in self._found:
             self._num_bytes_left -= num_values * dtype.itemsize
-            _require(self._num_bytes_left >= 0, "its tensors are larger than the file")
+            require(self._num_bytes_left >= 0, "its tensors are larger than the file")
             self._found[key] = _Storage(torch.UntypedStorage(num_values * dtype.itemsize), dtype)
-        _require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
+        require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
         return self._found[key] if view is None else _part(self._found[key], *view[1:])
 
     def fill(self, file: IO[bytes], keys: Any) -> None:
         """Reads what is in them."""
-        _require(type(keys) is list and sorted(keys) == sorted(self._found), "it has other tensors than it says")
+        require(type(keys) is list and sorted(keys) == sorted(self._found), "it has other tensors than it says")
         for key in keys:
             memory, dtype = self._found[key].memory, self._found[key].dtype
             num_values = int.from_bytes(file.read(8), "little")
-            _require(num_values * dtype.itemsize == memory.nbytes(), "a tensor's memory has another size than it says")
-            _filled(memory, file)
+            require(num_values * dtype.itemsize == memory.nbytes(), "a tensor's memory has another size than it says")
+            if num_values:
+                values: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+                fill(memoryview(values), file)
 
 
 def _checked_identity(identity: Any) -> tuple[torch.dtype, str, int]:
     """Kind, name and number of values of a memory, as a pickle has them."""
-    _require(type(identity) in (tuple, list) and len(identity) == 5, "a tensor without its memory")
+    require(type(identity) in (tuple, list) and len(identity) == 5, "a tensor without its memory")
     mark, kind, key, _, num_values = identity
-    _require(mark == "storage" and isinstance(kind, torch.dtype), "a tensor without its memory")
-    _require(
-        type(key) is str and type(num_values) is int and 0 <= num_values < _MAX_SIZE, "a tensor without its memory"
-    )
+    require(mark == "storage" and isinstance(kind, torch.dtype), "a tensor without its memory")
+    require(type(key) is str and type(num_values) is int and 0 <= num_values < _MAX_SIZE, "a tensor without its memory")
     return kind, key, num_values
 
 
 def _part(storage: _Storage, start: Any, num_values: Any) -> _Storage:
     size = storage.dtype.itemsize
-    _require(type(start) is int and type(num_values) is int and start >= 0 and num_values >= 0, "no part of a memory")
-    _require((start + num_values) * size <= storage.memory.nbytes(), "a part of a memory lies outside of it")
+    require(type(start) is int and type(num_values) is int and start >= 0 and num_values >= 0, "no part of a memory")
+    require((start + num_values) * size <= storage.memory.nbytes(), "a part of a memory lies outside of it")
     memory = storage.memory[start * size : (start + num_values) * size]
     assert isinstance(memory, torch.UntypedStorage)
     return _Storage(memory, storage.dtype)
-
-
-def _filled(memory: torch.UntypedStorage, file: IO[bytes]) -> torch.UntypedStorage:
-    """`memory`, with as many bytes of the file as it has room for."""
-    if not memory.nbytes():
-        return memory
-    values: Any = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
-    rest = memoryview(values)
-    while rest:
-        num_read = file.readinto(rest)  # type: ignore[attr-defined]
-        _require(num_read > 0, "it ends inside of a tensor")
-        rest = rest[num_read:]
-    return memory
 
 
 class _Tensors:
@@ -219,48 +197,34 @@ class _Tensors:
         hooks: Any = None,
         metadata: Any = None,
     ) -> torch.Tensor:
-        _require(isinstance(storage, _Storage), "a tensor without its memory")
-        return self._placed(storage.memory, storage.dtype, offset, size, stride, requires_grad, metadata)
-
-    def _tensor_of_bytes(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any,
-        hooks: Any,
-        dtype: Any,
-        metadata: Any = None,
-    ) -> torch.Tensor:
-        _require(isinstance(storage, _Storage), "a tensor without its memory")
-        return self._placed(storage.memory, dtype, offset, size, stride, requires_grad, metadata)
-
-    def _placed(
-        self, memory: Any, dtype: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, metadata: Any
-    ) -> torch.Tensor:
         """A tensor in its memory, if it lies in there with all its values."""
-        _require(isinstance(dtype, torch.dtype), "a tensor of no kind")
+        require(isinstance(storage, _Storage), "a tensor without its memory")
         _check_numbers(offset, *_checked_shape(size, stride))
+        memory, dtype = storage.memory, storage.dtype
         num_values = math.prod(size)
         reach = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if num_values else 0
         num_there = memory.nbytes() // dtype.itemsize
-        _require(reach <= num_there, "a tensor lies outside of its memory")
-        _require(num_values <= num_there, "a tensor is larger than its memory")
+        require(reach <= num_there, "a tensor lies outside of its memory")
+        require(num_values <= num_there, "a tensor is larger than its memory")
         self._count((memory.data_ptr(), offset, tuple(size), tuple(stride), dtype), num_values * dtype.itemsize)
         tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(size), tuple(stride))
         if metadata:
-            _require(
-                type(metadata) is dict and metadata.keys() <= {"conj", "neg"}, "a tensor with more than its values"
-            )
+            require(type(metadata) is dict and metadata.keys() <= {"conj", "neg"}, "a tensor with more than its values")
             torch._utils.set_tensor_metadata(tensor, metadata)
         return tensor.requires_grad_(requires_grad is True)
+
+    def _tensor_of_bytes(
+        self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *more: Any
+    ) -> torch.Tensor:
+        """A tensor whose memory does not say of which kind it is."""
+        require(isinstance(storage, _Storage) and isinstance(dtype, torch.dtype), "a tensor of no kind")
+        return self._tensor(_Storage(storage.memory, dtype), offset, size, stride, requires_grad, hooks, *more)
 
     def _count(self, place: Any, num_bytes: int) -> None:
         if place not in self._seen:
             self._seen.add(place)
             self._num_bytes_left -= num_bytes
-            _require(self._num_bytes_left >= 0, "its tensors are many times as large as the file")
+            require(self._num_bytes_left >= 0, "its tensors are many times as large as the file")
 
 
 def _sparse(layout: Any, parts: Any) -> torch.Tensor:
@@ -280,7 +244,7 @@ def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tenso
 
 
 def _parameter(values: Any, requires_grad: Any, hooks: Any = None) -> torch.nn.Parameter:
-    _require(type(values) is torch.Tensor, "a parameter without values")
+    require(type(values) is torch.Tensor, "a parameter without values")
     return torch.nn.Parameter(values, requires_grad is True)
 
 
@@ -297,19 +261,19 @@ def _with_attributes(function: Any, kind: Any, arguments: Any, attributes: Any) 
 def _hung(tensor: Any, attributes: Any) -> Any:
     """The tensor, with the attributes that a user had hung on it."""
     own, slots = attributes if isinstance(attributes, tuple) else (attributes, None)
-    _require(not slots, "a tensor with more than its values")
+    require(not slots, "a tensor with more than its values")
     set_attributes(tensor, own or {})
     return tensor
 
 
 def _checked_shape(size: Any, stride: Any) -> list[Any]:
-    _require(isinstance(size, tuple | list) and isinstance(stride, tuple | list), "a tensor without a shape")
-    _require(len(size) == len(stride) <= _MAX_DIMS, "a tensor without a shape")
+    require(isinstance(size, tuple | list) and isinstance(stride, tuple | list), "a tensor without a shape")
+    require(len(size) == len(stride) <= _MAX_DIMS, "a tensor without a shape")
     return [*size, *stride]
 
 
 def _check_numbers(*numbers: Any) -> None:
-    _require(all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers), "a tensor without a shape")
+    require(all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers), "a tensor without a shape")
 
 
 def _unpickler(file: IO[bytes], num_bytes: int, storages: Any, num_bytes_of_file: int) -> PlainUnpickler:
@@ -331,7 +295,7 @@ def _allowed_by_user() -> dict[str, Any]:
 
 def _layout(name: Any) -> torch.layout:
     found = getattr(torch, str(name).removeprefix("torch."), None)
-    _require(isinstance(found, torch.layout), "a tensor of no layout")
+    require(isinstance(found, torch.layout), "a tensor of no layout")
     assert isinstance(found, torch.layout)
     return found
 
@@ -362,8 +326,3 @@ _VALUES: dict[str, Any] = {
     "torch.device": Function(torch.device),
     "torch.serialization._get_layout": Function(_layout),
 }
-
-
-def _require(holds: bool, finding: str) -> None:
-    if not holds:
-        raise TensorFileError(finding)

@@ -21,7 +21,6 @@ detected afterwards; a program that cuts the file short may crash this process.
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -31,15 +30,13 @@ from typing import IO, Any
 import torch
 
 from raysgd._background_writer import BackgroundWriter
-from raysgd._plain_pickle import NotPlainError
+from raysgd._strict_reading import check_format, checked_state, content_of, corrupted, in_short, refusals_of
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch import _seal
 from raysgd.torch._loadable import check_loadable as check_loadable
 from raysgd.torch._seal import Seal
 from raysgd.torch._tensor_file import read_archive, read_old
-
-logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -57,7 +54,10 @@ _COMMENT_LENGTH_BYTES = 2
 _OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How `torch.save` began its files before it wrote zip archives: a pickled magic number."""
 
-_PIECE_BYTES = 2**20
+_IF_TRUSTED = (
+    "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
+    "so for other files."
+)
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
@@ -74,9 +74,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
     """
     from raysgd.storage import files  # here, because workers only read
 
-    missing = _missing_keys(state)
-    if missing:
-        raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
+    checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
     content[FORMAT_KEY] = format_version
     with files.saving(path) as file:
@@ -143,9 +141,8 @@ def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterat
             raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
         if FileIdentity.of(file, identity.path) != identity:
             raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
-        kind = _recognise(file, identity.num_bytes, identity.path)
-        loaded = _load(_by_descriptor(file, identity.path), identity.num_bytes, kind, weights_only, is_mapped=True)
-        yield _training_state(loaded, identity.path)
+        source = _Source(file, identity, identity.path, weights_only)
+        yield source.state(source.content(maps=True))
 
 
 class OtherFileError(OSError):
@@ -191,30 +188,94 @@ class OpenedFile:
             CheckpointCorruptedError: It was written to.
         """
         if FileIdentity.of(self.file, self.identity.path) != self.identity:
-            raise _corrupted(self.identity.path, "it was written to while it was read")
+            raise corrupted(self.identity.path, "it was written to while it was read")
 
 
 @contextlib.contextmanager
 def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
     """Check the file, and give out its state."""
-    name = name or path
     with open(path, "rb", buffering=0) as file:
         identity = FileIdentity.of(file, os.path.realpath(path))
-        kind = _recognise(file, identity.num_bytes, name)
-        is_mapped = kind.seal is not None and _check(file, identity.num_bytes, kind.seal, name, maps)
-        try:
-            loaded = _load(_by_descriptor(file, path), identity.num_bytes, kind, weights_only, is_mapped)
-        except Exception as error:
-            raise _explained(error, name, kind, weights_only) from error
-        opened = OpenedFile(_training_state(loaded, name), identity, is_mapped, file)
+        source = _Source(file, identity, name or path, weights_only)
+        content = source.content(maps)
+        source.check(content)
+        opened = OpenedFile(source.state(content), identity, _is_mapped(content), file)
+        del content  # tensors hold what they lie in
         yield opened
         opened.check_unchanged()
 
 
-def _by_descriptor(file: IO[bytes], name: str) -> str:
-    """A name that stays that of the open file: another file may take its own at any moment."""
-    by_descriptor = f"/dev/fd/{file.fileno()}"
-    return by_descriptor if os.path.exists(by_descriptor) else name
+class _Source:
+    """A file on its way to become a state.
+
+    Args:
+        file: The file, at its beginning.
+        identity: Which one it is.
+        name: What errors call it.
+        weights_only: Whether to refuse what could run code.
+
+    Raises:
+        CheckpointCorruptedError: It is of no known kind, or its end is missing.
+    """
+
+    def __init__(self, file: IO[bytes], identity: FileIdentity, name: str, weights_only: bool) -> None:
+        self._file, self._identity, self._name, self._weights_only = file, identity, name, weights_only
+        self._kind = _recognise(file, identity.num_bytes, name)
+
+    def content(self, maps: bool) -> mmap.mmap | bytearray:
+        """All of an archive, in memory that can be written to: mapped if it has a checksum, else read."""
+        with refusals_of(self._name):
+            num_bytes = self._identity.num_bytes if self._kind.is_archive else 0
+            return content_of(self._file, num_bytes, maps and self._kind.seal is not None)
+
+    def check(self, content: mmap.mmap | bytearray) -> None:
+        """Compare the checksum.
+
+        Raises:
+            CheckpointCorruptedError: The content has another one.
+        """
+        with memoryview(content) as whole:
+            if self._kind.seal is not None and not self._kind.seal.fits(whole):
+                raise corrupted(self._name, "its checksum does not match its content")
+
+    def state(self, content: mmap.mmap | bytearray) -> dict[str, Any]:
+        """Return what the file holds, if it is a training state.
+
+        Raises:
+            CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
+        """
+        loaded = self._strictly(content) if self._weights_only else self._trusted(_is_mapped(content))
+        version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
+        check_format(self._name, version, FORMAT_VERSION)
+        return checked_state(loaded, self._name, REQUIRED_KEYS)
+
+    def _strictly(self, content: mmap.mmap | bytearray) -> Any:
+        with refusals_of(self._name, _IF_TRUSTED):
+            if not self._kind.is_archive:
+                with open(self._place, "rb") as file:
+                    return read_old(file, self._identity.num_bytes)
+            num_comment_bytes = 0 if self._kind.seal is None else len(self._kind.seal.comment)
+            return read_archive(memoryview(content), num_comment_bytes)
+
+    def _trusted(self, maps: bool) -> Any:
+        """What PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
+        try:
+            return torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
+        except Exception as error:
+            may_come_of_user_code = isinstance(error, OSError | AttributeError | ImportError | MemoryError)
+            if self._kind.seal is not None or may_come_of_user_code:
+                raise
+            raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
+
+    @property
+    def _place(self) -> str:
+        """A name that stays that of the open file: another file may take its own at any moment."""
+        by_descriptor = f"/dev/fd/{self._file.fileno()}"
+        return by_descriptor if os.path.exists(by_descriptor) else self._identity.path
+
+
+def _is_mapped(content: mmap.mmap | bytearray) -> bool:
+    return not isinstance(content, bytearray)
 
 
 class AsyncWriter(BackgroundWriter):
@@ -299,11 +360,7 @@ def _is_zip_end(tail: bytes) -> bool:
 
 
 def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
-    """Tell what kind of file this is by its first and last bytes.
-
-    Raises:
-        CheckpointCorruptedError: It is of no known kind, or its end is missing.
-    """
+    """Tell what kind of file this is by its first and last bytes."""
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _seal.MAX_BYTES))
     tail = file.read()
@@ -311,109 +368,7 @@ def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
     if seal is not None or start == _OLD_TORCH_START:
         return _FileKind(seal, is_archive=seal is not None)
     if not start.startswith(_ZIP_START):
-        raise _corrupted(name, "it does not begin like a checkpoint" if start else "it is empty")
+        raise corrupted(name, "it does not begin like a checkpoint" if start else "it is empty")
     if _is_zip_end(tail[-_ZIP_END_BYTES:]):
         return _FileKind(None, is_archive=True)
-    raise _corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")
-
-
-def _check(file: IO[bytes], size: int, seal: Seal, name: str, maps: bool) -> bool:
-    """Compare the checksum of a file with the one in its seal; return whether the file could be mapped.
-
-    Raises:
-        CheckpointCorruptedError: They differ.
-    """
-    num_bytes = seal.num_sealed_bytes(size)
-    content = _map(file, size) if maps else None
-    if content is None:
-        fits = seal.fits(_pieces_in_file(file, num_bytes))
-    else:
-        with content, memoryview(content) as whole, whole[:num_bytes] as body:
-            fits = seal.fits([body])
-    if not fits:
-        raise _corrupted(name, "its checksum does not match its content")
-    return content is not None
-
-
-def _map(file: IO[bytes], size: int) -> mmap.mmap | None:
-    """Map the file into memory, or return None where that cannot be done."""
-    try:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        logger.debug("reading a file that cannot be mapped: %s", error)
-        return None
-
-
-def _pieces_in_file(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
-    file.seek(0)
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, num_bytes)))
-    while num_bytes:
-        num_read = file.readinto(buffer[:num_bytes])  # type: ignore[attr-defined]
-        if not num_read:
-            return
-        num_bytes -= num_read
-        yield buffer[:num_read]
-
-
-def _load(source: str, num_bytes: int, kind: _FileKind, weights_only: bool, is_mapped: bool) -> Any:
-    if not weights_only:
-        return torch.load(source, map_location="cpu", weights_only=False, mmap=is_mapped)
-    with open(source, "rb") as file:
-        if not kind.is_archive:
-            return read_old(file, num_bytes)
-        num_comment_bytes = 0 if kind.seal is None else len(kind.seal.comment)
-        return read_archive(file, num_bytes, num_comment_bytes, source if is_mapped else None)
-
-
-def _explained(error: Exception, name: str, kind: _FileKind, weights_only: bool) -> Exception:
-    """Tell a refusal from damage. Errors of a file that was declared trustworthy, if it is intact, stay as they are."""
-    if isinstance(error, OSError):
-        return error
-    if not weights_only:
-        may_come_of_user_code = isinstance(error, (AttributeError, ImportError, MemoryError))
-        is_as_it_is = kind.seal is not None or may_come_of_user_code
-        return error if is_as_it_is else _corrupted(name, f"torch cannot read it ({_first_line(error)})")
-    if isinstance(error, NotPlainError):
-        return UnsafeCheckpointError(_refusal_message(name, error.needed))
-    return _corrupted(name, _first_line(error))
-
-
-def _refusal_message(name: str, needed: str) -> str:
-    return (
-        f"`{name}` needs `{needed}` to be loaded, which can run code. If you trust the source of the file, "
-        "pass `weights_only=False`, as in `load(path, weights_only=False)`; never do so for other files."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
-    return CheckpointCorruptedError(
-        f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it "
-        "again from where it came from, or load an earlier checkpoint."
-    )
-
-
-def _training_state(loaded: Any, name: str) -> dict[str, Any]:
-    """Return the state without its version, having made sure that it is one."""
-    if not isinstance(loaded, dict):
-        raise ValueError(f"`{name}` holds a `{type(loaded).__name__}`, no training state; {_REQUIRED_KEYS_HINT}")
-    version = loaded.pop(FORMAT_KEY, FORMAT_VERSION)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise ValueError(
-            f"`{name}` is in checkpoint format {version!r}; this version of raysgd knows formats up to "
-            f"{FORMAT_VERSION}. Upgrade raysgd to read it."
-        )
-    missing = _missing_keys(loaded)
-    if missing:
-        raise ValueError(f"`{name}` holds no training state: it lacks {missing}; {_REQUIRED_KEYS_HINT}")
-    return loaded
-
-
-_REQUIRED_KEYS_HINT = f"a training state, as a trainer's `state_dict()` returns it, has {list(REQUIRED_KEYS)}."
-
-
-def _missing_keys(state: dict[str, Any]) -> list[str]:
-    return [key for key in REQUIRED_KEYS if key not in state]
+    raise corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")

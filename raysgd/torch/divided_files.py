@@ -6,7 +6,6 @@ library, which trusts what it reads, but with the strict reader of checkpoint fi
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from raysgd._strict_reading import corrupted, fill
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import _seal, checkpoint_file
@@ -157,7 +157,7 @@ class DividedFolder:
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
         """What to raise where the folder is not what was written."""
-        return _corrupted(self.path, finding)
+        return corrupted(self.path, finding)
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,10 @@ class _Wanted:
 
     def take(self, file: IO[bytes]) -> None:
         """Reads it."""
-        num_bytes = self.piece.num_bytes
-        archive: Any = _Part(file, self.piece.start, num_bytes)
-        found = read_archive(archive, num_bytes, 0)
+        archive = memoryview(bytearray(self.piece.num_bytes))
+        file.seek(self.piece.start)
+        fill(archive, file)
+        found = read_archive(archive)
         is_right = (
             isinstance(found, torch.Tensor)
             and (found.dtype, found.layout, found.device.type) == (self.stored.dtype, torch.strided, "cpu")
@@ -192,26 +193,6 @@ def _overlap(piece: Piece, span: tuple[int, int]) -> bool:
     return piece.first < span[1] and span[0] < piece.first + piece.length
 
 
-class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
-        self._file, self._start, self._num_bytes = file, start, num_bytes
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET, "the readers say where from the beginning"
-        self._at = offset
-        return offset
-
-    def readinto(self, room: Any) -> int:
-        self._file.seek(self._start + self._at)
-        left = max(0, self._num_bytes - self._at)
-        num_read: int = self._file.readinto(memoryview(room)[:left])  # type: ignore[attr-defined]
-        self._at += num_read
-        return num_read
-
-
 def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
     """Reads everything but tensors.
 
@@ -227,13 +208,13 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.get(DIVIDED)
     if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
-        raise _corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
+        raise corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
     try:
         files = checked_files(facts["files"])
         tensors = checked_tensors(facts["tensors"], files)
         resume = dict(rest.get(RESUME) or {})
     except (KeyError, TypeError, ValueError) as error:
-        raise _corrupted(path, f"`{REST}` contradicts itself ({str(error)[:100]})") from error
+        raise corrupted(path, f"`{REST}` contradicts itself ({str(error)[:100]})") from error
     if facts.get("has_ranks") and not for_rank:
         rest = {**rest, RESUME: {**resume, RNG: _rank_states(path)}}
     return DividedFolder(path, rest, tensors, files)
@@ -243,11 +224,4 @@ def _rank_states(path: str) -> Any:
     try:
         return checkpoint_file.read(Path(path, RANKS))[RNG]
     except (FileNotFoundError, KeyError) as error:
-        raise _corrupted(path, f"`{RANKS}` is missing or of another format") from error
-
-
-def _corrupted(path: str, finding: str) -> CheckpointCorruptedError:
-    return CheckpointCorruptedError(
-        f"`{path}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
-        "where it came from, or load an earlier checkpoint."
-    )
+        raise corrupted(path, f"`{RANKS}` is missing or of another format") from error

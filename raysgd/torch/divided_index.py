@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from raysgd._strict_reading import require
+
 Path_ = tuple[str | int, ...]
 """Where in a state a tensor belongs."""
 
@@ -72,10 +74,10 @@ def checked_files(files: Any) -> Files:
     Raises:
         ValueError: One is not, or its size is no number.
     """
-    _require(type(files) is dict, "it has no list of files")
+    require(type(files) is dict, "it has no list of files")
     for name, facts in files.items():
-        _require(type(name) is str and name not in ("", "..") and PurePath(name).name == name, "a file is elsewhere")
-        _require(type(facts) is tuple and len(facts) == 2 and _are_sizes(facts[:1]), "a file has no size")
+        require(type(name) is str and name not in ("", "..") and PurePath(name).name == name, "a file is elsewhere")
+        require(type(facts) is tuple and len(facts) == 2 and _are_sizes(facts[:1]), "a file has no size")
     return dict(files)
 
 
@@ -87,40 +89,35 @@ def checked_tensors(entries: Any, files: Files) -> tuple[Stored, ...]:
     """
     tensors = tuple(_stored(files, *entry) for entry in entries)
     num_bytes = sum(math.prod(each.size) * each.dtype.itemsize for each in tensors)
-    _require(num_bytes <= sum(size for size, _ in files.values()), "its tensors are larger than its files")
+    require(num_bytes <= sum(size for size, _ in files.values()), "its tensors are larger than its files")
     return tensors
 
 
 def _stored(files: Files, path: Any, dtype: Any, size: Any, dim: Any, pieces: Any) -> Stored:
-    _require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
-    _require(all(type(step) in (str, int) for step in path), "a tensor has no place")
-    _require(isinstance(dtype, torch.dtype), "a tensor is of no kind")
-    _require(type(size) is tuple and 0 < len(size) <= _MAX_DIMS and _are_sizes(size), "a tensor has no shape")
-    _require(math.prod(max(1, length) for length in size) < _MAX_SIZE, "a tensor has no shape")
-    _require(type(dim) is int and 0 <= dim < len(size), "a tensor is divided by no dimension")
+    require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
+    require(all(type(step) in (str, int) for step in path), "a tensor has no place")
+    require(isinstance(dtype, torch.dtype), "a tensor is of no kind")
+    require(type(size) is tuple and 0 < len(size) <= _MAX_DIMS and _are_sizes(size), "a tensor has no shape")
+    require(math.prod(max(1, length) for length in size) < _MAX_SIZE, "a tensor has no shape")
+    require(type(dim) is int and 0 <= dim < len(size), "a tensor is divided by no dimension")
     stored = Stored(path, dtype, size, dim, tuple(Piece(*piece) for piece in pieces))
     position = 0
     for piece in stored.pieces:
         _check_piece(stored, piece, files)
-        _require(piece.first == position, "the parts of a tensor do not follow each other")
+        require(piece.first == position, "the parts of a tensor do not follow each other")
         position += piece.length
-    _require(position == size[dim], "a part of a tensor is missing")
+    require(position == size[dim], "a part of a tensor is missing")
     return stored
 
 
 def _check_piece(stored: Stored, piece: Piece, files: Files) -> None:
-    _require(_are_sizes((piece.first, piece.length, piece.start, piece.num_bytes)), "a part of a tensor has no size")
-    _require(piece.length > 0, "a part of a tensor is empty")
-    _require(type(piece.file) is str and piece.file in files, "a part of a tensor is in no file of the list")
-    _require(piece.start + piece.num_bytes <= files[piece.file][0], "a part of a tensor lies outside of its file")
+    require(_are_sizes((piece.first, piece.length, piece.start, piece.num_bytes)), "a part of a tensor has no size")
+    require(piece.length > 0, "a part of a tensor is empty")
+    require(type(piece.file) is str and piece.file in files, "a part of a tensor is in no file of the list")
+    require(piece.start + piece.num_bytes <= files[piece.file][0], "a part of a tensor lies outside of its file")
     num_bytes = math.prod(stored.size_of(piece)) * stored.dtype.itemsize
-    _require(num_bytes <= piece.num_bytes, "a part of a tensor is larger than its place")
+    require(num_bytes <= piece.num_bytes, "a part of a tensor is larger than its place")
 
 
 def _are_sizes(numbers: Sequence[Any]) -> bool:
     return all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers)
-
-
-def _require(holds: bool, finding: str) -> None:
-    if not holds:
-        raise ValueError(finding)

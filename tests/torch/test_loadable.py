@@ -42,7 +42,7 @@ class Thing:
 def written_and_loaded(value: Any) -> Any:
     stream = io.BytesIO()
     torch.save(value, stream)
-    return read_archive(stream, stream.tell(), num_comment_bytes=0)
+    return read_archive(stream.getbuffer())
 
 
 ALLOWED = [
