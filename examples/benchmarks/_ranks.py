@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed  # noqa: F401 - before the fork, so that no process imports it again
+from _network import Node
 
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.types import LOOPBACK, Rendezvous, World
@@ -15,21 +17,33 @@ from raysgd.engine.types import LOOPBACK, Rendezvous, World
 _TIMEOUT_S = 600.0
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[Node] = ()) -> Any:
     """Runs `function(rank, size, *args)` in `size` processes of one gloo group; returns what it returns on rank 0.
+
+    Args:
+        size: How many processes.
+        function: What each of them does.
+        args: What it is called with beside its place.
+        nodes: Where the processes are, as many on each as on the others. Nothing: on this machine, over loopback.
 
     Raises:
         RuntimeError: A process failed.
     """
     connections = [TorchConnection(timeout_s=_TIMEOUT_S, form_timeout_s=_TIMEOUT_S) for _ in range(size)]
-    ports = [connection.open_endpoint(LOOPBACK, rank) for rank, connection in enumerate(connections)]
-    rendezvous = Rendezvous(tuple((LOOPBACK, port) for port in ports), on_one_node=True)
+    places = [nodes[rank * len(nodes) // size] if nodes else None for rank in range(size)]
+    addresses = []
+    for rank, (connection, place) in enumerate(zip(connections, places, strict=True)):
+        host = LOOPBACK if place is None else place.host
+        with _inside(place):
+            addresses.append((host, connection.open_endpoint(host, rank)))
+    rendezvous = Rendezvous(tuple(addresses), on_one_node=not nodes)
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
 
     def run(rank: int) -> None:
-        connections[rank].join(rendezvous, World(rank, size))
-        value = function(rank, size, *args)
+        with _inside(places[rank]):
+            connections[rank].join(rendezvous, World(rank, size))
+            value = function(rank, size, *args)
         if rank == 0:
             sending.send(value)
         os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
@@ -45,3 +59,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
     finally:
         for process in processes:
             process.join()
+
+
+def _inside(place: Node | None) -> AbstractContextManager[None]:
+    return nullcontext() if place is None else place.inside()

@@ -1,10 +1,14 @@
 """Sums over many processes: raysgd's own connections against gloo.
 
     python examples/benchmarks/small_sums.py [--smoke-test] [--repetitions 15] [--sizes 4,16,40] [--bytes 400,65536]
+    python examples/benchmarks/small_sums.py --nodes 2 --delay-ms 2 --loss 0.01 --sizes 2,4,8 --bytes 65536,2097152
 
 All processes are on this machine, in one group over loopback, and take turns between the two: some sums of raysgd, some
 of gloo's `all_reduce`, and so on. What counts is the time of one sum, and the ratio of the two within a turn. With more
 processes than cores this measures how much work a sum is for all of them together, not how long messages take.
+
+With `--nodes`, as many processes are on each node, with a network between them that delays and loses packets (Linux,
+as root).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, run_job, scaled, take_turns
+from _network import DEVICE, Node, network
 from _ranks import on_ranks
 
 from raysgd.connections.torch import exchanges_at_once
@@ -58,9 +64,15 @@ def add_up(rank: int, size: int, num_bytes: int, repetitions: int, ways: list[st
     return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
 
 
-def measure(size: int, num_bytes: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
+def measure(
+    size: int, num_bytes: int, repetitions: int, ways: list[str], num_nodes: int, delay_s: float, loss: float
+) -> dict[str, list[float]]:
     """One group of processes."""
-    found: dict[str, list[float]] = on_ranks(size, add_up, num_bytes, repetitions, ways)
+    places: AbstractContextManager[list[Node]] = nullcontext([])
+    if num_nodes > 1:
+        places = network(num_nodes, delay_s, loss)
+    with places as nodes:
+        found: dict[str, list[float]] = on_ranks(size, add_up, num_bytes, repetitions, ways, nodes=nodes)
     return found
 
 
@@ -69,6 +81,9 @@ def main() -> None:
     parser = make_parser("Sums over many processes", repetitions=15, peers=PEERS)
     parser.add_argument("--sizes", default="4,16,40", help="how many processes")
     parser.add_argument("--bytes", default="400,65536,1048576", help="how large the arrays are")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes the processes are on")
+    parser.add_argument("--delay-ms", type=float, default=2.0, help="how long a packet between nodes is on its way")
+    parser.add_argument("--loss", type=float, default=0.0, help="the share of packets between nodes that are lost")
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
     report = Report("small_sums", arguments, peers)
@@ -76,10 +91,13 @@ def main() -> None:
     if arguments.smoke_test:
         sizes, amounts, arguments.repetitions = ["2"], ["400"], 1
     ways, targets = [OWN, *peers.selected], []
+    place = {"num_nodes": arguments.nodes, "delay_s": arguments.delay_ms / 1e3, "loss": arguments.loss}
+    environment = {"GLOO_SOCKET_IFNAME": DEVICE} if arguments.nodes > 1 else {}
     for size in map(int, sizes):
         for num_bytes in map(int, amounts):
-            options = {"size": size, "num_bytes": num_bytes, "repetitions": arguments.repetitions, "ways": ways}
-            [found] = take_turns({OWN: partial(run_job, __file__, "measure", **options)}, 1, report)[OWN]
+            what = {"size": size, "num_bytes": num_bytes, "repetitions": arguments.repetitions, "ways": ways}
+            job = partial(run_job, __file__, "measure", environment=environment, **what, **place)
+            [found] = take_turns({OWN: job}, 1, report)[OWN]
             runs = {way: [{"sum_us": scaled(found[way], 1e6)}] for way in ways}
             report.figures(f"{num_bytes} bytes, {size} processes", {"sum_us": "one sum, us"}, runs)
             ratios = [own / other for own, other in zip(found[OWN], found.get("gloo", []), strict=False)]
