@@ -106,7 +106,7 @@ class PeerListener:
 
     def __init__(self, host: str) -> None:
         self._holding: socket.socket | None = None
-        named = _listen_at_name(host) if are_at_names([host]) else None
+        named = _listen_at_name(host) if _HAS_NAMES and host == LOOPBACK else None
         if named is not None:
             self._holding, self._listener, self.port = named
         else:
@@ -313,11 +313,6 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
         logger.warning("connecting the workers of this node over TCP, as there can be no Unix socket: %s", error)
         return None
     return holding, listener, number
-
-
-def are_at_names(hosts: Iterable[str]) -> bool:
-    """Whether ranks at these hosts meet at Unix sockets only, unless a sandbox forbids these."""
-    return _HAS_NAMES and all(host == LOOPBACK for host in hosts)
 
 
 def _name_of(address: Address) -> Address | bytes:

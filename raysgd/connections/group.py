@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ import numpy as np
 from raysgd.connections._chain import PIECE_BYTES, Chain
 from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._nodes import Nodes
-from raysgd.connections._peers import are_at_names
 from raysgd.connections._routes import others
 from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
 from raysgd.engine.types import LOOPBACK, World
@@ -24,9 +22,9 @@ from raysgd.engine.types import LOOPBACK, World
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
-_QUICK_BYTES = {"two": math.inf, "a few": 2 * 2**20, "many": 2**20}
-_QUICK_BYTES_OVER_UNIX_SOCKETS = {"two": math.inf, "a few": math.inf, "many": 8 * 2**20}
-"""Up to this size sums are quicker than with gloo, as `examples/benchmarks/small_sums.py` measures."""
+_QUICK_BYTES_OF_MANY = 8 * 2**20
+"""Up to this size sums of more than `MOST` ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py`
+measures. Those of fewer ranks always are."""
 
 
 class Group:
@@ -112,9 +110,7 @@ class Group:
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Whether a sum of so many bytes takes no longer than with gloo. All ranks of the group come to the same."""
-        ranks = "two" if self.size <= 2 else "a few" if self.size <= MOST else "many"
-        limits = _QUICK_BYTES_OVER_UNIX_SOCKETS if are_at_names(self._nodes.hosts) else _QUICK_BYTES
-        return num_bytes <= limits[ranks]
+        return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
 
     def gather(self, numbers: Array) -> list[Array]:
         """Every rank's array, all of one shape, by rank."""

@@ -75,7 +75,6 @@ class TorchConnection(Connection):
     _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _group: Group | None = field(default=None, repr=False, compare=False)
-    _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _is_formed: bool = field(default=False, repr=False, compare=False)
@@ -130,7 +129,7 @@ class TorchConnection(Connection):
         self._choose_interface(rendezvous)
         deadline = self._deadline()
         self._store = store = self._connect(rendezvous, world, deadline)
-        self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
+        self._has_joined, self._is_cut = True, False
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
@@ -361,11 +360,6 @@ def board_of_group() -> Board:
 def words_of_group() -> Words | None:
     """Return what the ranks of this process's group say of themselves; None for a rank that is alone."""
     return None if _joined is None else _joined._words
-
-
-def is_on_one_node() -> bool:
-    """Whether all ranks of the group of this process, formed by `TorchConnection`, are on one node."""
-    return _joined is not None and _joined._is_on_one_node
 
 
 def is_group_broken() -> bool:

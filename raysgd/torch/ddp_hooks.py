@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.connections.group import Group
-from raysgd.connections.torch import exchanges_at_once, is_on_one_node
+from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step import Step
 
@@ -128,10 +128,9 @@ def _group_of_user(model: DistributedDataParallel) -> Any:
 def _goes_at_once(model: DistributedDataParallel) -> bool:
     """Whether the gradients are so few that their exchange begins when the backward pass is over, but for a first MiB.
 
-    Gloo, whose threads exchange one bucket while the next is computed, has no use for them. Between nodes this is not
-    measured: only those that fit the first bucket.
+    Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
     """
-    most = _FIRST_BUCKET_BYTES + (model.bucket_bytes_cap if is_on_one_node() else 0)
+    most = _FIRST_BUCKET_BYTES + model.bucket_bytes_cap
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (
         model.process_group is dist.group.WORLD

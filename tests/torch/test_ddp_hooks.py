@@ -32,39 +32,24 @@ def test_a_hook_is_installed_where_it_is_of_use() -> None:
     """All ranks have to do the same, so it may depend on nothing but the model, and on what its operator overrides."""
     parallel = DDP()
     small = parallel.wrap(a_model(), None, {})
-    large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    medium = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    large = parallel.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
     short = parallel.wrap(a_model().bfloat16(), None, {})
     sparse = parallel.wrap(torch.nn.Embedding(3, 2, sparse=True), None, {})
-    models = [small, large, short, sparse]
+    models = [small, medium, large, short, sparse]
     parallel.arm(models, weight_in_hook=False)
-    assert [bool(model._comm_hooks) for model in models] == [True, False, False, False]
+    for _ in range(2):
+        assert [bool(model._comm_hooks) for model in models] == [True, True, False, False, False]
+        assert parallel.obstacle is None
+        reformed(parallel)
     parallel.arm(models, weight_in_hook=True)
     assert all(model._comm_hooks for model in models)
     assert parallel.obstacle is None
     timed = DDP()
     timed.take_time(torch.device("cpu"))
-    model = timed.wrap(torch.nn.Linear(600, 600), None, {})
+    model = timed.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
     timed.arm([model], weight_in_hook=False)
     assert model._comm_hooks, "else nothing would know how long it waits for others"
-
-
-def test_on_one_node_larger_models_are_exchanged_at_once_too_until_the_group_leaves_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    places = [True, True, False, True]
-    parallel = DDP()
-    small, medium = parallel.wrap(a_model(), None, {}), parallel.wrap(torch.nn.Linear(600, 600), None, {})
-    in_many_buckets = parallel.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
-    found = []
-    for place in places:
-        monkeypatch.setattr("raysgd.torch.ddp_hooks.is_on_one_node", lambda: place)  # noqa: B023
-        if found:
-            reformed(parallel)
-        else:
-            parallel.arm([small, medium, in_many_buckets], weight_in_hook=False)
-        found.append([bool(model._comm_hooks) for model in (small, medium, in_many_buckets)])
-        assert parallel.obstacle is None
-    assert found == [[True, place, False] for place in places]
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
@@ -134,7 +119,6 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
             at_once.append(numbers.nbytes)
 
     monkeypatch.setattr("raysgd.torch.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
-    monkeypatch.setattr("raysgd.torch.ddp_hooks.is_on_one_node", lambda: True)
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
     parallel.arm(models, weight_in_hook=False)
