@@ -1,6 +1,6 @@
 """Gloo's connections between the ranks of a group, so that they can be ended.
 
-They are not looked for while a group forms, as that takes time in which all ranks wait: ADR 113.
+They are not looked for while a group forms, as that takes time in which all ranks wait: ADR 112.
 """
 
 from __future__ import annotations

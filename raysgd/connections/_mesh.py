@@ -12,13 +12,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar
-
-from raysgd.connections._handshake import ConnectFailed, Credentials
-from raysgd.connections._peers import Call, Deadline, PeerListener
-from raysgd.engine.types import Rendezvous
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
 _LONGEST_POLL_MS = 2**31 - 1
@@ -26,8 +22,6 @@ _LONGEST_POLL_MS = 2**31 - 1
 _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
 
 Bytes: TypeAlias = memoryview
-Connections: TypeAlias = dict[int, socket.socket]
-"""The socket to each rank that a lane leads to."""
 
 
 class MeshBroken(ConnectionError):
@@ -36,51 +30,6 @@ class MeshBroken(ConnectionError):
 
 class NotAligned(ValueError):
     """Another rank is at another exchange."""
-
-
-class Endpoint:
-    """Where a rank listens for others that are about to connect."""
-
-    def __init__(self, host: str) -> None:
-        self._listener = PeerListener(host)
-
-    @property
-    def port(self) -> int:
-        """Where it is."""
-        return self._listener.port
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._listener.close()
-
-    def connect(
-        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
-    ) -> list[Connections]:
-        """Connects to other ranks, which must all do so at this time. No rank listens after that.
-
-        Connects to the ranks before this one, and accepts those after it.
-
-        Args:
-            rendezvous: Where the ranks are.
-            rank: This one.
-            lanes: For each lane, the ranks that it leads to; each of them has to name this one in return.
-            deadline: How long to wait for the others.
-
-        Raises:
-            ConnectFailed: Another rank is gone, or did not come in time.
-        """
-        credentials = Credentials(rank, rendezvous.secret)
-        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
-        calls = [Call(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
-        try:
-            peers = self._listener.connect_all(credentials, calls, len(ends) - len(calls), deadline)
-        except OSError as error:
-            if isinstance(error, ConnectFailed):
-                raise
-            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
-        finally:
-            self.close()
-        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
 
 class Mesh:

@@ -16,11 +16,11 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from raysgd.connections._handshake import ConnectFailed, Credentials, Handshake, Peer
-from raysgd.engine.types import LOOPBACK, PORT_BITS
+from raysgd.engine.types import LOOPBACK, PORT_BITS, Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ Address: TypeAlias = tuple[str, int]
 
 What is larger than a port stands for the name of a Unix socket: random bits before the port that is held for it.
 """
+
+Connections: TypeAlias = dict[int, socket.socket]
+"""The socket to each rank that a lane leads to."""
 
 
 class Deadline:
@@ -94,8 +97,8 @@ class Call(NamedTuple):
     address: Address
 
 
-class PeerListener:
-    """Listens at a port, and connects this rank to others.
+class Endpoint:
+    """Where a rank listens for others that are about to connect.
 
     At the loopback address it listens at a Unix socket: a message takes a third of the time there. The port is held, so
     that no other process gets it meanwhile. Where there can be no such socket, it listens at the port.
@@ -106,7 +109,7 @@ class PeerListener:
 
     def __init__(self, host: str) -> None:
         self._holding: socket.socket | None = None
-        named = _listen_at_name(host) if _HAS_NAMES and host == LOOPBACK else None
+        named = _listen_at_name(host) if has_names(host) else None
         if named is not None:
             self._holding, self._listener, self.port = named
         else:
@@ -119,6 +122,35 @@ class PeerListener:
         self._listener.close()
         if self._holding is not None:
             self._holding.close()
+
+    def connect(
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
+    ) -> list[Connections]:
+        """Connects to other ranks, which must all do so at this time. No rank listens after that.
+
+        Connects to the ranks before this one, and accepts those after it.
+
+        Args:
+            rendezvous: Where the ranks are.
+            rank: This one.
+            lanes: For each lane, the ranks that it leads to; each of them has to name this one in return.
+            deadline: How long to wait for the others.
+
+        Raises:
+            ConnectFailed: Another rank is gone, or did not come in time.
+        """
+        credentials = Credentials(rank, rendezvous.secret)
+        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
+        calls = [Call(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
+        try:
+            peers = self.connect_all(credentials, calls, len(ends) - len(calls), deadline)
+        except OSError as error:
+            if isinstance(error, ConnectFailed):
+                raise
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
+        finally:
+            self.close()
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
     def connect_all(
         self, credentials: Credentials, calls: Collection[Call], num_accepted: int, deadline: Deadline
@@ -313,6 +345,11 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
         logger.warning("connecting the workers of this node over TCP, as there can be no Unix socket: %s", error)
         return None
     return holding, listener, number
+
+
+def has_names(host: str) -> bool:
+    """Whether ranks at this host listen at Unix sockets, unless a sandbox forbids these."""
+    return _HAS_NAMES and host == LOOPBACK
 
 
 def _name_of(address: Address) -> Address | bytes:

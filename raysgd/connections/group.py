@@ -15,6 +15,7 @@ import numpy as np
 from raysgd.connections._chain import PIECE_BYTES, Chain
 from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._nodes import Nodes
+from raysgd.connections._peers import has_names
 from raysgd.connections._routes import others
 from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
 from raysgd.engine.types import LOOPBACK, World
@@ -25,6 +26,9 @@ _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
 _QUICK_BYTES_OF_MANY = 8 * 2**20
 """Up to this size sums of more than `MOST` ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py`
 measures. Those of fewer ranks always are."""
+
+_QUICK_BYTES_AT_PORTS = 2**20
+"""The same for more than two ranks of one node where there are no Unix sockets."""
 
 
 class Group:
@@ -110,6 +114,8 @@ class Group:
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Whether a sum of so many bytes takes no longer than with gloo. All ranks of the group come to the same."""
+        if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
+            return num_bytes <= _QUICK_BYTES_AT_PORTS
         return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
 
     def gather(self, numbers: Array) -> list[Array]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
+from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
-from raysgd.connections._peers import Deadline, listen_at
+from raysgd.connections._peers import Deadline, Endpoint, listen_at
 from raysgd.connections._routes import others
 from raysgd.connections.group import Group, Votes
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection

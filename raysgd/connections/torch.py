@@ -17,9 +17,9 @@ from raysgd.connections._board import Board
 from raysgd.connections._compiler import defer_compiler
 from raysgd.connections._gloo import GlooConnections, Later, as_written
 from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
+from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
-from raysgd.connections._peers import Deadline, listen_at
+from raysgd.connections._peers import Deadline, Endpoint, listen_at
 from raysgd.connections._routes import neighbors, others
 from raysgd.connections._sockets import open_sockets, opened_since
 from raysgd.connections._words import Words

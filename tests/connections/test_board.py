@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raysgd.connections._board import Board, BoardTimeout
-from raysgd.connections._mesh import Endpoint, MeshBroken
-from raysgd.connections._peers import Deadline
+from raysgd.connections._mesh import MeshBroken
+from raysgd.connections._peers import Deadline, Endpoint
 from raysgd.connections._routes import neighbors
 from tests.fakes import meeting
 

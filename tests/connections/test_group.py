@@ -12,7 +12,7 @@ import pytest
 
 from raysgd.connections._mesh import MeshBroken
 from raysgd.connections.group import Group, Votes
-from raysgd.engine.types import World
+from raysgd.engine.types import LOOPBACK, World
 from raysgd.replicas.division import even_counts
 from tests.connections.test_mesh import connected
 
@@ -26,11 +26,17 @@ def test_a_replica_that_is_alone_exchanges_nothing() -> None:
     assert group.gather_rows(numbers, [3]).tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("hosts", ["ab", "aabb", "aaaabbbb", "aaaabbbbc", "aaaaaaaaaa"])
-def test_sums_are_quick_but_for_large_ones_of_many_ranks_wherever_these_are(hosts: str) -> None:
-    group = Group(World(0, len(hosts)), None, tuple(hosts))
+@pytest.mark.parametrize("hosts", ["ab", "aa", "LL", "aabb", "aaaabbbb", "LLLLLLLL", "aaaabbbbc", "LLLLLLLLL"])
+def test_sums_are_quick_but_for_large_ones_of_many_ranks(hosts: str) -> None:
+    group = Group(World(0, len(hosts)), None, tuple(LOOPBACK if host == "L" else host for host in hosts))
     assert group.is_quick_for(8 * 2**20)
     assert group.is_quick_for(8 * 2**20 + 1) == group.is_quick_for(2**34) == (len(hosts) <= 8)
+
+
+def test_on_one_node_without_unix_sockets_large_sums_of_three_ranks_are_slow() -> None:
+    group = Group(World(0, 3), None, ("a", "a", "a"))
+    assert group.is_quick_for(2**20)
+    assert not group.is_quick_for(2**20 + 1)
 
 
 @pytest.fixture(params=[2, 3, 4])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
-from raysgd.connections._peers import Deadline
+from raysgd.connections._mesh import Mesh, MeshBroken
+from raysgd.connections._peers import Deadline, Endpoint
 from raysgd.connections._routes import others
 from tests.connections.strangers import connect_to
 from tests.fakes import meeting

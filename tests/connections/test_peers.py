@@ -18,7 +18,7 @@ import pytest
 
 from raysgd.connections import _peers
 from raysgd.connections._handshake import ConnectFailed, Credentials, Peer
-from raysgd.connections._peers import Address, Call, Deadline, PeerListener, listen_at
+from raysgd.connections._peers import Address, Call, Deadline, Endpoint, listen_at
 from raysgd.engine.types import LOOPBACK
 from tests.connections.strangers import connect_to
 
@@ -63,7 +63,7 @@ class Rank:
 
     def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET, host: str = HERE) -> None:
         self.credentials = Credentials(number, secret)
-        self.listener = PeerListener(host)
+        self.listener = Endpoint(host)
         self._host, self._stack = host, stack
         stack.callback(self.listener.close)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raysgd.connections._board import Board
-from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
-from raysgd.connections._peers import Deadline
+from raysgd.connections._mesh import Mesh, MeshBroken
+from raysgd.connections._peers import Deadline, Endpoint
 from raysgd.connections._routes import neighbors, others
 from raysgd.connections._words import Words
 from raysgd.exceptions import UnevenStepsError
