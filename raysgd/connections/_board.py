@@ -37,7 +37,6 @@ class Board:
         self._num_requests = 0
         self._broken_by = ""
         self._has_changed = threading.Condition()
-        self._awaited: list[Callable[[], bool]] = []
         self._watched = ""
         self._hear: Callable[[bytes], None] | None = None
         self._links = Links(rank, size, connections, self._handle, self._break)
@@ -68,23 +67,11 @@ class Board:
 
     def _wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._has_changed:
-            is_over = self._wait_for(lambda: bool(self._broken_by) or is_done(), _bounded(timeout_s))
+            is_over = self._has_changed.wait_for(lambda: bool(self._broken_by) or is_done(), _bounded(timeout_s))
             if not is_over:
                 raise BoardTimeout(f"gave up waiting {what} after {timeout_s:g} s")
             if not is_done():
                 raise MeshBroken(f"gave up waiting {what}: {self._broken_by}")
-
-    def _wait_for(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        self._awaited.append(is_over)
-        try:
-            return self._has_changed.wait_for(is_over, timeout_s)
-        finally:
-            self._awaited.remove(is_over)
-
-    def _tell(self) -> None:
-        """Wakes those who wait, where it is for something that has come."""
-        if any(is_over() for is_over in self._awaited):
-            self._has_changed.notify_all()
 
     def put(self, key: str, value: bytes) -> None:
         """Writes under `key`, for all."""
@@ -110,7 +97,7 @@ class Board:
         with self._has_changed:  # sent under the lock: all see the changes of one rank in the same order
             had = message.key in self._values
             self._set(message)
-            self._tell()
+            self._has_changed.notify_all()
             self._links.send_to_all(message)
         return had
 
@@ -155,7 +142,7 @@ class Board:
         with self._has_changed:
             for rank, message in received:
                 self._handle_one(rank, message)
-            self._tell()
+            self._has_changed.notify_all()
             hear = self._hear
             heard = [each.first for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
         if hear is not None:

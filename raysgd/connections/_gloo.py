@@ -1,13 +1,13 @@
 """Gloo's connections between the ranks of a group, so that they can be ended.
 
-They are not looked for while a group forms, as that takes time in which all ranks wait: ADR 112.
+Where ranks listen is read from what gloo writes on the board: ADR 112.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from raysgd.connections._board import Board
 from raysgd.connections._sockets import OpenSocket, between_ranks, opened_since
@@ -56,29 +56,18 @@ class GlooConnections:
     def __init__(self, board: Board) -> None:
         self._board = board
         self.found: list[OpenSocket] | None = None
-        self._written: list[bytes] = []
-        self._looking: Later | None = None
 
-    def look_later(self) -> None:
-        """Looks for them in a moment. Call it when a group has just formed.
+    def look(self) -> None:
+        """Looks for them. Call it when a group has just formed.
 
         What is written from now on is of groups that others form, which may end at any time.
         """
-        self.look()
-        self._written = self._board.values
-        self.found = None
-        self._looking = Later(self._look)
-
-    def look(self) -> None:
-        """Looks for them now, if that was due later."""
-        if self._looking is not None:
-            self._looking.hurry()
+        self.found = self._find()
 
     def end(self) -> None:
         """Ends all of them, also while a group forms."""
-        self.look()
         found = self.found
-        for connection in self._find(self._board.values) if found is None else found:
+        for connection in self._find() if found is None else found:
             connection.shut()
 
     @property
@@ -86,13 +75,10 @@ class GlooConnections:
         """Whether all that were found are still there."""
         return all(connection.is_open for connection in self.found or ())
 
-    def _look(self) -> None:
-        self.found = self._find(self._written)
-
-    def _find(self, written: Sequence[bytes]) -> list[OpenSocket]:
+    def _find(self) -> list[OpenSocket]:
         connections = opened_since({}).connections
         hosts = {address.rpartition(":")[0] for connection in connections for address in connection.ends}
-        return between_ranks(connections, addresses_in(written, hosts))
+        return between_ranks(connections, addresses_in(self._board.values, hosts))
 
 
 def as_written(address: str) -> bytes:

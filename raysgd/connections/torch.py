@@ -138,7 +138,7 @@ class TorchConnection(Connection):
                 self._mesh.timeout_s = self.timeout_s
             deadline.check()  # an interrupt that came before there was anything to cut
             assert self._gloo is not None
-            self._gloo.look_later()
+            self._gloo.look()
         self._is_formed = True
         global _joined
         _joined = self
@@ -221,7 +221,7 @@ class TorchConnection(Connection):
         if self._gloo is not None:
             if self.transport != "gloo":  # gloo told it to PyTorch's own store
                 self._tell_where_gloo_listens(opened_since(before).listening)
-            self._gloo.look_later()
+            self._gloo.look()
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
@@ -286,7 +286,6 @@ class TorchConnection(Connection):
         gloo, self._gloo = self._gloo, None
         if gloo is None:
             return Later(let_go)
-        gloo.look()  # later, there are those of the next group, too
         return Later(gloo.end, let_go)
 
     def leave(self) -> None:

@@ -93,11 +93,8 @@ def rank(boards: list[Board]) -> Iterator[Rank]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_connections_to_where_ranks_listen_are_found_when_they_are_due(rank: Rank) -> None:
-    assert rank.gloo.found is None
-    rank.gloo.look()
+def test_connections_to_where_ranks_listen_are_found(rank: Rank) -> None:
     assert rank.gloo.found is None, "no group has formed"
-    rank.gloo.look_later()
     rank.gloo.look()
     assert rank.gloo.found is not None
     assert {each.number for each in rank.gloo.found} == rank.numbers_of_gloo
@@ -107,11 +104,9 @@ def test_connections_to_where_ranks_listen_are_found_when_they_are_due(rank: Ran
 def test_those_of_groups_that_come_later_are_left_out(rank: Rank, boards: list[Board]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         near, far = Rank._connect(stack, listener)
-        rank.gloo.look_later()
-        boards[0].put("of the user", as_written("{}:{}".format(*listener.getsockname())))
         rank.gloo.look()
+        boards[0].put("of the user", as_written("{}:{}".format(*listener.getsockname())))
         assert {each.number for each in rank.gloo.found or ()} == rank.numbers_of_gloo
-        rank.gloo.look_later()
         rank.gloo.look()
         assert {near.fileno(), far.fileno()} < {each.number for each in rank.gloo.found or ()}
 
@@ -120,7 +115,7 @@ def test_those_of_groups_that_come_later_are_left_out(rank: Rank, boards: list[B
 @pytest.mark.parametrize("has_formed", [False, True])
 def test_they_are_ended_and_no_others(rank: Rank, has_formed: bool) -> None:
     if has_formed:
-        rank.gloo.look_later()
+        rank.gloo.look()
     rank.gloo.end()
     assert [far.recv(1) for _, far in rank.of_gloo] == [b"", b""]
     near, far = rank.own
@@ -131,7 +126,6 @@ def test_they_are_ended_and_no_others(rank: Rank, has_formed: bool) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_one_that_was_found_and_is_gone_is_noticed(rank: Rank) -> None:
     assert rank.gloo.are_open, "none was looked for"
-    rank.gloo.look_later()
     rank.gloo.look()
     assert rank.gloo.are_open
     rank.of_gloo[1][0].close()
@@ -140,7 +134,6 @@ def test_one_that_was_found_and_is_gone_is_noticed(rank: Rank) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_was_found_is_ended_though_another_connection_leads_there_now(rank: Rank) -> None:
-    rank.gloo.look_later()
     rank.gloo.look()
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         near, far = Rank._connect(stack, listener)
