@@ -19,3 +19,15 @@ CHECKPOINT_PREFIX = "checkpoint_"
 
 # The key of a report that names the folder of its checkpoint, inside the folder of the trial.
 CHECKPOINT_DIR_NAME = "checkpoint_dir_name"
+
+# Loggers of Ray Tune that write what is written here: with one of them in `RunConfig(callbacks=...)`, it writes.
+JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (
+    "JsonLoggerCallback",
+    "CSVLoggerCallback",
+    "TBXLoggerCallback",
+)
+
+# Keys that are filled in for every report.
+TIMESTAMP = "_timestamp"
+TIME_THIS_ITER_S = "_time_this_iter_s"
+TRAINING_ITERATION = "_training_iteration"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd.air import constants
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.dispatcher import call_with_known
@@ -168,8 +169,6 @@ class OfTrainer(Callback):
         call_with_known(self.adapted.start_training, logdir=str(run.folder), config=run.config)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        from raysgd.train import constants
-
         report = run._report if run._report is not None else result
         counted = {
             constants.TIMESTAMP: report.get("timestamp", int(time.time())),

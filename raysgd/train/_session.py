@@ -27,7 +27,7 @@ from raysgd.train.constants import (
     TIMESTAMP,
     TRAINING_ITERATION,
 )
-from raysgd.train.utils import node_ip
+from raysgd.train.fit.metrics import node_ip
 
 _INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched while training continues
 _PLAIN = (type(None), bool, int, float, str)

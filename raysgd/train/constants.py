@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raysgd.air.constants import TIME_THIS_ITER_S as TIME_THIS_ITER_S
+from raysgd.air.constants import TIMESTAMP as TIMESTAMP
 from raysgd.air.constants import TRAIN_DATASET_KEY as TRAIN_DATASET_KEY
+from raysgd.air.constants import TRAINING_ITERATION as TRAINING_ITERATION
 
-# Keys that are filled in for every report.
-TIMESTAMP = "_timestamp"
-TIME_THIS_ITER_S = "_time_this_iter_s"
-TRAINING_ITERATION = "_training_iteration"
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 
 # Keys that are filled in as well when `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is set to 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,3 @@ def without_arguments(
             f"`{name}({config_name})`."
         )
     return partial(function, config if config is not None else {})
-
-
-@cache
-def node_ip() -> str:
-    """The address of this node, as Ray knows it."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())

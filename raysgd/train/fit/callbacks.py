@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.callbacks.adapters import TUNE_HOOKS, FunctionCalls, InTrial, as_own
 from raysgd.callbacks.dispatcher import Dispatcher
 from raysgd.engine.history import Event
 from raysgd.exceptions import CallbackError
 from raysgd.train.fit.trial import Trial
-from raysgd.train.fit.writers import DEFAULT_LOGGERS
 
 _ADVICE = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "

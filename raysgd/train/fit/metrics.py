@@ -7,9 +7,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
-
-from raysgd.train.utils import node_ip
 
 TRAINING_ITERATION = "training_iteration"
 TIME_THIS_ITER_S = "time_this_iter_s"
@@ -112,3 +111,11 @@ class MetricsFiller:
             "hostname": platform.node(),
             "node_ip": node_ip(),
         }
+
+
+@cache
+def node_ip() -> str:
+    """Return the address of this node, as Ray knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd._atomic_file import replacing
 from raysgd._secrets import has_secret, masked
-from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
+from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
 from raysgd.writers.csv_table import CsvTable
 from raysgd.writers.event_file import EventFile
 from raysgd.writers.json_files import JsonLines, as_json
@@ -27,12 +27,6 @@ PROGRESS_FILE = "progress.csv"
 PARAMS_FILE = "params.json"
 PARAMS_PICKLE_FILE = "params.pkl"
 
-# Loggers of Ray Tune that write what is written here: with one of them in `RunConfig(callbacks=...)`, it writes.
-JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (
-    "JsonLoggerCallback",
-    "CSVLoggerCallback",
-    "TBXLoggerCallback",
-)
 _NOT_FOR_TENSORBOARD = frozenset(
     {
         "config",

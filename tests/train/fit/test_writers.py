@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.train.fit.writers import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER, open_writers, write_error
+from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
+from raysgd.train.fit.writers import open_writers, write_error
 from raysgd.train.fit.writers import write_params as write_parameters
 from raysgd.writers.json_files import as_json
 from raysgd.writers.sink import SafeSink
