@@ -126,7 +126,7 @@ def names_of_parts(content: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: They are no such names.
     """
-    names = content.get("parts", [])
+    names = content.get("parts")
     if not isinstance(names, list) or not all(isinstance(n, str) and _NAME_OF_PART.fullmatch(n) for n in names):
         raise ValueError(f"`parts` is {str(names)[:100]!r}")
     return names

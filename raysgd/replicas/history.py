@@ -195,7 +195,7 @@ class History(Sequence[dict[str, Any]]):
             history = cls([_made(Event, entry) for entry in content["events"]])
             history._rows = [_with_nan(row) for row in content["rows"]]
             records = [_made(CallRecord, entry) for entry in content["records"]]
-            reason = content.get("stop_reason")
+            reason = content["stop_reason"]
             history.stop_reason = None if reason is None else _checked("stop_reason", reason, str)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
