@@ -81,7 +81,7 @@ def _directory(archive: memoryview, end: int) -> tuple[list[_Entry], int]:
     mark, _, _, _, count, size, start, _ = _unpacked(_END, archive, end)
     require(mark == b"PK\5\6", "it does not end as an archive does")
     locator_at = end - _LOCATOR_64.size
-    if locator_at >= _END_64.size and _slice(archive, locator_at, 4) == b"PK\6\7":
+    if locator_at >= _END_64.size and bytes(_slice(archive, locator_at, 4)) == b"PK\6\7":
         end = locator_at - _END_64.size
         mark, _, _, _, _, _, _, count, size, start = _unpacked(_END_64, archive, end)
         is_right = mark == b"PK\6\6" and _unpacked(_LOCATOR_64, archive, locator_at)[2] == end

@@ -24,6 +24,8 @@ Files = Mapping[str, tuple[int, str]]
 
 _MAX_DIMS = 64
 _MAX_SIZE = 2**62
+_MAX_REPETITION = 16
+"""How many times all files may be read, at most: several parts may lie in the same place."""
 
 
 @dataclass(frozen=True, order=True)
@@ -88,8 +90,11 @@ def checked_tensors(entries: Any, files: Files) -> tuple[Stored, ...]:
         ValueError, TypeError: One does not, or together they are larger than the files.
     """
     tensors = tuple(_stored(files, *entry) for entry in entries)
+    num_there = sum(size for size, _ in files.values())
     num_bytes = sum(math.prod(each.size) * each.dtype.itemsize for each in tensors)
-    require(num_bytes <= sum(size for size, _ in files.values()), "its tensors are larger than its files")
+    require(num_bytes <= num_there, "its tensors are larger than its files")
+    num_read = sum(piece.num_bytes for each in tensors for piece in each.pieces)  # each is read whole
+    require(num_read <= _MAX_REPETITION * num_there, "parts of its tensors lie in the same place many times")
     return tensors
 
 

@@ -250,6 +250,16 @@ def test_many_tensors_in_one_place_are_not_made_large(tmp_path: Path) -> None:
         divided_files.opened(str(path), weights_only=True)
 
 
+def test_large_parts_of_small_tensors_are_not_read_again_and_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "last", {**state(), "models": [{"a": torch.zeros(10_000)}], "optimizers": []})
+    [entry] = checkpoint_file.read(path / REST)[DIVIDED]["tensors"]
+    *_, (piece,) = entry
+    small = [(("models", 0, str(number)), entry[1], (1,), 0, ((0, 1, *piece[2:]),)) for number in range(20)]
+    with_facts(path, tensors=small)
+    with pytest.raises(CheckpointCorruptedError, match="in the same place many times"):
+        divided_files.opened(str(path), weights_only=True)
+
+
 @pytest.mark.parametrize("name", ["../a", "/a", "b/c", "..", ".", "", "a/", 3])
 def test_only_files_of_the_folder_are_looked_at(name: Any, tmp_path: Path) -> None:
     path = with_facts(write(tmp_path / "last", state()), files={name: (3, "00")}, tensors=[])
