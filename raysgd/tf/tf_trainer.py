@@ -199,7 +199,8 @@ class TFTrainer(ChangingTrainer):
         variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerConnection(variables)
-        return TensorFlowConnection(variables, self.timeout_s, self.recovery_options.form_timeout_s)
+        form_timeout_s = self.recovery_options.form_timeout_s
+        return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=form_timeout_s)
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
