@@ -141,7 +141,7 @@ class StoreFolder(Folder):
         check_name(name)
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
-            self._entry.child(name).send(partial(_transfers.in_one_piece, file))
+            self._entry.child(name).send(partial(_transfers.pieces, file))
 
     def append(self, name: str, data: bytes) -> None:
         try:

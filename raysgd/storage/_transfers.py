@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -15,31 +13,34 @@ from raysgd.storage._trees import TEMPORARY
 
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
+_AWAITED_PIECES = 10  # eight parts of S3, which PyArrow sends at the same time
 
 Pieces = Callable[[], Iterator[Any]]
 """What a file is made of; called again for each attempt."""
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """A file, piece by piece. For files that no one looks at before they are committed: see `in_one_piece`."""
+    """A file, piece by piece."""
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):
         yield piece
 
 
-def in_one_piece(file: IO[bytes]) -> Iterator[mmap.mmap]:
-    """All of a file at once. Closing a stream makes a file of what was sent, also after Ctrl-C between two pieces."""
-    file.flush()
-    if os.fstat(file.fileno()).st_size:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            yield content
-
-
 def send(fs: Any, content: Pieces, path: str) -> None:
-    """Sends a file to a store that shows files when they are closed."""
+    """Sends a file to a store that shows files when they are closed.
+
+    Closing a stream makes a file of what was sent so far, also after Ctrl-C: so another thread sends, to the end.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
+        pool.submit(_send, fs, content, path).result()
+
+
+def _send(fs: Any, content: Pieces, path: str) -> None:
     with fs.open_output_stream(path, compression=None) as stream:
-        for piece in content():
+        for number, piece in enumerate(content(), start=1):
             stream.write(piece)
+            if number % _AWAITED_PIECES == 0:
+                stream.flush()  # else a store that froze is waited for with each part, and all of them are in memory
 
 
 def send_and_rename(fs: Any, content: Pieces, path: str) -> None:

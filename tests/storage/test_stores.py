@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,25 @@ def test_a_large_file_travels_in_parts(s3_server: S3Server) -> None:
     folder.write("a", content)
     assert folder.read("a") == content
     folder.delete()
+
+
+def test_a_large_file_is_given_up_before_all_of_it_is_sent(
+    own_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
+    folder = open_folder(own_server.uri("large"))
+    drawn = 0
+
+    def content() -> Iterator[bytes]:
+        nonlocal drawn
+        for drawn in range(1, 101):
+            yield bytes(2**23)
+            if drawn == 1:
+                own_server.kill()
+
+    with pytest.raises(StorageError, match="could not write"):
+        folder._entry.child("a").send(content)  # type: ignore[attr-defined]
+    assert drawn <= 10
 
 
 def test_keys_are_never_shown(s3_server: S3Server) -> None:

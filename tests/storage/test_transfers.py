@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -10,24 +12,32 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from raysgd.storage._transfers import fetch, in_one_piece, on_threads, pieces, send, send_and_rename
+from raysgd.storage._transfers import fetch, on_threads, pieces, send, send_and_rename
 
 LARGE = bytes(range(256)) * 80_000  # 20 MB: more than one piece
 
 
-def test_a_file_is_sent_piece_by_piece_or_at_once() -> None:
+def test_a_file_is_sent_piece_by_piece() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(LARGE)
         assert [len(piece) for piece in pieces(file)] == [2**23, 2**23, len(LARGE) - 2**24]
-        assert [bytes(piece) for piece in in_one_piece(file)] == [LARGE]
 
 
 def test_an_empty_file_is_sent_too(tmp_path: Path) -> None:
-    local = fs.LocalFileSystem()
     with tempfile.TemporaryFile() as file:
-        for content in (pieces, in_one_piece):
-            send(local, lambda content=content: content(file), str(tmp_path / content.__name__))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"", b""]
+        send(fs.LocalFileSystem(), lambda: pieces(file), str(tmp_path / "empty"))
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
+def test_a_file_is_sent_to_its_end_also_after_ctrl_c(tmp_path: Path) -> None:
+    def content() -> Iterator[bytes]:
+        yield b"first"
+        os.kill(os.getpid(), signal.SIGINT)
+        yield b"second"
+
+    with pytest.raises(KeyboardInterrupt):
+        send(fs.LocalFileSystem(), content, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == b"firstsecond"
 
 
 def test_a_file_that_is_seen_as_it_grows_has_another_name_until_it_is_complete(tmp_path: Path) -> None:
