@@ -40,7 +40,7 @@ UTILITIES = {
     "raysgd._version",
     "raysgd.compat.names",
 }
-ENGINE_MODULES_WITH_RAY = {"gathering", "resources", "startup", "transfers", "worker"}
+ENGINE_MODULES_WITH_RAY = {"gathering", "reservation_guard", "resources", "startup", "transfers", "worker"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 # Parallel iterators and data frames in shards need nothing but utilities until somebody asks for a framework's dataset.

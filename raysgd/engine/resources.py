@@ -1,4 +1,4 @@
-"""The only module that asks Ray what is free, and the only one that creates and removes placement groups."""
+"""The only module that asks Ray what is free, and that creates and removes placement groups of live trainers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.engine.policies import capacity
+from raysgd.engine.reservation_guard import guard
 from raysgd.engine.types import ClusterView, Holder, NodeView, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 
@@ -252,12 +253,14 @@ class Reservation:
         self._holder: Any = None
         self._outer = outer_group() if within == "default" else within
         self._own: Any = None
+        self._guard: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
             name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
             bundles = [bundle] * num_workers
             if has_driver and need.num_gpus:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
+            self._guard = guard(name)
             self._own = ray.util.placement_group(bundles, strategy="PACK" if packs else "SPREAD", name=name)
 
     def __len__(self) -> int:
@@ -385,6 +388,11 @@ class Reservation:
         if holder is not None:
             ray.kill(holder)
         ray.util.remove_placement_group(group)
+        if self._guard is not None:
+            ray.kill(self._guard)
+        self._await_removal(group, timeout_s)
+
+    def _await_removal(self, group: Any, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while _state_of(group) != "REMOVED":
             if time.monotonic() > deadline:
