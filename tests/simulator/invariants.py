@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_REPLAY_S = 30.0
+_MOMENT_S = 0.1  # longer than an answer is on its way
 
 
 class Hooks(GroupHooks):
@@ -159,6 +160,11 @@ class Invariants:
         is_free = before is None or before.is_dead or before.is_killed
         self.require(is_free, f"{process} got a slot that {before} still uses")
 
+    def check_given_back(self, reservation: SimReservation) -> None:
+        """Room is given back after its workers were ended: Ray ends them with it only where the room is our own."""
+        left = [each for each in reservation.used_by.values() if not each.is_dead and not each.is_killed]
+        self.require(not left, f"room is given back in which there is {', '.join(map(str, left))}")
+
     def check_ended(self, process: Process) -> None:
         """The driver ends a process by force: not one that can be seen to load, and will be ready some day."""
         is_seen = process.watch is None or process.watch.is_done
@@ -177,6 +183,22 @@ class Invariants:
             self.require(not num_uncovered, f"{num_uncovered} calls are not covered by a snapshot")
         if every_s == "auto":
             self.require(snapshots.replay_s <= MOST_REPLAY_S, f"{snapshots.replay_s:.0f} s would have to be repeated")
+
+    def waiting(self) -> list[Process]:
+        """Workers in good health that are ready to step in, and have been for a moment."""
+        simulation, leaving = self._simulation, self.leaving_nodes()
+        group = None if simulation.controller.is_stopped else simulation.controller.group
+        members = [] if group is None else group.processes
+        idle = [each for each in simulation.cluster.live if each not in members and not each.is_killed]
+        healthy = [each for each in idle if not each.is_frozen and each.node not in leaving]
+        return [each for each in healthy if each.ready_at < simulation.kernel.now - _MOMENT_S]
+
+    def check_grown(self, waiting: Sequence[Process]) -> None:
+        """After a call in which nothing befell a group that was too small: those that waited before it stepped in."""
+        still = [str(each) for each in self.waiting() if each in waiting]
+        num_workers = self._simulation.controller.num_workers
+        is_full = num_workers == self._simulation.schedule.num_workers
+        self.require(is_full or not still, f"{num_workers} workers go on without {', '.join(still)}")
 
     @property
     def reasons(self) -> tuple[int, ...]:
@@ -208,9 +230,9 @@ class Invariants:
         wanted = len(group.slots) if group is not None else 0
         self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")
         self.require(simulation.controller.monitor is None, "a monitor is left between calls")
-        most = 0 if group is None else len(group) + group.standby.num_ready + group.standby.num_coming
-        left = [process for process in simulation.cluster.live if not process.is_killed]
-        self.require(len(left) <= most, f"{len(left)} processes are left, of which {most} are known")
+        known = [] if group is None else group.known_processes
+        left = [process for process in simulation.cluster.live if not process.is_killed and process not in known]
+        self.require(not left, f"no one knows of {', '.join(map(str, left))}")
 
     def check_end(self) -> None:
         """Nothing is left over at all."""

@@ -94,6 +94,7 @@ class SimReservation(Reservation):
     def __init__(
         self,
         cluster: Cluster,
+        check_given_back: Callable[[SimReservation], None],
         need: Resources,
         num_workers: int,
         has_driver: bool = False,
@@ -102,6 +103,7 @@ class SimReservation(Reservation):
         when_not_granted: str = "",
     ) -> None:
         self._cluster, self._num_workers, self._has_driver = cluster, num_workers, has_driver
+        self._check_given_back = check_given_back
         self.bundles: list[str | None] = []
         self.is_closing = False
         self.used_by: dict[int, Process] = {}
@@ -162,6 +164,7 @@ class SimReservation(Reservation):
         if not self.bundles:
             return
         self.is_closing = True
+        self._check_given_back(self)
         for process in self.used_by.values():
             process.kill(reaches_stopped=True)
         is_given_up = Future()
@@ -209,7 +212,9 @@ class SimPlatform:
 
     def __init__(self, cluster: Cluster, invariants: Invariants) -> None:
         self._cluster, self._kernel, self._invariants = cluster, cluster.kernel, invariants
-        self.make_reservation: Callable[..., Reservation] = partial(SimReservation, cluster)
+        self.make_reservation: Callable[..., Reservation] = partial(
+            SimReservation, cluster, invariants.check_given_back
+        )
 
     @property
     def home(self) -> str:

@@ -95,6 +95,7 @@ class Process:
         died_at: When it ended.
         thawed_at: When it last went on after it was frozen.
         answered_at: When its last answer arrived.
+        ready_at: When it was ready to step in.
         num_repeated: So many of the next questions that are asked beside its work arrive twice.
     """
 
@@ -106,6 +107,7 @@ class Process:
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
         self.loads = self.is_endless = self.has_left = False
         self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
+        self.ready_at = _NEVER
         self.watch: Call | None = None
         self._is_seen = True
         self._parked: list[Callable[[], None]] = []
@@ -334,6 +336,7 @@ class Process:
         facts = self.replica.setup()
         yield from self._point("warm up")
         yield self.host.work_s()
+        self.ready_at = self.host.kernel.now
         return StandbyReady(self.info, facts)
 
     def _leave_group(self, host: str) -> Task:

@@ -98,6 +98,7 @@ class Program:
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
         was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
+        waiting = self._invariants.waiting()
         num_events, reasons = len(simulation.controller.history.events), self._invariants.reasons
         self.is_in_call = self.is_in_call or is_first
         try:
@@ -120,8 +121,10 @@ class Program:
             self._invariants.check_spent(budget.num_spent)
             self._check_raised(op, before)
             has_events = len(simulation.controller.history.events) > num_events  # new workers send a snapshot, too
-            is_in_peace = before == dict(simulation.befalling.kinds) and not has_events
-            if op.kind in CHANGING and is_in_peace and not was_coming:
+            is_in_peace = before == dict(simulation.befalling.kinds)
+            if op.kind in CHANGING and is_in_peace:
+                self._invariants.check_grown(waiting)
+            if op.kind in CHANGING and is_in_peace and not has_events and not was_coming:
                 self._invariants.check_covered(must_follow or op.kind == "apply")
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)

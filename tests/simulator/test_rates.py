@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.simulator.mutations import MUTATIONS
-from tests.simulator.rates import MOST_SCHEDULES, Searches, as_table, interval, is_for_weights, search
+from tests.simulator.rates import (
+    FROM_OUTSIDE,
+    MOST_SCHEDULES,
+    Searches,
+    as_table,
+    chosen,
+    interval,
+    is_for_weights,
+    search,
+    searched,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +48,17 @@ def test_a_fault_that_some_search_did_not_find_has_a_row_of_its_own() -> None:
 
 def test_the_weights_were_chosen_by_about_half_of_the_faults() -> None:
     assert 0.4 < sum(map(is_for_weights, MUTATIONS)) / len(MUTATIONS) < 0.6
+
+
+def test_each_fault_is_in_one_half_and_those_from_outside_are_in_the_table() -> None:
+    halves = [{each.words for each in chosen(half)} for half in ("counted", "weights")]
+    assert halves[0] | halves[1] == {each.words for each in MUTATIONS}
+    assert not halves[0] & halves[1]
+    assert {each.words for each in chosen("outside")} == set(FROM_OUTSIDE)
+
+
+def test_each_search_for_a_fault_has_seeds_of_its_own() -> None:
+    [mutation] = [each for each in MUTATIONS if each.words == "a new group is not restored"]
+    [found] = searched([mutation], 3)
+    assert found.words == mutation.words
+    assert len(set(found.counts)) > 1

@@ -20,13 +20,17 @@ class WatchedStandby(StandbyWorkers):
     """Checks that who steps in was alive when it was chosen."""
 
     invariants: Invariants
-    taken: list[Process]
+
+    @property
+    def processes(self) -> list[Process]:
+        self._poll()
+        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._ready]
+        return [worker.process for worker in workers]  # type: ignore[attr-defined]
 
     def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
         began = self._platform.now()
         found: list[StandbyWorker] = super().take(count, timeout_s, on_wait)
         for process in map(_process_of, found):
-            self.taken.append(process)
             self.invariants.require(process.died_at >= began, f"{process} was dead already when it was to step in")
         return found
 
@@ -38,11 +42,16 @@ class WatchedGroup(WorkerGroup):
         super().__init__(*args, platform=platform)
         self._invariants = invariants
         self.standby = WatchedStandby(self._spec, self.slots, platform)
-        self.standby.invariants, self.standby.taken = invariants, []
+        self.standby.invariants = invariants
 
     @property
     def processes(self) -> list[Process]:
         return [worker.process for worker in self._members.workers]  # type: ignore[union-attr]
+
+    @property
+    def known_processes(self) -> list[Process]:
+        """Those of its members, of workers that are ready to step in, and of those that are being made ready."""
+        return [*self.processes, *self.standby.processes]
 
     def settle(self, report: GroupReport, *args: Any) -> list[int]:
         unanswered = set(self._calls.unanswered)
@@ -70,12 +79,6 @@ class WatchedGroup(WorkerGroup):
         is_silent = process.is_dead or process.is_frozen or process.thawed_at > self._platform.now() - _JUST_S
         self._invariants.require(is_stuck or is_silent, f"{process} was ended by force, though it answers")
         super().kill_rank(rank)
-
-    def kill(self, timeout_s: float = 5.0) -> None:
-        left = [each for each in self.standby.taken if each not in self.processes and not each.is_killed]
-        dead = [each for each in left if not each.is_dead]
-        self._invariants.require(self.is_ended or not dead, f"taken, and neither in the group nor ended: {dead}")
-        super().kill(timeout_s)
 
 
 def _process_of(standby_worker: Any) -> Process:
