@@ -18,6 +18,8 @@ FATAL = ("die", "die with another", "freeze", "stall", "load long")
 """What does not happen to the driver's own process: with it, all ends."""
 ENDLESS = 7
 """As `which` of a fault: it has no end."""
+FOREVER_S = 10.0**6
+AWAITED = {"step", "half"}
 USER_CODE = {"step", "half", "note", "look", "load", "warm up"}
 
 
@@ -65,10 +67,15 @@ class Befalling:
             elif fault.kind == "slow":
                 self._note(fault, str(process))
                 self.num_incidents += 1
-                yield self._simulation.rng.uniform(0.5, 12.0)
+                yield self._slow_s(fault, label, process)
             else:
                 self._happen(fault, process)
         yield 0.0
+
+    def _slow_s(self, fault: Fault, label: str, process: Process) -> float:
+        """How long it takes. User code may also hang, where others wait for it that lose patience some day."""
+        is_awaited = label in AWAITED and process.world.is_distributed and not process.is_driver
+        return FOREVER_S if is_awaited and not fault.which % 2 else self._simulation.rng.uniform(0.5, 12.0)
 
     def at_moment(self, label: str, process: Process) -> None:
         """All have given their part of a step, and none has heard of the others."""
@@ -176,6 +183,7 @@ class Befalling:
         cluster = self._simulation.cluster
         if process.node in cluster.nodes:
             cluster.nodes[process.node].is_leaving = True
+            cluster.nodes[process.node].leaving_since = self._simulation.kernel.now
             if not self._is_of_driver(process.node):
                 self._simulation.kernel.after(
                     self._simulation.rng.uniform(5.0, 40.0), lambda: cluster.lose_node(process.node)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_REPLAY_S = 30.0
+_NOTICED_S = 2.5  # longer than the driver goes without a look at the nodes
 _MOMENT_S = 0.1  # longer than an answer is on its way
 
 
@@ -43,7 +44,7 @@ class WatchedBudget(RetryBudget):
         self._last_rejoin: int | None = None
 
     def pay_for_rejoin(self, progress: int) -> None:
-        before, hung = self.num_spent, self._has_hung
+        before, hung = self.num_spent, bool(self._invariants.has_hung)
         super().pay_for_rejoin(progress)
         last, self._last_rejoin = self._last_rejoin, progress
         due = int(not progress or hung or (last is not None and progress - last < 2))
@@ -62,7 +63,11 @@ class WatchedBudget(RetryBudget):
 
 
 class Invariants:
-    """Checks after every event, after every call, and at the end."""
+    """Checks after every event, after every call, and at the end.
+
+    Attributes:
+        has_hung: Whether the ranks that are lost are so because one hung, though no one died; None between losses.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -70,6 +75,7 @@ class Invariants:
         self._formed_progress: dict[str, int] = {}
         self._progress: dict[str, tuple[int, bool]] = {}
         self._reasons_before: tuple[int, ...] | None = None
+        self.has_hung: bool | None = None
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -127,6 +133,11 @@ class Invariants:
         """A rank says how far it is, before another group is formed."""
         self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
+
+    def note_settled(self, has_hung: bool) -> None:
+        """It is known who survives. What is lost later, while the next group forms, is no reason for it."""
+        if self.has_hung is None:
+            self.has_hung = has_hung
 
     def lost_measures(self, call: int) -> list[tuple[int, ...]]:
         """What was not measured in this call, or by ranks that were lost, not those whose nodes were going away."""
@@ -199,6 +210,18 @@ class Invariants:
         num_workers = self._simulation.controller.num_workers
         is_full = num_workers == self._simulation.schedule.num_workers
         self.require(is_full or not still, f"{num_workers} workers go on without {', '.join(still)}")
+
+    def long_leaving(self) -> set[str]:
+        """Nodes that have been going away for so long that the next call notices; the driver cannot leave its own."""
+        cluster, before = self._simulation.cluster, self._simulation.kernel.now - _NOTICED_S
+        leaving = {node.name for node in cluster.nodes.values() if node.is_leaving and node.leaving_since < before}
+        return leaving - {cluster.node_of_driver} if self._simulation.schedule.use_local else leaving
+
+    def check_left(self, leaving: set[str]) -> None:
+        """After a call in which nothing befell it: the group has left nodes that were going away, or all were."""
+        used = {process.node for process in self._simulation.controller.group.processes}
+        has_others = used - self.leaving_nodes()
+        self.require(not has_others or not used & leaving, f"workers are still on {used & leaving}, which will be lost")
 
     @property
     def reasons(self) -> tuple[int, ...]:

@@ -389,6 +389,9 @@ _BROKEN_OFF = tuple(
     )
     for seed in range(20)
 )
+_HANGING = Schedule(
+    1, num_workers=3, nodes=(4,), num_samples=40, ops=(Op("train", None, 1),), faults=(Fault("slow", "step", 10),)
+)
 _FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
 _LOADING = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),)) for seed in range(10))
 _ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
@@ -509,6 +512,7 @@ MUTATIONS = (
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (18,)),
+    Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
     Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (5,)),
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
@@ -572,7 +576,7 @@ MUTATIONS = (
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
     Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
-    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (6,)),
+    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
     Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (33,)),
     Mutation(
         "a load whose state could not be stored is not repeated",
@@ -600,5 +604,6 @@ MUTATIONS = (
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (68,)),
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
+    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (1,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -32,6 +32,7 @@ class Node:
     num_taken: int = 0
     is_alive: bool = True
     is_leaving: bool = False
+    leaving_since: float = 0.0
 
 
 @dataclass

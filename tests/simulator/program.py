@@ -98,7 +98,7 @@ class Program:
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
         was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
-        waiting = self._invariants.waiting()
+        waiting, leaving = self._invariants.waiting(), self._invariants.long_leaving()
         num_events, reasons = len(simulation.controller.history.events), self._invariants.reasons
         self.is_in_call = self.is_in_call or is_first
         try:
@@ -124,6 +124,7 @@ class Program:
             is_in_peace = before == dict(simulation.befalling.kinds)
             if op.kind in CHANGING and is_in_peace:
                 self._invariants.check_grown(waiting)
+                self._invariants.check_left(leaving)
             if op.kind in CHANGING and is_in_peace and not has_events and not was_coming:
                 self._invariants.check_covered(must_follow or op.kind == "apply")
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own

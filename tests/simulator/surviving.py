@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +49,8 @@ MOST_BYTES = 3 * 2**30
 FOREIGN = ("numpy", "ray", "torch", "pytest")
 """What is imported once and for all: it knows nothing of the engine."""
 
-UNIT_TESTS = ("tests/engine", "-m", "not integration and not soak and not gpu and not program", "-x", "-q", "-n", "0")
+UNIT_TESTS = FOLDER.parents[1] / "tests" / "engine"
+OPTIONS = ("-m", "not integration and not soak and not gpu and not program", "-x", "-q", "-n", "0")
 QUIETLY = ("-p", "no:cacheprovider", "-W", "ignore")
 
 By = Literal["simulator", "unit tests", "survives"]
@@ -170,20 +170,24 @@ def trace(answer: Connection, num_schedules: int) -> None:
     os._exit(0)
 
 
-def run_unit_tests(answer: Connection, edit: Edit | None) -> None:
-    """Sends whether they find the edit."""
+def run_unit_tests(answer: Connection, edit: Edit) -> None:
+    """Sends whether they find the edit: those of its module first, which are likely to."""
     resource.setrlimit(resource.RLIMIT_CPU, (TESTS_S, TESTS_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     _be_silent()
-    if edit is not None:
-        put_in(edit)
+    put_in(edit)
+    own = [str(path) for path in UNIT_TESTS.glob(f"test_{edit.module}.py")]
+    answer.send(any(not _do_pass(paths) for paths in (own, [str(UNIT_TESTS)]) if paths))
+    os._exit(0)
+
+
+def _do_pass(paths: Sequence[str]) -> bool:
     import pytest
 
-    is_found = True
-    with suppress(BaseException):
-        is_found = pytest.main([*UNIT_TESTS, *QUIETLY]) != 0
-    answer.send(is_found)
-    os._exit(0)
+    try:
+        return pytest.main([*paths, *OPTIONS, *QUIETLY]) == 0
+    except BaseException:
+        return False
 
 
 def _be_silent() -> None:

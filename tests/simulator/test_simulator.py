@@ -131,6 +131,15 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
     assert (verdict.broken, verdict.num_happened) == (None, 4)
 
 
+def test_a_rank_that_hangs_in_user_code_is_replaced_and_that_costs_a_retry() -> None:
+    schedule = Schedule(1, num_workers=3, nodes=(4,), num_samples=40, ops=(Op("train", None, 1),))
+    once = replace(schedule, faults=(Fault("slow", "step", 10),))
+    twice = replace(schedule, faults=(*once.faults, Fault("slow", "step", 25)))
+    verdicts = run(once), run(twice)
+    assert [(verdict.broken, verdict.num_happened) for verdict in verdicts] == [(None, 1), (None, 2)]
+    assert ["RAISED WorkersLostError" in "\n".join(verdict.log) for verdict in verdicts] == [False, True]
+
+
 @pytest.mark.parametrize("nth", range(1, 20))
 def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> None:
     ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)

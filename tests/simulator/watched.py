@@ -60,7 +60,13 @@ class WatchedGroup(WorkerGroup):
             process = self.processes[rank]
             is_known = process.is_driver or self._platform.now() - process.answered_at < self._spec.heartbeat_s
             self._invariants.require(is_known, f"{process} has been silent for too long, and counts as a survivor")
+        has_died = any(found.failure is not None and found.failure.kind == "died" for found in report.outcomes)
+        self._invariants.note_settled(bool(self.stuck) and not has_died)
         return survivors
+
+    def on_replica(self, *args: Any, **kwargs: Any) -> GroupReport:
+        self._invariants.has_hung = None
+        return super().on_replica(*args, **kwargs)
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
         leaving = self._invariants.leaving_nodes()
