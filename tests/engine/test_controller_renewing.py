@@ -84,6 +84,16 @@ def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_
     assert trainer.walk(1) == [8, 8, 8], "the next call grows"
 
 
+def test_where_all_die_while_they_are_given_the_state_all_are_new() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.restores = deque([Lost((0, 1, 2))])
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    first, second = trainer.cluster.groups
+    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
+    assert trainer.controller.history.events[-1].num_kept == 0
+
+
 def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:
     trainer = Trainer(is_large=True)
     trainer.cluster.transfer_s = 1000.0

@@ -16,6 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -83,9 +84,10 @@ class _Place:
     put: Callable[[ast.AST], None]
 
 
-def edits_of(module: str) -> list[Edit]:
+@cache
+def edits_of(module: str) -> tuple[Edit, ...]:
     """All edits of a module of the engine that there could be, in the order of its text."""
-    return edits_in(module, _source(module))
+    return tuple(edits_in(module, _source(module)))
 
 
 def edits_in(module: str, source: str) -> list[Edit]:

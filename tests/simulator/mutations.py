@@ -604,6 +604,6 @@ MUTATIONS = (
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (68,)),
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
-    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (1,)),
+    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )
