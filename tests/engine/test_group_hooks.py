@@ -24,6 +24,7 @@ class NotingHooks(GroupHooks):
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.told: list[tuple[str, int, str | None]] = []
+        self.killed_before: list[bool] = []
         self.answers: deque[GroupReport | Exception | None] = deque()
 
     def note(self, what: str, group: Any) -> None:
@@ -40,6 +41,7 @@ class NotingHooks(GroupHooks):
         self.note("stop", group)
 
     def on_end(self, group: Any) -> None:
+        self.killed_before.append(group.is_killed_beside)
         self.note("end", group)
 
 
@@ -114,4 +116,5 @@ def test_a_group_that_is_killed_from_another_thread_is_told_of_too() -> None:
         trainer.controller.run(Call(read))
     stopper.join()
     assert trainer.hooks.told[1] == ("end", 0, None)
+    assert not trainer.hooks.killed_before[0], "what it was to see off was gone already"
     assert trainer.cluster.groups[0].is_killed_beside
