@@ -36,7 +36,7 @@ class BackgroundWriter:
 
     def __init__(self, write: Write, shown: Callable[[str], str] = str) -> None:
         self._write, self._shown = write, shown
-        self._jobs: collections.deque[_Job] = collections.deque()
+        self._jobs: collections.deque[_WriteJob] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -55,7 +55,7 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            self._jobs.append(_Job(os.fspath(path), produce, write or self._write, self._shown))
+            self._jobs.append(_WriteJob(os.fspath(path), produce, write or self._write, self._shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
@@ -142,7 +142,7 @@ class BackgroundWriter:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _WriteJob:
     """One file to write."""
 
     path: str

@@ -1,6 +1,6 @@
 """Looks at what trainers need on this machine and its cluster, and says in words what is wrong and what to do.
 
-Each check returns a `Finding`. Nothing is changed; the self test starts two workers, trains two steps and ends them.
+Each check returns a `CheckResult`. Nothing is changed; the self test starts two workers, trains two steps, ends them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What a check found.
 
     Attributes:
@@ -58,7 +58,7 @@ class Finding:
     advice: str = ""
 
 
-def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[Finding]:
+def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[CheckResult]:
     """All checks, one after the other.
 
     Args:
@@ -82,7 +82,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[F
             if self_test:
                 yield run_self_test_with(versions, packages)
     except ConnectionFailed as error:
-        yield Finding("problem", f"cluster: {error}", _advice_on_connection(address))
+        yield CheckResult("problem", f"cluster: {error}", _advice_on_connection(address))
 
 
 # ------------------------------------------------------------------------------------------------- this machine
@@ -99,7 +99,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_python(version: tuple[int, int]) -> Finding:
+def check_python(version: tuple[int, int]) -> CheckResult:
     """Whether this Python is supported.
 
     >>> check_python((3, 11)).level, check_python((3, 7)).level
@@ -108,13 +108,15 @@ def check_python(version: tuple[int, int]) -> Finding:
     text = f"Python {version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
     first, last = (f"{major}.{minor}" for major, minor in PYTHONS)
     if version < PYTHONS[0] or version > NEWEST_PYTHON:
-        return Finding("problem", text, f"raysgd supports Python {first} to {last}: create an environment with one.")
+        return CheckResult(
+            "problem", text, f"raysgd supports Python {first} to {last}: create an environment with one."
+        )
     if version > PYTHONS[1]:
-        return Finding("note", f"{text}; raysgd is tested with Python {first} to {last}")
-    return Finding("ok", text)
+        return CheckResult("note", f"{text}; raysgd is tested with Python {first} to {last}")
+    return CheckResult("ok", text)
 
 
-def check_packages(versions: Mapping[str, str]) -> Iterator[Finding]:
+def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
     """Whether the packages that are needed are there, and recent enough.
 
     Args:
@@ -123,15 +125,15 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[Finding]:
     for package, version in versions.items():
         if _numbers(version) < _numbers(OLDEST[package]):
             wanted = f"{package}>={OLDEST[package]}"
-            yield Finding("problem", f"{package} {version} is too old", f'Run: pip install --upgrade "{wanted}"')
+            yield CheckResult("problem", f"{package} {version} is too old", f'Run: pip install --upgrade "{wanted}"')
         else:
-            yield Finding("ok", f"{package} {version}")
+            yield CheckResult("ok", f"{package} {version}")
     for package in NEEDED:
         if package not in versions:
-            yield Finding("problem", f"{package} is not installed", f"Run: pip install {package}")
+            yield CheckResult("problem", f"{package} is not installed", f"Run: pip install {package}")
     if not any(framework in versions for framework in FRAMEWORKS):
         advice = f"Run: {install_command('torch')} or {install_command('tf')}"
-        yield Finding("problem", "neither PyTorch nor TensorFlow is installed", advice)
+        yield CheckResult("problem", "neither PyTorch nor TensorFlow is installed", advice)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -149,41 +151,43 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def check_gpus() -> Finding:
+def check_gpus() -> CheckResult:
     """Whether PyTorch imports, and sees the GPUs of this machine."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
-        return Finding("note", "GPUs: not looked for, because PyTorch is not installed")
+        return CheckResult("note", "GPUs: not looked for, because PyTorch is not installed")
     except Exception as error:
-        return Finding("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
+        return CheckResult("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
     return _finding_on_gpus(torch, has_driver=shutil.which("nvidia-smi") is not None)
 
 
-def _finding_on_gpus(torch: Any, has_driver: bool) -> Finding:
+def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Finding("ok", f"GPUs: {len(names)} ({', '.join(sorted(set(names)))}), CUDA {torch.version.cuda}")
+        return CheckResult("ok", f"GPUs: {len(names)} ({', '.join(sorted(set(names)))}), CUDA {torch.version.cuda}")
     if not has_driver:
-        return Finding("note", "GPUs: none on this machine; training runs on CPUs")
+        return CheckResult("note", "GPUs: none on this machine; training runs on CPUs")
     if torch.version.cuda is None:
         text = f"GPUs: there is an NVIDIA driver, but PyTorch {torch.__version__} was built without CUDA"
-        return Finding("note", text, "To train on GPUs, install a build of PyTorch with CUDA: pytorch.org")
+        return CheckResult("note", text, "To train on GPUs, install a build of PyTorch with CUDA: pytorch.org")
     text = f"GPUs: PyTorch, built for CUDA {torch.version.cuda}, sees none, though there is an NVIDIA driver"
-    return Finding("note", text, "Look at `nvidia-smi`, and at the environment variable CUDA_VISIBLE_DEVICES.")
+    return CheckResult("note", text, "Look at `nvidia-smi`, and at the environment variable CUDA_VISIBLE_DEVICES.")
 
 
-def check_ports() -> Finding:
+def check_ports() -> CheckResult:
     """Whether processes can connect to each other over the address that workers use."""
     try:
         address = _own_address()
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
             with socket.create_connection((address, port), timeout=_CONNECT_S):
-                return Finding("ok", f"ports: processes reach each other at {address}, for example on port {port}")
+                return CheckResult("ok", f"ports: processes reach each other at {address}, for example on port {port}")
     except OSError as error:
         text = f"ports: a process cannot connect to another one on this machine: {_words(error)}"
-        return Finding("problem", text, "Let a firewall allow TCP between all ports of the machines of the cluster.")
+        return CheckResult(
+            "problem", text, "Let a firewall allow TCP between all ports of the machines of the cluster."
+        )
 
 
 def _own_address() -> str:
@@ -195,16 +199,16 @@ def _own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def check_shared_memory(path: str = "/dev/shm") -> Finding:
+def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
     """Whether there is shared memory for Ray's objects and the processes of data loaders."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
-        return Finding("note", f"shared memory: {path} cannot be looked at: {_words(error)}")
+        return CheckResult("note", f"shared memory: {path} cannot be looked at: {_words(error)}")
     text = f"shared memory: {free / 2**20:.0f} MiB are free in {path}"
     if free < _SMALLEST_SHARED_MEMORY:
-        return Finding("note", text, "Ray is slow with so little. In a container, use `docker run --shm-size=2g`.")
-    return Finding("ok", text)
+        return CheckResult("note", text, "Ray is slow with so little. In a container, use `docker run --shm-size=2g`.")
+    return CheckResult("ok", text)
 
 
 # ------------------------------------------------------------------------------------------------- the cluster
@@ -215,7 +219,7 @@ class ConnectionFailed(Exception):
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Finding]:
+def connected(address: str | None) -> Iterator[CheckResult]:
     """A connection to the cluster for the block; one that is there already is used, and stays.
 
     Raises:
@@ -224,7 +228,7 @@ def connected(address: str | None) -> Iterator[Finding]:
     import ray
 
     if ray.is_initialized():
-        yield Finding("ok", "cluster: this process is connected already")
+        yield CheckResult("ok", "cluster: this process is connected already")
         return
     began = time.monotonic()
     address = address or os.environ.get("RAY_ADDRESS")
@@ -235,7 +239,7 @@ def connected(address: str | None) -> Iterator[Finding]:
         raise ConnectionFailed(_words(error)) from error
     what = f"connected to {address}" if address else "started one on this machine for this check"
     try:
-        yield Finding("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")
+        yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")
     finally:
         ray.shutdown()
 
@@ -268,7 +272,7 @@ def _advice_on_connection(address: str | None) -> str:
     return "Stop what is left of former clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
 
 
-def check_cluster() -> Iterator[Finding]:
+def check_cluster() -> Iterator[CheckResult]:
     """What the nodes have, and what of it is free."""
     import ray
 
@@ -276,23 +280,25 @@ def check_cluster() -> Iterator[Finding]:
     yield finding_on_resources(len(nodes), ray.cluster_resources(), ray.available_resources())
 
 
-def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> Finding:
+def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
     """Whether two workers have room in a cluster with these resources."""
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
     )
     if total.get("CPU", 0) < _NUM_TEST_WORKERS:
-        return Finding("problem", text, "Two workers need two CPUs: add nodes, or start Ray with `--num-cpus=2`.")
+        return CheckResult("problem", text, "Two workers need two CPUs: add nodes, or start Ray with `--num-cpus=2`.")
     if free.get("CPU", 0) < _NUM_TEST_WORKERS:
-        return Finding("problem", text, "Other programs hold the CPUs: wait for them, or look at `ray list actors`.")
-    return Finding("ok", text)
+        return CheckResult(
+            "problem", text, "Other programs hold the CPUs: wait for them, or look at `ray list actors`."
+        )
+    return CheckResult("ok", text)
 
 
 # ------------------------------------------------------------------------------------------------- the self test
 
 
-def run_self_test_with(versions: Mapping[str, str], packages: Iterable[Finding]) -> Finding:
+def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
     """Trains, unless the packages cannot.
 
     Args:
@@ -300,26 +306,26 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[Finding])
         packages: What was found about them.
     """
     if any(finding.level == "problem" for finding in packages):
-        return Finding("note", "self test: not run, because packages are too old or missing")
+        return CheckResult("note", "self test: not run, because packages are too old or missing")
     if "torch" not in versions:
-        return Finding("note", "self test: not run, because it needs PyTorch", f"Run: {install_command('torch')}")
+        return CheckResult("note", "self test: not run, because it needs PyTorch", f"Run: {install_command('torch')}")
     return run_self_test()
 
 
-def run_self_test() -> Finding:
+def run_self_test() -> CheckResult:
     """Trains two steps on two workers, and compares what comes out with one process."""
     try:
         seconds, is_equal = _train_on_two_workers()
     except Exception as error:
         text = f"self test: training on two workers fails: {_words(error)}"
-        return Finding(
+        return CheckResult(
             "problem", text, "The logs of the workers are in /tmp/ray/session_latest/logs, on their machines."
         )
     parts = ", ".join(f"{what} {value:.2f} s" for what, value in seconds.items())
     if not is_equal:
         text = f"self test: two workers do not train what one process trains ({parts})"
-        return Finding("problem", text, "Versions of PyTorch may differ between the nodes: install the same one.")
-    return Finding("ok", f"self test: two workers trained what one process trains: {parts}")
+        return CheckResult("problem", text, "Versions of PyTorch may differ between the nodes: install the same one.")
+    return CheckResult("ok", f"self test: two workers trained what one process trains: {parts}")
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:

@@ -27,7 +27,7 @@ _MOST_TOLD = 10_000  # different lines that a driver remembers, so as not to rep
 
 
 @dataclass(frozen=True)
-class Note:
+class WorkerLogLine:
     """A log line of a worker on its way to the driver."""
 
     name: str
@@ -61,39 +61,39 @@ class Notebook(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._pid = os.getpid()
-        self._notes: deque[Note] = deque(maxlen=_MOST_NOTES)
-        self._glanced_at: deque[Note] = deque(maxlen=_MOST_NOTES)
+        self._notes: deque[WorkerLogLine] = deque(maxlen=_MOST_NOTES)
+        self._glanced_at: deque[WorkerLogLine] = deque(maxlen=_MOST_NOTES)
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
-            self._notes.append(Note(record.name, record.levelno, self.format(record)))
+            self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
         elif logging.lastResort is not None:  # a loader's process, which sends no notes
             logging.lastResort.handle(record)
 
-    def glance(self) -> tuple[Note, ...]:
+    def glance(self) -> tuple[WorkerLogLine, ...]:
         """The lines since the last time. `drain` brings them again: a sign of life that has them may stay unread."""
         notes = _taken_from(self._notes)
         self._glanced_at.extend(notes)
         return notes
 
-    def drain(self) -> tuple[Note, ...]:
+    def drain(self) -> tuple[WorkerLogLine, ...]:
         """The lines since the last `drain`. Lines that other threads add meanwhile wait for the next time."""
         return (*_taken_from(self._glanced_at), *_taken_from(self._notes))
 
 
-class Relay:
+class LogRelay:
     """Logs in the driver what workers logged: each line once, with the ranks that said it."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
 
-    def tell(self, notes: Mapping[str, Sequence[Note]]) -> None:
+    def tell(self, notes: Mapping[str, Sequence[WorkerLogLine]]) -> None:
         """Logs the lines that were not logged yet.
 
         Args:
             notes: By who they come from: `"0"` and so on for a rank, any other words for a worker without one.
         """
-        speakers: dict[Note, list[str]] = {}
+        speakers: dict[WorkerLogLine, list[str]] = {}
         for speaker, said in notes.items():
             for note in dict.fromkeys(said):
                 speakers.setdefault(note, []).append(speaker)
@@ -102,7 +102,7 @@ class Relay:
                 self._remember(note)
                 logging.getLogger(note.name).log(note.level, "%s: %s", _named(who), note.text)
 
-    def _remember(self, note: Note) -> None:
+    def _remember(self, note: WorkerLogLine) -> None:
         if len(self._told) >= _MOST_TOLD:
             self._told.clear()
         self._told.add((note.name, note.text))
@@ -137,12 +137,12 @@ def collect(from_level: int) -> None:
     logger.setLevel(from_level)
 
 
-def glance() -> tuple[Note, ...]:
+def glance() -> tuple[WorkerLogLine, ...]:
     """The lines that wait for the driver and go on waiting; none in a process that is no worker."""
     return () if _notebook is None else _notebook.glance()
 
 
-def drain() -> tuple[Note, ...]:
+def drain() -> tuple[WorkerLogLine, ...]:
     """The lines that wait for the driver; none in a process that is no worker."""
     return () if _notebook is None else _notebook.drain()
 
@@ -150,7 +150,7 @@ def drain() -> tuple[Note, ...]:
 _notebook: Notebook | None = None
 
 
-def _taken_from(notes: deque[Note]) -> tuple[Note, ...]:
+def _taken_from(notes: deque[WorkerLogLine]) -> tuple[WorkerLogLine, ...]:
     return tuple(notes.popleft() for _ in range(len(notes)))
 
 

@@ -83,7 +83,7 @@ def _check_parts(key: Any) -> None:
             waiting.extend((inner, depth + 1) for inner in part)
 
 
-class Unfinished:
+class UnfinishedObject:
     """An object whose content comes later in the pickle."""
 
     def __init__(self, finish: Callable[[Any], Any]) -> None:
@@ -186,7 +186,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
             _HANDLERS[pickle.BUILD[0]](self)
             return
         content = self.stack.pop()
-        if isinstance(target, Unfinished):
+        if isinstance(target, UnfinishedObject):
             self.stack[-1] = target.finish(content)
         elif type(target) is collections.OrderedDict:
             set_attributes(target, content)
@@ -204,7 +204,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         self._finished()
 
     def _finished(self) -> None:
-        if isinstance(self.stack[-1], Unfinished):
+        if isinstance(self.stack[-1], UnfinishedObject):
             self.stack[-1] = self.stack[-1].value
 
     def load_append(self) -> None:
@@ -294,10 +294,10 @@ def array_of(dtype: Any, shape: Any, content: Any, order: Any = "C") -> np.ndarr
     return np.frombuffer(content, dtype).reshape(shape, order=order).astype(dtype.newbyteorder("="))
 
 
-def _new_dtype(code: Any, *_: Any) -> Unfinished:
+def _new_dtype(code: Any, *_: Any) -> UnfinishedObject:
     if isinstance(code, str) and code.startswith("O"):
         raise NotPlainError("arrays of objects")
-    return Unfinished(lambda state: _dtype(code, state))
+    return UnfinishedObject(lambda state: _dtype(code, state))
 
 
 def _dtype(code: Any, state: Any) -> np.dtype[Any]:
@@ -318,9 +318,9 @@ def _dtype(code: Any, state: Any) -> np.dtype[Any]:
     return plain_dtype(f"{order}{code}")
 
 
-def _new_array(kind: Any, *_: Any) -> Unfinished:
+def _new_array(kind: Any, *_: Any) -> UnfinishedObject:
     require(kind is np.ndarray, "an array of another kind")
-    return Unfinished(_array)
+    return UnfinishedObject(_array)
 
 
 def _array(state: Any) -> np.ndarray[Any, Any]:
@@ -412,7 +412,7 @@ def check_depth(value: Any, what: str = "it") -> None:
     waiting, seen = [(value, 0)], set()
     while waiting:
         item, depth = waiting.pop()
-        require(not isinstance(item, Function | Unfinished), "something is where a value should be")
+        require(not isinstance(item, Function | UnfinishedObject), "something is where a value should be")
         if not isinstance(item, dict | list | tuple) or id(item) in seen:
             continue
         require(depth < _MAX_DEPTH, f"{what} is nested more than {_MAX_DEPTH} levels deep")

@@ -26,7 +26,7 @@ _ENCRYPTED = 1
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """Where the content of a member lies in the file."""
 
     start: int
@@ -48,14 +48,14 @@ class Member:
         return content
 
 
-def members(archive: memoryview, num_comment_bytes: int = 0) -> dict[str, Member]:
+def members(archive: memoryview, num_comment_bytes: int = 0) -> dict[str, ArchiveMember]:
     """Return the members of an archive by their names.
 
     Raises:
         DamagedFileError: Members are compressed, encrypted, overlap, or lie where no member can be.
     """
     entries, directory_start = _directory(archive, len(archive) - num_comment_bytes - _END.size)
-    found: dict[str, Member] = {}
+    found: dict[str, ArchiveMember] = {}
     end_of_last = 0
     for entry in sorted(entries, key=lambda one: one.start):
         member = _member(archive, entry)
@@ -129,14 +129,14 @@ def _wide_numbers(extra: memoryview) -> tuple[int, ...]:
     return ()
 
 
-def _member(archive: memoryview, entry: _Entry) -> Member:
+def _member(archive: memoryview, entry: _Entry) -> ArchiveMember:
     """Where the content of a member begins: behind its own header, which has its name too."""
     fields = _unpacked(_MEMBER, archive, entry.start)
     num_name, num_extra = fields[-2:]
     name = _slice(archive, entry.start + _MEMBER.size, num_name)
     is_there = fields[0] == b"PK\3\4" and name == entry.name.encode()
     require(is_there, "a member is not where its directory says")
-    return Member(entry.start + _MEMBER.size + num_name + num_extra, entry.num_bytes, entry.checksum)
+    return ArchiveMember(entry.start + _MEMBER.size + num_name + num_extra, entry.num_bytes, entry.checksum)
 
 
 def _unpacked(form: struct.Struct, content: memoryview, at: int) -> tuple[Any, ...]:

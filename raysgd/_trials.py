@@ -1,7 +1,7 @@
 """One trial of Ray Tune, whatever trains in it.
 
 The only module that knows which methods Ray Tune calls, in which order, and what it wants back. Front ends describe a
-trial (`Trial`), or derive from the class of `trainer_trainable`. `ray.tune` is imported by the functions that need it.
+trial (`TuneTrial`), or derive from the class of `trainer_trainable`. `ray.tune` is imported where it is needed.
 
 Why there is one module for all of them: ADR 72.
 """
@@ -24,7 +24,7 @@ _CONFIG_FILE = "trial.json"
 
 
 @dataclass(frozen=True)
-class Reported:
+class TrialStepResult:
     """What one step of a trial came to.
 
     Attributes:
@@ -56,10 +56,10 @@ class TrialInfo:
     resources: Any = None
 
 
-class Trial(Protocol):
+class TuneTrial(Protocol):
     """What trains in a trial. All methods run in the process of the trial, one after the other."""
 
-    def step(self) -> Reported:
+    def step(self) -> TrialStepResult:
         """Trains until there is something to report, or until the end."""
 
     def save(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ def reservation(bundles: Bundles, strategy: str = "PACK", *, purpose: str = "a t
 
 
 def make_trainable(
-    make_trial: Callable[[dict[str, Any], TrialInfo], Trial],
+    make_trial: Callable[[dict[str, Any], TrialInfo], TuneTrial],
     bundles_of: Callable[[dict[str, Any]], Bundles],
     name: str,
     *,
@@ -118,7 +118,7 @@ def make_trainable(
     tune = require_tune(purpose)
     from ray.tune import result as names
 
-    def as_result(reported: Reported, last: dict[str, Any] | None) -> dict[str, Any]:
+    def as_result(reported: TrialStepResult, last: dict[str, Any] | None) -> dict[str, Any]:
         flags = {} if reported.has_checkpoint is None else {names.SHOULD_CHECKPOINT: reported.has_checkpoint}
         if not reported.is_last:
             return {**(reported.metrics or {}), **flags}

@@ -16,9 +16,9 @@ from threading import Thread
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.slots import Slots
@@ -29,13 +29,13 @@ from raysgd.engine.types import (
     Failure,
     FailureKind,
     GroupReport,
-    Handover,
     Heartbeat,
-    Held,
+    HeldAtStep,
     NodeView,
     Outcome,
     Rendezvous,
     ReplicaProgress,
+    StateHandover,
     WorkerInfo,
     World,
 )
@@ -49,7 +49,7 @@ def meeting(*ports: int, host: str = "127.0.0.1", on_one_node: bool = True) -> R
     return Rendezvous(tuple((host, port) for port in ports), on_one_node)
 
 
-WORDS = Words(
+WORDS = FrontEndWords(
     when_shut_down="(words for a trainer that was shut down)",
     when_interrupted="(words for an interrupted call)",
     when_starved="(words for too few workers)",
@@ -61,7 +61,7 @@ WORDS = Words(
 """What a front end would tell its users."""
 
 
-class NullConnection(Unconnected):
+class NullConnection(NoConnection):
     """Connects nothing, but takes connection errors for errors of its group."""
 
     def is_connection_error(self, error: BaseException) -> bool:
@@ -171,7 +171,7 @@ class SteppingReplica(CountingReplica):
     def take_over(self, state: tuple[float, int | None, bool]) -> None:
         self.total, self.num_done, self.has_answered = state
 
-    def regroup(self, world: World, handover: Handover) -> str:
+    def regroup(self, world: World, handover: StateHandover) -> str:
         self.world, self.holds_at, self.is_whole = world, None, True
         return f"rank {world.rank} of {world.size}"
 
@@ -202,13 +202,13 @@ class SteppingReplica(CountingReplica):
         return Capture(self.num_own_calls, shared_state=shared, progress=number) if number == self.snapshot_at else None
 
 
-def walk(replica: SteppingReplica, num_steps: int) -> float | Held:
+def walk(replica: SteppingReplica, num_steps: int) -> float | HeldAtStep:
     """A call that can be gone on with: so many steps."""
     replica.num_done, replica.has_answered = 0, False
     return walk_on(replica, num_steps)
 
 
-def walk_on(replica: SteppingReplica, num_steps: int) -> float | Held:
+def walk_on(replica: SteppingReplica, num_steps: int) -> float | HeldAtStep:
     """Goes on with `walk`, wherever it is."""
     replica.num_done = replica.num_done or 0
     while replica.num_done < num_steps:
@@ -217,7 +217,7 @@ def walk_on(replica: SteppingReplica, num_steps: int) -> float | Held:
             raise BrokenOff
         if replica.num_done == replica.holds_at:
             shared = None if replica.world.rank else replica.total
-            return Held(
+            return HeldAtStep(
                 replica.num_done, Capture(replica.num_own_calls, shared_state=shared, progress=replica.num_done)
             )
         replica.num_done += 1
@@ -394,7 +394,7 @@ class FakeGroup(WorkerGroup):
         self.gone: set[int] = set()
         self.functions: list[str] = []
         self.killed_ranks: list[int] = []
-        self.handovers: list[Handover] = []
+        self.handovers: list[StateHandover] = []
 
     def __len__(self) -> int:
         return self.num_workers
@@ -473,7 +473,7 @@ class FakeGroup(WorkerGroup):
             except BrokenOff:
                 outcomes.append(Outcome(rank, answered=False))
                 continue
-            is_over = not isinstance(value, Held)
+            is_over = not isinstance(value, HeldAtStep)
             answer = Answer(value, replica.capture(landed) if capture and is_over else None)
             is_heard = event is None or (isinstance(event, Raised) and event.others_answered)
             outcomes.append(Outcome(rank, answer) if is_heard else Outcome(rank, answered=False))
@@ -547,7 +547,7 @@ class FakeGroup(WorkerGroup):
         self,
         survivors: Sequence[int],
         joining: Sequence[Any],
-        handover: Handover,
+        handover: StateHandover,
         on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         event = _next(self.cluster.regroups)

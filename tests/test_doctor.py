@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd import _doctor
-from raysgd._doctor import Finding
+from raysgd._doctor import CheckResult
 
 GIB = 2**30
 
@@ -147,7 +147,7 @@ def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monke
 def test_the_self_test_runs_with_packages_that_can_train(
     versions: Mapping[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_doctor, "run_self_test", lambda: Finding("ok", "trained"))
+    monkeypatch.setattr(_doctor, "run_self_test", lambda: CheckResult("ok", "trained"))
     assert text in _doctor.run_self_test_with(versions, _doctor.check_packages(versions)).text
 
 
@@ -160,4 +160,4 @@ def test_parts_are_measured_one_after_the_other() -> None:
 
 
 def test_a_finding_needs_no_advice() -> None:
-    assert Finding("ok", "fine").advice == ""
+    assert CheckResult("ok", "fine").advice == ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raysgd import _logging
-from raysgd._logging import DefaultHandler, Note, Notebook, Relay
+from raysgd._logging import DefaultHandler, LogRelay, Notebook, WorkerLogLine
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,10 @@ def test_a_worker_keeps_its_lines_until_they_are_taken() -> None:
     logger.debug("too fine")
     logger.info("%s of %s", 1, 2)
     logger.warning("uneven")
-    assert _logging.drain() == (Note("raysgd.torch", 20, "1 of 2"), Note("raysgd.torch", 30, "uneven"))
+    assert _logging.drain() == (
+        WorkerLogLine("raysgd.torch", 20, "1 of 2"),
+        WorkerLogLine("raysgd.torch", 30, "uneven"),
+    )
     assert _logging.drain() == ()
 
 
@@ -112,31 +115,31 @@ def test_a_driver_has_nothing_to_hand_over() -> None:
     assert _logging.drain() == ()
 
 
-UNEVEN, EMPTY = Note("raysgd.torch.feed", 30, "uneven"), Note("raysgd.torch.feed", 30, "empty")
+UNEVEN, EMPTY = WorkerLogLine("raysgd.torch.feed", 30, "uneven"), WorkerLogLine("raysgd.torch.feed", 30, "empty")
 
 
-def told(relay: Relay, notes: dict[str, list[Note]], caplog: pytest.LogCaptureFixture) -> list[str]:
+def told(relay: LogRelay, notes: dict[str, list[WorkerLogLine]], caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
     relay.tell(notes)
     return [record.getMessage() for record in caplog.records]
 
 
 def test_a_line_is_told_once_with_all_who_said_it(caplog: pytest.LogCaptureFixture) -> None:
-    relay = Relay()
+    relay = LogRelay()
     first = told(relay, {"0": [UNEVEN, UNEVEN], "1": [], "2": [EMPTY, UNEVEN]}, caplog)
     assert first == ["ranks 0, 2: uneven", "rank 2: empty"]
     assert caplog.records[0].name == "raysgd.torch.feed"
     assert told(relay, {"1": [UNEVEN, EMPTY]}, caplog) == []
-    assert told(Relay(), {"1": [UNEVEN]}, caplog) == ["rank 1: uneven"]
-    assert told(Relay(), {str(rank): [UNEVEN] for rank in range(1000)}, caplog) == ["ranks 0-999: uneven"]
+    assert told(LogRelay(), {"1": [UNEVEN]}, caplog) == ["rank 1: uneven"]
+    assert told(LogRelay(), {str(rank): [UNEVEN] for rank in range(1000)}, caplog) == ["ranks 0-999: uneven"]
 
 
 def test_a_worker_without_a_rank_is_named_in_words(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(Relay(), {"standby worker": [UNEVEN]}, caplog) == ["standby worker: uneven"]
+    assert told(LogRelay(), {"standby worker": [UNEVEN]}, caplog) == ["standby worker: uneven"]
 
 
 def test_memory_for_what_was_told_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    relay = Relay()
+    relay = LogRelay()
     for index in range(10_001):
-        relay.tell({"0": [Note("raysgd", 10, f"line {index}")]})
+        relay.tell({"0": [WorkerLogLine("raysgd", 10, f"line {index}")]})
     assert len(relay._told) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd import _trials
-from raysgd._trials import Reported, TrialInfo
+from raysgd._trials import TrialInfo, TrialStepResult
 from raysgd.exceptions import MissingTuneError
 from tests.run_if import RunIf
 
@@ -22,11 +22,11 @@ class Counting:
     def __init__(self, config: dict[str, Any], info: TrialInfo) -> None:
         self.config, self.info, self.number, self.has_ended = config, info, 0, False
 
-    def step(self) -> Reported:
+    def step(self) -> TrialStepResult:
         if self.number == self.config["end"]:
-            return Reported(None, has_checkpoint=self.config.get("saves_at_end", False), is_last=True)
+            return TrialStepResult(None, has_checkpoint=self.config.get("saves_at_end", False), is_last=True)
         self.number += 1
-        return Reported({"number": self.number}, has_checkpoint=self.number % 2 == 0)
+        return TrialStepResult({"number": self.number}, has_checkpoint=self.number % 2 == 0)
 
     def save(self, folder: Path) -> None:
         (folder / "number").write_text(str(self.number))

@@ -15,7 +15,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
+from raysgd.train._mailbox import FunctionEnded
 from raysgd.train._messages import FunctionSpec
 from raysgd.train.backend import BackendConfig
 from raysgd.train.torch import TorchConfig
@@ -123,4 +123,4 @@ def test_a_function_inside_of_a_run_is_that_of_today() -> None:
     replica = FunctionReplica(World(rank=1, size=2))
     replica.begin(FunctionSpec(function, dict, "_timestamp"), {"epoch": 2}, None)
     replica.next()
-    assert replica.next() == Ended((1, {"epoch": 2}))
+    assert replica.next() == FunctionEnded((1, {"epoch": 2}))

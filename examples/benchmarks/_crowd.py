@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine.call import Call
-from raysgd.engine.connection import Connection, Unconnected
+from raysgd.engine.connection import Connection, NoConnection
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.platform import RayPlatform
@@ -25,7 +25,7 @@ from raysgd.engine.replica import Capture
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
 from raysgd.engine.time_spent import TimeSpent
-from raysgd.engine.types import ClusterView, Handover, Heartbeat, NodeView, ReplicaProgress, World
+from raysgd.engine.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
 from raysgd.engine.worker import Answer, RemoteWorker, WorkerProcess
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
@@ -57,7 +57,7 @@ class Idle:
     def replica_progress(self) -> ReplicaProgress:
         return ReplicaProgress(0, True)
 
-    def regroup(self, world: World, handover: Handover) -> str:
+    def regroup(self, world: World, handover: StateHandover) -> str:
         self.world = world
         return "idle"
 
@@ -92,7 +92,7 @@ class Host:
     async def run(self, index: int, method: str, *args: Any) -> Any:
         """Runs a method of one of them; while it rests, the others go on."""
         if index not in self._workers:
-            self._workers[index] = WorkerProcess(Unconnected(), None)
+            self._workers[index] = WorkerProcess(NoConnection(), None)
         value = getattr(self._workers[index], method)(*args)
         if isinstance(value, Answer) and isinstance(value.value, Rest):
             await asyncio.sleep(value.value.seconds)
@@ -166,7 +166,7 @@ class Crowd:
     def __init__(self, num_workers: int, num_losses: int, make_host: Callable[[], Any]) -> None:
         self.num_workers = num_workers
         self._hosts, self._mortal = ([make_host() for _ in range(count)] for count in (NUM_HOSTS, num_losses))
-        spec = GroupSpec(Unconnected(), Idle, regroups=True, snapshot_every_s="auto")
+        spec = GroupSpec(NoConnection(), Idle, regroups=True, snapshot_every_s="auto")
         room = {"CPU": float(num_workers)}
         self._controller = ElasticController(
             spec,

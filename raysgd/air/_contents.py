@@ -41,7 +41,7 @@ class Content(Protocol):
         """What goes to another process, perhaps on another machine."""
 
 
-class InMemory:
+class DictContent:
     """A dict.
 
     Args:
@@ -71,11 +71,11 @@ class InMemory:
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = dict(metadata)
 
-    def portable(self) -> InMemory:
+    def portable(self) -> DictContent:
         return self
 
 
-class InObjectStore(InMemory):
+class ObjectStoreContent(DictContent):
     """A dict that Ray's object store holds, fetched when it is first used.
 
     Args:
@@ -99,10 +99,10 @@ class InObjectStore(InMemory):
         return dict(content)
 
     def write(self, target: Path) -> None:
-        InMemory(self.as_dict(), self._metadata).write(target)
+        DictContent(self.as_dict(), self._metadata).write(target)
 
 
-class InFolder:
+class FolderContent:
     """A folder, on a disk or in a remote storage.
 
     Args:
@@ -155,11 +155,11 @@ class InFolder:
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only else self
 
-    def _copied(self) -> InMemory:
-        return InMemory(self.as_dict(), self.metadata())
+    def _copied(self) -> DictContent:
+        return DictContent(self.as_dict(), self.metadata())
 
 
-class ByPlace(InFolder):
+class FolderReference(FolderContent):
     """A folder that goes to other processes by its place, not with its files.
 
     A dict in it goes along, for machines that do not see the folder.
@@ -172,5 +172,5 @@ class ByPlace(InFolder):
         return _arrived, (self.folder, self._copied() if self.folder.has(DICT_FILE) else None)
 
 
-def _arrived(folder: Folder, copy: InMemory | None) -> Content:
-    return InFolder(folder) if copy is None or folder.exists() else copy
+def _arrived(folder: Folder, copy: DictContent | None) -> Content:
+    return FolderContent(folder) if copy is None or folder.exists() else copy

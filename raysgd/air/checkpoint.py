@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd._secrets import masked
-from raysgd.air._contents import TEMPORARY_PREFIX, ByPlace, Content, InFolder, InMemory, InObjectStore
+from raysgd.air._contents import (
+    TEMPORARY_PREFIX,
+    Content,
+    DictContent,
+    FolderContent,
+    FolderReference,
+    ObjectStoreContent,
+)
 from raysgd.air._packing import DICT_FILE, META_SUFFIX
 from raysgd.air.constants import PREPROCESSOR_KEY
 
@@ -77,11 +84,11 @@ class Checkpoint:
             )
         self._content: Content
         if data_dict is not None:
-            self._content = InMemory(_checked_dict(data_dict))
+            self._content = DictContent(_checked_dict(data_dict))
         elif obj_ref is not None:
-            self._content = InObjectStore(obj_ref)
+            self._content = ObjectStoreContent(obj_ref)
         else:
-            self._content = InFolder(_opened(path or local_path or uri, filesystem, named[0]))
+            self._content = FolderContent(_opened(path or local_path or uri, filesystem, named[0]))
 
     # ------------------------------------------------------------------------------------------------------- as a dict
 
@@ -120,7 +127,7 @@ class Checkpoint:
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
         """A reference to all of it, in Ray's object store."""
-        if isinstance(self._content, InObjectStore):
+        if isinstance(self._content, ObjectStoreContent):
             return self._content.representation[1]
         import ray
 
@@ -155,7 +162,7 @@ class Checkpoint:
     @contextmanager
     def as_directory(self) -> Iterator[str]:
         """A folder with all of it: its own, which stays, or a temporary one, which is deleted after the block."""
-        if isinstance(self._content, InFolder):
+        if isinstance(self._content, FolderContent):
             with self._content.on_disk() as folder:
                 yield str(folder)
             return
@@ -179,7 +186,7 @@ class Checkpoint:
             OSError: It cannot be reached, or does not take the files.
         """
         target = _storage(uri)
-        if not (isinstance(self._content, InFolder) and self._content.folder.uri == target.uri):
+        if not (isinstance(self._content, FolderContent) and self._content.folder.uri == target.uri):
             with self.as_directory() as folder:
                 target.upload(Path(folder))
         return uri
@@ -205,10 +212,10 @@ class Checkpoint:
     @property
     def uri(self) -> str | None:
         """The URI of the folder, `file://` for a local one; None for a checkpoint in memory."""
-        return self._content.folder.uri if isinstance(self._content, InFolder) else None
+        return self._content.folder.uri if isinstance(self._content, FolderContent) else None
 
     def _folder(self, name: str) -> Folder:
-        if isinstance(self._content, InFolder):
+        if isinstance(self._content, FolderContent):
             return self._content.folder
         raise AttributeError(
             f"This checkpoint is in memory and has no `{name}`: use `to_dict()`, or write it with `to_directory()`."
@@ -232,8 +239,8 @@ class Checkpoint:
     def by_place(self: CheckpointType) -> CheckpointType:
         """The same checkpoint, which goes to other processes as the folder that it is, also where that is on a disk."""
         made = self.from_checkpoint(self)
-        if isinstance(self._content, InFolder):
-            made._content = ByPlace(self._content.folder)
+        if isinstance(self._content, FolderContent):
+            made._content = FolderReference(self._content.folder)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
@@ -242,7 +249,7 @@ class Checkpoint:
 
     def get_preprocessor(self) -> Any:
         """The preprocessor that was saved with it; None if there is none."""
-        if not isinstance(self._content, InFolder):
+        if not isinstance(self._content, FolderContent):
             return self.to_dict().get(PREPROCESSOR_KEY)
         folder = self._content.folder
         for name in (PREPROCESSOR_KEY, f"{PREPROCESSOR_KEY}{META_SUFFIX}"):
@@ -283,7 +290,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         kind, data = self._content.representation
-        shown = str(self._content.folder) if isinstance(self._content, InFolder) else _short.repr(data)
+        shown = str(self._content.folder) if isinstance(self._content, FolderContent) else _short.repr(data)
         return f"{type(self).__name__}({kind}={shown})"
 
     def __getstate__(self) -> dict[str, Any]:

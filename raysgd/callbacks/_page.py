@@ -28,7 +28,7 @@ from raysgd.replicas.history import CallRecord, History
 from raysgd.replicas.history_views import grouped_series, shown_events
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
+    from raysgd.engine.history import GroupEvent
 
 DATA_ID = "raysgd-run"
 
@@ -230,11 +230,11 @@ def _span(record: CallRecord, zero: float) -> Span:
     return Span(begin, begin + record.seconds, record.kind, told, speed)
 
 
-def _lost_span(event: Event, zero: float) -> Span:
+def _lost_span(event: GroupEvent, zero: float) -> Span:
     return Span(_began(event, zero), event.at - zero, "bad", f"recovery: {readable.seconds(event.seconds)}")
 
 
-def _began(event: Event, zero: float) -> float:
+def _began(event: GroupEvent, zero: float) -> float:
     """The second in which an event began; it may have done so before the first call that is shown."""
     return max(0.0, event.began_at - zero)
 
@@ -253,7 +253,7 @@ def _workers_over_time(history: History, zero: float) -> list[tuple[float, int]]
     return sorted(steps)
 
 
-def _events(events: Sequence[Event], zero: float) -> str:
+def _events(events: Sequence[GroupEvent], zero: float) -> str:
     if not events:
         return '<p class="note">No worker was lost, and none was added.</p>'
     rows = [
@@ -328,12 +328,12 @@ def time_by_part(history: History) -> dict[str, float]:
     return {**parts, "between calls": max(0.0, end - begin - sum(parts.values()))}
 
 
-def _is_recovery(event: Event) -> bool:
+def _is_recovery(event: GroupEvent) -> bool:
     """Whether no step was taken until it was over; `hung` is the time in which the others waited for a worker."""
     return event.kind in ("hung", "rejoined", "rebuilt", "lost", "grown", "left")
 
 
-def _is_inside(event: Event, record: CallRecord) -> bool:
+def _is_inside(event: GroupEvent, record: CallRecord) -> bool:
     return record.began_at <= event.at <= record.began_at + record.seconds
 
 

@@ -18,7 +18,7 @@ from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.dispatcher import call_with_known
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
+    from raysgd.engine.history import GroupEvent
     from raysgd.train.fit.callbacks import RunCallbacks
 
 TUNE_HOOKS = (
@@ -95,7 +95,7 @@ class FunctionCalls(CallbackCalls):
             self._run.epoch = num_reports
             super().begin()
 
-    def report(self, metrics: Mapping[str, Any], events: Sequence[Event] = ()) -> None:
+    def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
         """The function has reported. `events` are all that happened to the workers so far."""
         run = self._run
         for event in events[len(run.history.events) :]:
@@ -120,7 +120,7 @@ class InTrial:
     def on_trial_start(self, num_reports: int) -> None:
         self._calls.begin(num_reports)
 
-    def on_trial_result(self, result: Mapping[str, Any], events: Sequence[Event]) -> None:
+    def on_trial_result(self, result: Mapping[str, Any], events: Sequence[GroupEvent]) -> None:
         self._calls.report(result, events)
 
     def on_checkpoint(self, checkpoint: Any) -> None:
@@ -200,11 +200,11 @@ class OfTune(Callback):
         from raysgd.train.fit.callbacks import RunCallbacks
         from raysgd.train.fit.layout import EXPERIMENT_TAG, new_trial
         from raysgd.train.fit.metrics import MetricsFiller
-        from raysgd.train.fit.trial import Trial
+        from raysgd.train.fit.trial import FitTrialView
 
         folder = new_trial(open_folder(str(run.folder)), run.name)
         folder.make()
-        self._trial = Trial(folder, run.config)
+        self._trial = FitTrialView(folder, run.config)
         self._filler = MetricsFiller(folder.id, run.config, EXPERIMENT_TAG)
         self._calls = RunCallbacks([self.adapted], self._trial, advice="Fix the callback or leave it out.")
         self._calls.setup(None)

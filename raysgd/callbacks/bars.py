@@ -30,7 +30,7 @@ _SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
 
 
 @dataclass(frozen=True)
-class View:
+class BarView:
     """What a bar shows of a running call.
 
     Attributes:
@@ -70,7 +70,7 @@ class LineBar:
         self._widths: dict[str, int] = {}
         self._last_line = time.monotonic()
 
-    def draw(self, view: View) -> None:
+    def draw(self, view: BarView) -> None:
         """Draws, or draws again."""
         if time.monotonic() - self._last_line >= _QUIET_S:
             of = f"/{view.total}" if view.total is not None else ""
@@ -115,7 +115,7 @@ class TqdmBar(LineBar):
         self._bar: Any = None
         self._redirected = contextlib.ExitStack()
 
-    def draw(self, view: View) -> None:
+    def draw(self, view: BarView) -> None:
         with _while_there_is_a_reader():
             bar = self._open(view)
             bar.set_description(view.title, refresh=False)
@@ -123,7 +123,7 @@ class TqdmBar(LineBar):
             bar.set_postfix(view.values, refresh=False)
             bar.refresh()
 
-    def _open(self, view: View) -> Any:
+    def _open(self, view: BarView) -> Any:
         if self._bar is None:
             options = {"unit": "batch", "leave": False, "dynamic_ncols": True, "delay": 1e-9}
             self._bar = self._tqdm(initial=view.done, total=view.total, file=self._stream, **options)

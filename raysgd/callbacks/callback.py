@@ -16,8 +16,8 @@ from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
     from raysgd.callbacks.worker_callback import WorkerCallback
-    from raysgd.engine.history import Event
-    from raysgd.replicas.epochs import Progress
+    from raysgd.engine.history import GroupEvent
+    from raysgd.replicas.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Callback:
     def on_epoch_begin(self, run: Run) -> None:
         """Called before each epoch of a class-based trainer."""
 
-    def on_progress(self, run: Run, progress: Progress) -> None:
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
         """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden."""
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Callback:
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
         """Called when a checkpoint was saved, with its path or URI."""
 
-    def on_event(self, run: Run, event: Event) -> None:
+    def on_event(self, run: Run, event: GroupEvent) -> None:
         """Called after the epoch in which workers were lost, added, or replaced."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:

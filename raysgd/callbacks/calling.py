@@ -11,8 +11,8 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.exceptions import CallbackError
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
-    from raysgd.replicas.epochs import Progress
+    from raysgd.engine.history import GroupEvent
+    from raysgd.replicas.epochs import CallProgress
 
 
 class CallbackCalls(Dispatcher):
@@ -75,7 +75,7 @@ class CallbackCalls(Dispatcher):
     def _watching(self) -> list[Callback]:
         return [each for each in self.callbacks if overrides(each, "on_progress")]
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: CallProgress) -> None:
         """There is news of a running epoch. An error is kept until that is over, which `check_progress` raises."""
         if self._failed_in_progress is not None:
             return
@@ -98,7 +98,7 @@ class CallbackCalls(Dispatcher):
         """A checkpoint was saved."""
         self.on("on_checkpoint", self._run, checkpoint)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: GroupEvent) -> None:
         """Something happened to the workers."""
         self.on("on_event", self._run, event)
 
@@ -160,7 +160,7 @@ def _one(callback: Any, argument: str) -> Callback:
     from raysgd.callbacks import adapters  # which builds on this module
 
     if isinstance(callback, WorkerCallback):
-        return InWorkers(callback)
+        return WorkerCallbackEntry(callback)
     other = adapters.adapted(callback)
     if other is not None:
         return other
@@ -170,7 +170,7 @@ def _one(callback: Any, argument: str) -> Callback:
     )
 
 
-class InWorkers(Callback):
+class WorkerCallbackEntry(Callback):
     """A worker callback that was given by itself.
 
     Args:

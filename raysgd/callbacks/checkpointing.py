@@ -23,7 +23,7 @@ INDEX_FILE = "checkpoints.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint.
 
     Attributes:
@@ -92,9 +92,9 @@ class Checkpointing(Callback):
         if self.restore_best_at_end and not self.keep_best:
             raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
         self._folder = self._given
-        self._saved: list[Saved] = []
+        self._saved: list[SavedCheckpoint] = []
         self._num_failures = 0
-        self._pending: Saved | None = None
+        self._pending: SavedCheckpoint | None = None
 
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
@@ -168,7 +168,7 @@ class Checkpointing(Callback):
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Saves, if this epoch is to be saved, or an earlier one could not be."""
         score = self._metric.value_in(result) if self._metric is not None else None
-        self._pending = Saved(f"epoch_{run.epoch:04d}.ckpt", run.epoch, score)
+        self._pending = SavedCheckpoint(f"epoch_{run.epoch:04d}.ckpt", run.epoch, score)
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._pending)
 
@@ -180,7 +180,7 @@ class Checkpointing(Callback):
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
 
-    def _save(self, run: Run, new: Saved) -> None:
+    def _save(self, run: Run, new: SavedCheckpoint) -> None:
         before = self._saved
         self._saved = [*(each for each in before if each.name != new.name), new]
         kept = self._kept()
@@ -201,7 +201,7 @@ class Checkpointing(Callback):
         for each in dropped:
             self._delete(each)
 
-    def _fail(self, new: Saved, error: OSError) -> None:
+    def _fail(self, new: SavedCheckpoint, error: OSError) -> None:
         self._num_failures += 1
         is_over = self.max_failures is not None and self._num_failures >= self.max_failures
         logger.warning(
@@ -216,7 +216,7 @@ class Checkpointing(Callback):
         if is_over:
             raise error
 
-    def _delete(self, saved: Saved) -> None:
+    def _delete(self, saved: SavedCheckpoint) -> None:
         assert self._folder is not None
         try:
             self._remove(saved.name)
@@ -235,7 +235,7 @@ class Checkpointing(Callback):
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def _kept(self) -> list[Saved]:
+    def _kept(self) -> list[SavedCheckpoint]:
         """The newest and the best ones, in the order in which they were saved."""
         newest = self._saved if self.keep_last is None else self._saved[-self.keep_last :]
         best = Ranking(self.keep_best, self._metric.mode if self._metric is not None else "max")
@@ -244,8 +244,8 @@ class Checkpointing(Callback):
         names = {each.name for each in newest} | {self._saved[number].name for number in best.kept}
         return [each for each in self._saved if each.name in names]
 
-    def _best(self) -> Saved | None:
-        found: Saved | None = None
+    def _best(self) -> SavedCheckpoint | None:
+        found: SavedCheckpoint | None = None
         for each in self._saved if self._metric is not None else ():
             if each.score is not None and self._metric.is_better(each.score, found.score if found else None):  # type: ignore[union-attr]
                 found = each
@@ -268,11 +268,11 @@ class Checkpointing(Callback):
         assert self._folder is not None
         return str(self._folder.local_path / name) if self._folder.is_local else (self._folder / name).uri
 
-    def _write_index(self, saved: list[Saved]) -> None:
+    def _write_index(self, saved: list[SavedCheckpoint]) -> None:
         assert self._folder is not None
         self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
 
-    def _indexed(self) -> list[Saved]:
+    def _indexed(self) -> list[SavedCheckpoint]:
         """What the folder says is in it; nothing where there is no such file, or it is damaged."""
         assert self._folder is not None
         try:
@@ -303,9 +303,9 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else _checks.check_count(name, value, hint)
 
 
-def _as_state(saved: list[Saved]) -> dict[str, Any]:
+def _as_state(saved: list[SavedCheckpoint]) -> dict[str, Any]:
     return {"saved": [asdict(each) for each in saved]}
 
 
-def _read(state: Mapping[str, Any]) -> list[Saved]:
-    return [Saved(str(each["name"]), int(each["epoch"]), each["score"]) for each in state["saved"]]
+def _read(state: Mapping[str, Any]) -> list[SavedCheckpoint]:
+    return [SavedCheckpoint(str(each["name"]), int(each["epoch"]), each["score"]) for each in state["saved"]]

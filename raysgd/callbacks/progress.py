@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._once import Once
-from raysgd.callbacks.bars import STYLES, LineBar, Style, View, make_bar
+from raysgd.callbacks.bars import STYLES, BarView, LineBar, Style, make_bar
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.replicas import readable
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
-    from raysgd.replicas.epochs import Progress
+    from raysgd.engine.history import GroupEvent
+    from raysgd.replicas.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ProgressBar(Callback):
     def on_run_begin(self, run: Run) -> None:
         self._drawn, self._num_workers, self._began = None, None, time.monotonic()
 
-    def on_progress(self, run: Run, progress: Progress) -> None:
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
         self._show(progress, self._label(run))
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class ProgressBar(Callback):
         values = _as_text(readable.chosen(result, self._metrics))
         self._bar.row(self._label(run), {**values, **self._circumstances(result)})
 
-    def on_event(self, run: Run, event: Event) -> None:
+    def on_event(self, run: Run, event: GroupEvent) -> None:
         self._num_workers = event.old_size
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
@@ -93,7 +93,7 @@ class ProgressBar(Callback):
         """
         began: list[float] = []
 
-        def show(progress: Progress) -> None:
+        def show(progress: CallProgress) -> None:
             began.append(time.monotonic())
             self._show(progress, _label_of_call(progress))
             if progress.is_done:
@@ -106,19 +106,19 @@ class ProgressBar(Callback):
             finally:
                 self._bar.clear()
 
-    def _show(self, progress: Progress, label: str) -> None:
+    def _show(self, progress: CallProgress, label: str) -> None:
         """Draws how far a call is; one that is done is taken away."""
         if progress.is_done:
             self._bar.clear()
             return
         values = self._values(progress)
-        self._bar.draw(View(label, _PHASES[progress.kind], progress.num_steps, progress.total, values))
+        self._bar.draw(BarView(label, _PHASES[progress.kind], progress.num_steps, progress.total, values))
 
-    def _values(self, progress: Progress) -> dict[str, str]:
+    def _values(self, progress: CallProgress) -> dict[str, str]:
         metrics = readable.chosen(progress.metrics, self._metrics)
         return _as_text(dict([*metrics.items()][: self._most_values]))
 
-    def _line_of_call(self, progress: Progress, took: float) -> str:
+    def _line_of_call(self, progress: CallProgress, took: float) -> str:
         what = f"{_label_of_call(progress)} {_PHASES[progress.kind]}".strip()
         values = [f"{name} {value}" for name, value in self._values(progress).items()]
         count = readable.counted(progress.num_steps, "batch", "batches")
@@ -165,7 +165,7 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _label_of_call(progress: Progress) -> str:
+def _label_of_call(progress: CallProgress) -> str:
     if progress.kind in ("predict", "test"):
         return ""
     of = f"/{progress.num_epochs}" if progress.num_epochs else ""

@@ -20,7 +20,7 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.writers.failing import never_ends_a_run
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
+    from raysgd.engine.history import GroupEvent
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")
@@ -56,7 +56,7 @@ class HTMLReport(Callback):
     def on_run_begin(self, run: Run) -> None:
         self._write(run, "running")
 
-    def on_event(self, run: Run, event: Event) -> None:
+    def on_event(self, run: Run, event: GroupEvent) -> None:
         self._write(run, "running")
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.replicas.history import BEGINNING, Extent, History, plain
+from raysgd.replicas.history import BEGINNING, History, HistoryLimits, plain
 from raysgd.storage import files
 
 ENDING = ".run.json"
@@ -47,7 +47,7 @@ class _Written:
     """
 
     names: tuple[str, ...] = ()
-    extent: Extent = BEGINNING
+    extent: HistoryLimits = BEGINNING
 
 
 class Sidecars:
@@ -79,7 +79,7 @@ class Sidecars:
         """Write another part once there is enough for one: all but the last of each kind, which may still change."""
         folder = files.in_folder_of(checkpoint, "")
         written = self._written.get(folder, _Written())
-        end = Extent(*(max(0, number - 1) for number in history.extent))
+        end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
         if end.rows - written.extent.rows < _ROWS_OF_PART:
             return written
         content = history.part(written.extent, end).to_json()
@@ -104,7 +104,7 @@ class Sidecars:
         rest = history.extent
         for part in reversed(parts):
             history.take_over(part)
-        extent = Extent(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
+        extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
         self._written[files.in_folder_of(checkpoint, "")] = _Written(tuple(names), extent)
         return Sidecar(int(content["epoch"]), history, list(content["callbacks"]))
 

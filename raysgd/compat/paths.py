@@ -227,7 +227,7 @@ _GONE = {
 
 
 @dataclass(frozen=True)
-class Place:
+class NewPlace:
     """What became of an old name.
 
     Attributes:
@@ -256,16 +256,16 @@ class Paths:
         self._packages = {package for module in self._modules for package in _packages_of(module)}
         self._others = {*_RENAMED, *_GONE}
 
-    def find(self, old: str) -> Place | None:
+    def find(self, old: str) -> NewPlace | None:
         """What became of a dotted name; None for one that is not of the old library.
 
         A name of a class's attribute is found by its class.
         """
         if old in self._modules:
-            return Place(old, self._modules[old][0], is_module=True)
+            return NewPlace(old, self._modules[old][0], is_module=True)
         for known, rest in _cuts(old):
             if (place := self._single(known)) is not None:
-                return Place(old, place.new and f"{place.new}{rest}", place.reason)
+                return NewPlace(old, place.new and f"{place.new}{rest}", place.reason)
             if known in self._modules:
                 return self._missing(old, known)
         return None
@@ -278,22 +278,22 @@ class Paths:
         """All old modules, each with where it is now."""
         return ((old, new) for old, (new, _) in self._modules.items())
 
-    def _single(self, name: str) -> Place | None:
+    def _single(self, name: str) -> NewPlace | None:
         module, _, last = name.rpartition(".")
         new_module, names = self._modules.get(module, ("", ""))
         if last in names.split():
-            return Place(name, f"{new_module}.{last}")
+            return NewPlace(name, f"{new_module}.{last}")
         if name in _RENAMED and self._knows(name):
-            return Place(name, _RENAMED[name])
-        return Place(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
+            return NewPlace(name, _RENAMED[name])
+        return NewPlace(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
 
     def _knows(self, name: str) -> bool:
         if name.startswith(("ray.train", "ray.air")):
             return "ray.train" in self._modules
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
-    def _missing(self, old: str, module: str) -> Place:
-        return Place(old, None, f"`{self._modules[module][0]}` has no such name")
+    def _missing(self, old: str, module: str) -> NewPlace:
+        return NewPlace(old, None, f"`{self._modules[module][0]}` has no such name")
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:

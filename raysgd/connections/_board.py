@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from raysgd.connections._links import Links, Message, Received
+from raysgd.connections._links import Links, PeerMessage, Received
 from raysgd.connections._mesh import MeshBroken
 
 _PUT, _DELETE, _ADD, _SWAP, _ANSWER = range(5)
@@ -75,7 +75,7 @@ class Board:
 
     def put(self, key: str, value: bytes) -> None:
         """Writes under `key`, for all."""
-        self._write(Message(_PUT, key, value))
+        self._write(PeerMessage(_PUT, key, value))
 
     def watch(self, prefix: str, hear: Callable[[bytes], None]) -> None:
         """From now on, calls `hear` in the receiving thread with each value that comes under a key like that."""
@@ -90,9 +90,9 @@ class Board:
 
     def delete(self, key: str) -> bool:
         """Removes `key` for all; returns whether it had a value here."""
-        return self._write(Message(_DELETE, key))
+        return self._write(PeerMessage(_DELETE, key))
 
-    def _write(self, message: Message) -> bool:
+    def _write(self, message: PeerMessage) -> bool:
         """Returns whether there was a value before."""
         with self._has_changed:  # sent under the lock: all see the changes of one rank in the same order
             had = message.key in self._values
@@ -103,16 +103,16 @@ class Board:
 
     def add(self, key: str, amount: int, timeout_s: float) -> int:
         """Adds to the number under `key`, 0 if there is none, in one step; returns the sum."""
-        return int(self._request(Message(_ADD, key, str(amount).encode()), timeout_s))
+        return int(self._request(PeerMessage(_ADD, key, str(amount).encode()), timeout_s))
 
     def swap(self, key: str, expected: bytes, wanted: bytes, timeout_s: float) -> bytes:
         """Writes `wanted` if the value is `expected`, or if both are missing; returns the value after that.
 
         If there is no value although one was expected, returns what was expected.
         """
-        return self._request(Message(_SWAP, key, expected, wanted), timeout_s)
+        return self._request(PeerMessage(_SWAP, key, expected, wanted), timeout_s)
 
-    def _request(self, message: Message, timeout_s: float) -> bytes:
+    def _request(self, message: PeerMessage, timeout_s: float) -> bytes:
         if self._rank == 0:
             return self._apply(message)
         with self._has_changed:
@@ -122,17 +122,17 @@ class Board:
         self._wait_until(lambda: number in self._answers, timeout_s, "for an answer of rank 0")
         return self._answers.pop(number)
 
-    def _apply(self, message: Message) -> bytes:
+    def _apply(self, message: PeerMessage) -> bytes:
         """On rank 0: changes what depends on the value before, and sends it to all; returns the answer."""
         with self._has_changed:
             before = self._values.get(message.key)
             is_sum = message.kind == _ADD
             after, answer = _added(before, message.first) if is_sum else _swapped(before, message.first, message.second)
             if after is not None:
-                self._write(Message(_PUT, message.key, after))
+                self._write(PeerMessage(_PUT, message.key, after))
         return answer
 
-    def _set(self, message: Message) -> None:
+    def _set(self, message: PeerMessage) -> None:
         if message.kind == _PUT:
             self._values[message.key] = message.first
         else:
@@ -149,13 +149,13 @@ class Board:
             for value in heard:
                 hear(value)
 
-    def _handle_one(self, rank: int, message: Message) -> None:
+    def _handle_one(self, rank: int, message: PeerMessage) -> None:
         if message.kind in (_PUT, _DELETE):
             self._set(message)
         elif message.kind == _ANSWER:
             self._answers[message.request] = message.first
         else:
-            self._links.send(rank, Message(_ANSWER, message.key, self._apply(message), request=message.request))
+            self._links.send(rank, PeerMessage(_ANSWER, message.key, self._apply(message), request=message.request))
 
     def _break(self, reason: str) -> None:
         with self._has_changed:

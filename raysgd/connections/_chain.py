@@ -16,7 +16,7 @@ from raysgd.connections._mesh import Bytes
 PIECE_BYTES = 2**20
 
 
-class Move(Protocol):
+class ChainTransfer(Protocol):
     """Sends bytes to some ranks and receives from some, all at the same time, as `Mesh.swap` does."""
 
     def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None: ...
@@ -34,7 +34,7 @@ class Chain:
     """
 
     def __init__(
-        self, move: Move, rank: int, source: int, takers: Sequence[int], piece_bytes: int = PIECE_BYTES
+        self, move: ChainTransfer, rank: int, source: int, takers: Sequence[int], piece_bytes: int = PIECE_BYTES
     ) -> None:
         way = (source, *takers)
         place = way.index(rank)

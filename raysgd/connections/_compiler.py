@@ -156,8 +156,8 @@ class _StandIn(ModuleType):
             _answers={
                 "graph_break": _do_nothing,
                 "disable": deferred.disable,
-                "utils": _Part(deferred, "utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}),
-                "trace_rules": _Part(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
+                "utils": _CompilerStandIn(deferred, "utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}),
+                "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
             },
         )
 
@@ -183,7 +183,7 @@ class _StandIn(ModuleType):
         return importlib.import_module, (_NAME,)
 
 
-class _Part:
+class _CompilerStandIn:
     """Answers in place of a module inside the compiler."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ _HEAD = 256  # of what gloo writes: the address stands in the first bytes, and t
 _FLOW = bytes(4)  # stands between port and host in an address of IPv6
 
 
-class Later:
+class DelayedCalls:
     """Calls functions in a separate thread, each of them a second after the one before."""
 
     def __init__(self, *things: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ _ALL = -1
 _PART = 1 << 16
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """What one rank sends to another.
 
     Attributes:
@@ -42,7 +42,7 @@ class Message(NamedTuple):
     request: int = 0
 
 
-class Letter(NamedTuple):
+class RoutedMessage(NamedTuple):
     """A message as it travels.
 
     Attributes:
@@ -56,7 +56,7 @@ class Letter(NamedTuple):
     encoded: bytes
 
     @classmethod
-    def of(cls, source: int, message: Message, destination: int = _ALL) -> Letter:
+    def of(cls, source: int, message: PeerMessage, destination: int = _ALL) -> RoutedMessage:
         """A message of `source`; to all, unless it is for one rank."""
         kind, key, first, second, request = message
         name = key.encode()
@@ -64,16 +64,16 @@ class Letter(NamedTuple):
         return cls(source, destination, b"".join((head, name, first, second)))
 
     @property
-    def message(self) -> Message:
+    def message(self) -> PeerMessage:
         """What it says."""
         _, _, kind, request, *lengths, _ = _HEAD.unpack_from(self.encoded)
         first = _HEAD.size + lengths[0]
         second = first + lengths[1]
         key = self.encoded[_HEAD.size : first].decode()
-        return Message(kind, key, self.encoded[first:second], self.encoded[second:], request)
+        return PeerMessage(kind, key, self.encoded[first:second], self.encoded[second:], request)
 
 
-def taken_from(received: bytearray) -> list[Letter]:
+def taken_from(received: bytearray) -> list[RoutedMessage]:
     """Removes the letters that are complete from what was received."""
     letters, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
@@ -81,13 +81,13 @@ def taken_from(received: bytearray) -> list[Letter]:
         end = start + _HEAD.size + sum(lengths)
         if end > num_received:
             break
-        letters.append(Letter(source, destination, bytes(received[start:end])))
+        letters.append(RoutedMessage(source, destination, bytes(received[start:end])))
         start = end
     del received[:start]
     return letters
 
 
-Received: TypeAlias = Sequence[tuple[int, Message]]
+Received: TypeAlias = Sequence[tuple[int, PeerMessage]]
 """Messages with the ranks that sent them, in the order in which they came."""
 
 
@@ -134,7 +134,7 @@ class _Link:
         """Whether something is left to send."""
         return bool(self._unsent)
 
-    def receive(self) -> list[Letter]:
+    def receive(self) -> list[RoutedMessage]:
         """What is complete now."""
         part = self.connection.recv(_PART)
         if not part:
@@ -190,30 +190,30 @@ class Links:
         if self._links:
             self._receiver.start()
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: PeerMessage) -> None:
         """Sends to one rank, another one.
 
         Raises:
             MeshBroken: The connection has ended.
         """
-        self._send(Letter.of(self._rank, message, rank))
+        self._send(RoutedMessage.of(self._rank, message, rank))
 
-    def send_to_all(self, message: Message) -> None:
+    def send_to_all(self, message: PeerMessage) -> None:
         """Sends to all other ranks.
 
         Raises:
             MeshBroken: A connection has ended.
         """
-        self._send(Letter.of(self._rank, message))
+        self._send(RoutedMessage.of(self._rank, message))
 
-    def _send(self, letter: Letter) -> None:
+    def _send(self, letter: RoutedMessage) -> None:
         for rank in self._next_of(letter):
             try:
                 self._links[rank].send(letter.encoded)
             except OSError as error:
                 raise MeshBroken(f"the connection to rank {rank} ended: {error}") from error
 
-    def _next_of(self, letter: Letter) -> Sequence[int]:
+    def _next_of(self, letter: RoutedMessage) -> Sequence[int]:
         if letter.destination == _ALL:
             return next_of_all(self._rank, letter.source, self._size)
         if letter.destination == self._rank:
@@ -231,7 +231,7 @@ class Links:
 
     def _receive_once(self) -> None:
         """Waits for something, passes on what is for others too, and hands the rest over; only then tells of an end."""
-        letters: list[Letter] = []
+        letters: list[RoutedMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
             if (link := self._by_number.get(number)) is None:
@@ -248,7 +248,7 @@ class Links:
         if ends:
             raise ends[0]
 
-    def _moved(self, link: _Link, events: int) -> list[Letter]:
+    def _moved(self, link: _Link, events: int) -> list[RoutedMessage]:
         """Sends to a neighbor and receives from it, each where it goes; returns what was received."""
         if events & select.POLLOUT:
             link.send_rest()
@@ -264,7 +264,7 @@ class Links:
     def _wake(self) -> None:
         os.write(self._bell[1], b"!")
 
-    def _pass_on(self, letters: Sequence[Letter]) -> None:
+    def _pass_on(self, letters: Sequence[RoutedMessage]) -> None:
         """Sends on what has not reached all that it is for; what takes the same way, in one go."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for letter in letters:
@@ -276,7 +276,7 @@ class Links:
             except OSError as error:
                 raise MeshBroken(f"rank {rank} is gone: {error}") from error
 
-    def _hand_over(self, letters: Sequence[Letter]) -> None:
+    def _hand_over(self, letters: Sequence[RoutedMessage]) -> None:
         if own := [(each.source, each.message) for each in letters if each.destination in (_ALL, self._rank)]:
             self._on_messages(own)
 

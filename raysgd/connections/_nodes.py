@@ -71,7 +71,7 @@ def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
 
 
 @dataclass(frozen=True)
-class Folding:
+class PowerOfTwoRole:
     """How a rank takes part where only a power of two can.
 
     Attributes:
@@ -88,11 +88,11 @@ class Folding:
 
 
 @lru_cache(maxsize=64)
-def folding(ranks: tuple[int, ...], rank: int) -> Folding:
+def folding(ranks: tuple[int, ...], rank: int) -> PowerOfTwoRole:
     """The part of `rank` in leaving a power of two of `ranks`."""
     num_pairs = len(ranks) - (1 << (len(ranks).bit_length() - 1))
     takers, givers = ranks[0 : 2 * num_pairs : 2], ranks[1 : 2 * num_pairs : 2]
     left = (*takers, *ranks[2 * num_pairs :])
     if rank in givers:
-        return Folding(left, None, taker=takers[givers.index(rank)])
-    return Folding(left, left.index(rank), giver=givers[takers.index(rank)] if rank in takers else None)
+        return PowerOfTwoRole(left, None, taker=takers[givers.index(rank)])
+    return PowerOfTwoRole(left, left.index(rank), giver=givers[takers.index(rank)] if rank in takers else None)

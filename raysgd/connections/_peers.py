@@ -83,7 +83,7 @@ def listen_at(host: str) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
-class Call(NamedTuple):
+class ConnectionAttempt(NamedTuple):
     """A connection to make.
 
     Attributes:
@@ -141,7 +141,7 @@ class Endpoint:
         """
         credentials = Credentials(rank, rendezvous.secret)
         ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
-        calls = [Call(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
+        calls = [ConnectionAttempt(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
         try:
             peers = self.connect_all(credentials, calls, len(ends) - len(calls), deadline)
         except OSError as error:
@@ -153,7 +153,7 @@ class Endpoint:
         return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
     def connect_all(
-        self, credentials: Credentials, calls: Collection[Call], num_accepted: int, deadline: Deadline
+        self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
         """Connects to some ranks and accepts others; returns when all are connected.
 
@@ -220,9 +220,9 @@ class _Handshakes:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._looks_at = 0.0
-        self._postponed: list[Call] = []
+        self._postponed: list[ConnectionAttempt] = []
 
-    def call(self, call: Call) -> None:
+    def call(self, call: ConnectionAttempt) -> None:
         """Connects to a rank and starts to prove who this one is."""
         try:
             connection = _socket_for(call.address)

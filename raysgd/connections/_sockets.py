@@ -53,7 +53,7 @@ class OpenSocket:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSockets:
     """TCP sockets that were opened meanwhile.
 
     Attributes:
@@ -83,9 +83,9 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def opened_since(before: dict[int, int]) -> Opened:
+def opened_since(before: dict[int, int]) -> OpenedSockets:
     """The TCP sockets that exist now and did not when `before` was taken."""
-    opened = Opened([], [])
+    opened = OpenedSockets([], [])
     for number, identity in open_sockets().items():
         ends = _ends(number) if before.get(number) != identity else ()
         if len(ends) == 2:

@@ -42,7 +42,7 @@ LEAST_PART_BYTES = 8 * 1024
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-class Sums:
+class RankSums:
     """One rank's part in sums.
 
     Args:

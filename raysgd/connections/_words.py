@@ -11,7 +11,7 @@ from raysgd.connections._mesh import MeshBroken
 _KEY = "raysgd/words"
 
 
-class Words:
+class RankStatements:
     """One rank's part: it says one thing in each piece of work, and hears what the others say.
 
     Args:

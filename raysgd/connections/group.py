@@ -17,7 +17,7 @@ from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._nodes import Nodes
 from raysgd.connections._peers import has_names
 from raysgd.connections._routes import others
-from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
+from raysgd.connections._sums import MOST, RankSums, as_bytes, doubled
 from raysgd.engine.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -47,7 +47,7 @@ class Group:
         self._connections = mesh
         self._others = sorted(others(world.rank, world.size))
         self._nodes = Nodes(tuple(hosts) or (LOOPBACK,) * world.size)
-        self._adding = None if mesh is None else Sums(world.rank, mesh, self._nodes)
+        self._adding = None if mesh is None else RankSums(world.rank, mesh, self._nodes)
         self._scratch = np.empty(0, np.uint8)
         self._sums: Array = np.empty(0)
 
@@ -198,7 +198,7 @@ class Group:
         return Chain(partial(self._mesh.swap, kind=_VALUE), self.rank, source, takers)
 
 
-class Votes:
+class EarlyVotes:
     """Whether any rank says yes, asked ahead of the answer. All ranks ask the same questions in the same order.
 
     Up to `MOST` ranks tell each other. Of more, each tells the next one. While it waits for the answer, it tells what
@@ -212,13 +212,13 @@ class Votes:
         self._own: deque[bool] = deque()
         self._num_asked = self._num_heard = 0
 
-    def ask(self, says_yes: bool) -> Vote:
+    def ask(self, says_yes: bool) -> PendingVote:
         """Says what this rank says; the answer is there when all ranks have."""
         told = [(self._rank + 1) % self._size] if self._rounds else self._others
         self._mesh.swap(dict.fromkeys(told, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
-        return Vote(self, self._num_asked)
+        return PendingVote(self, self._num_asked)
 
     def hear(self, number: int) -> bool:
         """Whether any rank said yes to question `number`, counted from 1.
@@ -246,10 +246,10 @@ class Votes:
 
 
 @dataclass(frozen=True)
-class Vote:
+class PendingVote:
     """One question."""
 
-    votes: Votes
+    votes: EarlyVotes
     number: int
 
     def result(self) -> bool:

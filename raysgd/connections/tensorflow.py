@@ -19,7 +19,7 @@ from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, Endpoint, listen_at
 from raysgd.connections._routes import others
-from raysgd.connections.group import Group, Votes
+from raysgd.connections.group import EarlyVotes, Group
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.types import Rendezvous, World
 
@@ -116,7 +116,7 @@ class TensorFlowConnection(_LoadingConnection):
         deadline.check()  # an interrupt that came before there was anything to cut
         self._announce(rendezvous, world)
         gradients, votes = self._lanes
-        _JOINED = Joined(Group(world, gradients, rendezvous.hosts), Votes(world, votes))
+        _JOINED = JoinedGroup(Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes))
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -176,7 +176,7 @@ class MultiWorkerConnection(_LoadingConnection):
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedGroup:
     """What the ranks of a group exchange with each other.
 
     Attributes:
@@ -185,10 +185,10 @@ class Joined:
     """
 
     group: Group
-    votes: Votes
+    votes: EarlyVotes
 
 
-_JOINED: Joined | None = None
+_JOINED: JoinedGroup | None = None
 _STRATEGY: Any = None
 
 
@@ -200,7 +200,7 @@ def group_of(world: World) -> Group:
     return _JOINED.group if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
-def votes() -> Votes:
+def votes() -> EarlyVotes:
     """The votes of the group that this process joined as one of several ranks."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED.votes

@@ -15,14 +15,14 @@ from typing import Any
 
 from raysgd.connections._board import Board
 from raysgd.connections._compiler import defer_compiler
-from raysgd.connections._gloo import GlooConnections, Later, as_written
+from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written
 from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, Endpoint, listen_at
 from raysgd.connections._routes import neighbors, others
 from raysgd.connections._sockets import open_sockets, opened_since
-from raysgd.connections._words import Words
+from raysgd.connections._words import RankStatements
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
@@ -68,7 +68,7 @@ class TorchConnection(Connection):
     form_timeout_s: float = FORM_TIMEOUT_S
     _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
-    _words: Words | None = field(default=None, repr=False, compare=False)
+    _words: RankStatements | None = field(default=None, repr=False, compare=False)
     _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
@@ -79,7 +79,7 @@ class TorchConnection(Connection):
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _is_formed: bool = field(default=False, repr=False, compare=False)
     _beside: list[Any] = field(default_factory=list, repr=False, compare=False)
-    _former: list[Later] = field(default_factory=list, repr=False, compare=False)
+    _former: list[DelayedCalls] = field(default_factory=list, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -156,7 +156,7 @@ class TorchConnection(Connection):
             lanes.append(others(world.rank, world.size))
         on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
         self._board = Board(world.rank, world.size, on_board)
-        self._words = Words(world.rank, world.size, self._board, self.interrupt)
+        self._words = RankStatements(world.rank, world.size, self._board, self.interrupt)
         self._gloo = GlooConnections(self._board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self._form_timeout_s)
@@ -276,7 +276,7 @@ class TorchConnection(Connection):
             self._former.append(self._end_later([dist.group.WORLD, *self._beside]))
         self._leave()
 
-    def _end_later(self, groups: list[Any]) -> Later:
+    def _end_later(self, groups: list[Any]) -> DelayedCalls:
         """Ends gloo's connections, and then lets the groups go."""
 
         def let_go() -> None:
@@ -285,8 +285,8 @@ class TorchConnection(Connection):
 
         gloo, self._gloo = self._gloo, None
         if gloo is None:
-            return Later(let_go)
-        return Later(gloo.end, let_go)
+            return DelayedCalls(let_go)
+        return DelayedCalls(gloo.end, let_go)
 
     def leave(self) -> None:
         self._leave()
@@ -356,7 +356,7 @@ def board_of_group() -> Board:
     return _joined._board
 
 
-def words_of_group() -> Words | None:
+def words_of_group() -> RankStatements | None:
     """Return what the ranks of this process's group say of themselves; None for a rank that is alone."""
     return None if _joined is None else _joined._words
 

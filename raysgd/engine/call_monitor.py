@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from raysgd._ranks import named
 from raysgd.engine import replica_calls
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.replica import Capture
 from raysgd.engine.step_hold import StepHold
@@ -27,11 +27,11 @@ _MOST_STACKS = 8
 _REPORT_S = 1.0  # for an answer; the report says which ranks gave none
 
 
-class Monitored(Protocol):
+class MonitoredLifecycle(Protocol):
     """What a monitor needs of the lifecycle of a group."""
 
     spec: GroupSpec
-    history: History
+    history: GroupHistory
     group: WorkerGroup | None
 
     def now(self) -> float:
@@ -51,7 +51,7 @@ class CallMonitor:
 
     def __init__(
         self,
-        lifecycle: Monitored,
+        lifecycle: MonitoredLifecycle,
         take_inside: Callable[[list[Capture]], bool],
         hold: StepHold | None = None,
         at_round: Callable[[], None] = lambda: None,

@@ -100,7 +100,7 @@ class Connection(ABC):
         """
 
 
-class Unconnected(Connection):
+class NoConnection(Connection):
     """Connects nothing: the workers run side by side."""
 
     def load(self) -> None:

@@ -20,18 +20,18 @@ from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.group_starter import GroupStarter
 from raysgd.engine.growth import Growth
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.in_place import InPlaceChanges
 from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.monitoring import Monitoring, tell_stuck
-from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
+from raysgd.engine.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.resources import cluster_view
 from raysgd.engine.silence import quiet_s
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.snapshotting import Snapshotting, copy_call
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.turns import Turns
-from raysgd.engine.types import ClusterView, GroupReport, Heartbeat, Held
+from raysgd.engine.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import UnpicklableError, WorkersLostError, worker_error
 
@@ -103,7 +103,7 @@ class ElasticController:
         self._lifecycle.facts = facts
 
     @property
-    def history(self) -> History:
+    def history(self) -> GroupHistory:
         """What happened to the workers so far."""
         return self._lifecycle.history
 
@@ -322,7 +322,7 @@ class ElasticController:
         tell = partial(tell_stuck, self._monitoring.renew())
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
-        if isinstance(decision, Raise):
+        if isinstance(decision, RaiseError):
             cause = words(diagnosis, self._changes.lost_behind(diagnosis))
             self._raise(call, diagnosis, report, decision, budget, cause)
         cause = words(diagnosis)
@@ -334,7 +334,7 @@ class ElasticController:
         if diagnosis.kind == "disconnected" and not self._spec.keeps_processes:
             tell()
         if budget.is_spent:
-            self._raise(call, diagnosis, report, Raise(lost=True), budget, cause)
+            self._raise(call, diagnosis, report, RaiseError(lost=True), budget, cause)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
         renew = partial(self._changes.renew, report, tell) if self._spec.renews else None
@@ -361,7 +361,13 @@ class ElasticController:
         return self.snapshots.is_inside and not self.snapshots.calls_since
 
     def _raise(
-        self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget, cause: str
+        self,
+        call: Call,
+        diagnosis: Diagnosis,
+        report: GroupReport,
+        decision: RaiseError,
+        budget: RetryBudget,
+        cause: str,
     ) -> None:
         """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
         if not decision.lost:
@@ -465,4 +471,4 @@ class ElasticController:
 
 def _is_held(report: GroupReport) -> bool:
     """Whether the ranks stopped at a step boundary instead of finishing the call."""
-    return isinstance(report.values[0].value, Held)
+    return isinstance(report.values[0].value, HeldAtStep)

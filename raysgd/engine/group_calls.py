@@ -11,7 +11,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.members import Members, split
 from raysgd.engine.own_time import OwnTime
-from raysgd.engine.platform import Event, Platform
+from raysgd.engine.platform import Platform, ThreadEvent
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, hosts_of
 from raysgd.engine.worker import notes_of
 
@@ -118,7 +118,7 @@ class GroupCalls:
                 raise
         return {**outcomes, **answers}
 
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event, left_s: float) -> bool:
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: ThreadEvent, left_s: float) -> bool:
         """Whether the remote processes have to end, because after their failure the local call does not come back."""
         if all(found.ok for found in answers.values()):
             return False
@@ -130,7 +130,7 @@ class GroupCalls:
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
 
-    def _happens_within(self, timeout_s: float, event: Event) -> bool:
+    def _happens_within(self, timeout_s: float, event: ThreadEvent) -> bool:
         own_time = OwnTime(self._platform.now)
         while own_time.look(_POLL_S) < timeout_s:
             if event.wait(_POLL_S):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._logging import Relay
+from raysgd._logging import LogRelay
 from raysgd.engine.connection import Connection
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.snapshot_pace import EverySeconds
@@ -14,7 +14,7 @@ from raysgd.engine.types import Resources
 
 
 @dataclass(frozen=True)
-class Words:
+class FrontEndWords:
     """What a front end tells its users behind the facts that the engine raises and logs. Each is a sentence or two.
 
     Attributes:
@@ -75,8 +75,8 @@ class GroupSpec:
     within: Any = "default"
     heartbeat_s: float = 30.0
     settle_timeout_s: float = 120.0
-    relay: Relay = field(default_factory=Relay, repr=False, compare=False)
-    words: Words = field(default_factory=Words, repr=False)
+    relay: LogRelay = field(default_factory=LogRelay, repr=False, compare=False)
+    words: FrontEndWords = field(default_factory=FrontEndWords, repr=False)
 
     @property
     def captures_after_calls(self) -> bool:

@@ -14,10 +14,10 @@ from raysgd.engine.group_former import renew_without_lost
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
-from raysgd.engine.policies import GiveUp, RetryBudget, Wait, capacity
+from raysgd.engine.policies import GiveUpWaiting, RetryBudget, WaitForWorkers, capacity
 from raysgd.engine.resources import explain
 from raysgd.engine.snapshots import Snapshot
-from raysgd.engine.transfers import LostPartError, Parts
+from raysgd.engine.transfers import DividedValue, LostPartError
 from raysgd.engine.types import ClusterView, GroupReport
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
@@ -116,10 +116,10 @@ class GroupStarter:
         while attempt < self._scaling.num_attempts:
             view = self._settled_view()
             decision = self._scaling.decide(view, self._spec.resources, attempt)
-            if isinstance(decision, GiveUp):
+            if isinstance(decision, GiveUpWaiting):
                 raise self._starved(decision, view)
             attempt += 1
-            if isinstance(decision, Wait):
+            if isinstance(decision, WaitForWorkers):
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = self._scaling.min_workers, self._spec.use_local
                 slots = self.make_group(self._spec, needed).slots
@@ -325,7 +325,7 @@ class GroupStarter:
     def _reachable_snapshot(self) -> Snapshot | None:
         """The last snapshot; where it is in parts, they are read from the nodes that the new group is on."""
         landed = self._snapshots.landed
-        if landed is not None and isinstance(landed.shared_state, Parts):
+        if landed is not None and isinstance(landed.shared_state, DividedValue):
             nodes = {info.node_id for info in self._lifecycle.running.infos}
             landed = self._snapshots.landed = replace(landed, shared_state=landed.shared_state.best_on(nodes))
         return landed
@@ -345,7 +345,7 @@ class GroupStarter:
         found = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         return WorkersLostError(f"{found[0]} {self._snapshots.last_file_in_words}") if found else None
 
-    def _starved(self, decision: GiveUp, view: ClusterView) -> WorkersLostError:
+    def _starved(self, decision: GiveUpWaiting, view: ClusterView) -> WorkersLostError:
         table = explain(self._spec.resources, self._scaling.max_workers, view)
         advice = self._spec.words.when_starved
         return WorkersLostError(f"Too few workers can be had: {decision.reason}.\n{table}\n{advice}".rstrip())

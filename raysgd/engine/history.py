@@ -18,7 +18,7 @@ _RECOVERED = {"rejoined": "resumed", "rebuilt": "restarted all workers and resum
 
 
 @dataclass(frozen=True)
-class Event:
+class GroupEvent:
     """One change in the life of a group.
 
     Attributes:
@@ -71,12 +71,12 @@ class Event:
         return f"kept {self.num_kept} {'process' if self.num_kept == 1 else 'processes'} and resumed"
 
 
-class History:
+class GroupHistory:
     """The events so far."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self.events: list[Event] = []
+        self.events: list[GroupEvent] = []
         self.last_resize = float("-inf")
 
     def record(
@@ -90,7 +90,7 @@ class History:
         num_kept: int = 0,
     ) -> None:
         """Notes an event and logs it."""
-        event = Event(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
+        event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
         logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 

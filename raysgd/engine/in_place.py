@@ -19,7 +19,7 @@ from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.policies import RetryBudget, are_alike, takers
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import GroupReport, Handover
+from raysgd.engine.types import GroupReport, StateHandover
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class InPlaceChanges:
     def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:
         staying, joining, source = next_group.staying, next_group.joining, next_group.source
         new_ranks = range(len(staying), next_group.num_workers)
-        handover = Handover(source, (*takers(next_group.progress_reports, source), *new_ranks), orphans)
+        handover = StateHandover(source, (*takers(next_group.progress_reports, source), *new_ranks), orphans)
         return self._lifecycle.running.regroup(staying, joining, handover, self._on_wait)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:

@@ -12,7 +12,7 @@ from raysgd.engine import replica_calls
 from raysgd.engine.call import Call
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.history import EventKind, History
+from raysgd.engine.history import EventKind, GroupHistory
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import SnapshotKeeper, Transfer
@@ -97,7 +97,7 @@ class Lifecycle:
         self.release_timeout_s = release_timeout_s
         self.rules = rules
         self.hooks = hooks
-        self.history = History()
+        self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self.starting: WorkerGroup | None = None
         self.facts: list[Any] = []

@@ -17,12 +17,12 @@ from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
 from raysgd.engine.snapshots import Transfer
-from raysgd.engine.transfers import Stored
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.types import WorkerInfo
 from raysgd.engine.worker import RemoteWorker, node_here
 
 
-class Event(Protocol):
+class ThreadEvent(Protocol):
     """What threads of the driver tell each other by."""
 
     def set(self) -> None:
@@ -54,7 +54,7 @@ class Platform(CallListener, Protocol):
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
         """Runs `body` in another thread of the driver; returns what waits for its end."""
 
-    def make_event(self) -> Event:
+    def make_event(self) -> ThreadEvent:
         """Something that has not happened yet."""
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
@@ -69,7 +69,7 @@ class Platform(CallListener, Protocol):
     def transfer(self, call: Any) -> Transfer:
         """What a call will return, on its way."""
 
-    def store(self, value: Any) -> Stored:
+    def store(self, value: Any) -> SharedValue:
         """Puts a value where all workers can take it from, once."""
 
 
@@ -96,7 +96,7 @@ class RayPlatform(RayPoller):
         thread.start()
         return thread.join
 
-    def make_event(self) -> Event:
+    def make_event(self) -> ThreadEvent:
         return threading.Event()
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
@@ -111,5 +111,5 @@ class RayPlatform(RayPoller):
     def transfer(self, call: Any) -> Transfer:
         return transfers.transfer(call)
 
-    def store(self, value: Any) -> Stored:
+    def store(self, value: Any) -> SharedValue:
         return transfers.store(value)

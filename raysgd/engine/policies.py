@@ -20,7 +20,7 @@ class Resize:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForWorkers:
     """Too few workers fit now, says `reason`; look again in `delay_s`."""
 
     delay_s: float
@@ -28,14 +28,14 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class GiveUpWaiting:
     """Too few workers fit, says `reason`, and the attempts are spent."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepGroup:
     """Leave the group as it is."""
 
 
@@ -50,7 +50,7 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
-class Raise:
+class RaiseError:
     """Nothing more can be tried. `lost` tells a loss of workers (True) from an error in user code (False)."""
 
     lost: bool
@@ -93,20 +93,20 @@ class ScalingPolicy:
     draw: Callable[[], float] = random.random
     num_local: int = 0
 
-    def decide(self, view: ClusterView, need: Resources, attempt: int) -> Resize | Wait | GiveUp:
+    def decide(self, view: ClusterView, need: Resources, attempt: int) -> Resize | WaitForWorkers | GiveUpWaiting:
         """What to do in `attempt` (from 0) to get a new group out of what is free."""
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
             return Resize(fitting)
         reason = f"{fitting} of at least {self.min_workers} workers fit"
         if attempt + 1 >= self.num_attempts:
-            return GiveUp(f"{reason} after {attempt + 1} attempts")
-        return Wait(self.delay_s(attempt), reason)
+            return GiveUpWaiting(f"{reason} after {attempt + 1} attempts")
+        return WaitForWorkers(self.delay_s(attempt), reason)
 
-    def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | Keep:
+    def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | KeepGroup:
         """Whether a group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
         target = min(self.max_workers, num_reserved + capacity(view, need))
-        return Resize(target) if target > num_workers else Keep()
+        return Resize(target) if target > num_workers else KeepGroup()
 
     def delay_s(self, attempt: int) -> float:
         """Exponential back-off: 1, 2, 4, ... seconds, capped and jittered."""
@@ -187,13 +187,13 @@ class FailurePolicy:
     rejoins: bool = False
     retries_user_errors: bool = False
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
         """What to do next; `can_rejoin` says whether the call could continue with the survivors."""
         if diagnosis.kind == "user":
-            return Rebuild() if self.retries_user_errors and not budget.is_spent else Raise(lost=False)
+            return Rebuild() if self.retries_user_errors and not budget.is_spent else RaiseError(lost=False)
         if self.rejoins and can_rejoin and budget.num_restarts > 0:
             return Rejoin()
-        return Raise(lost=True) if budget.is_spent else Rebuild()
+        return RaiseError(lost=True) if budget.is_spent else Rebuild()
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.engine.types import Handover, Heartbeat, ReplicaProgress, World
+from raysgd.engine.types import Heartbeat, ReplicaProgress, StateHandover, World
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RegroupingReplica(Replica, Protocol):
     def warm_up(self) -> None:
         """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""
 
-    def regroup(self, world: World, handover: Handover) -> Any:
+    def regroup(self, world: World, handover: StateHandover) -> Any:
         """Goes on in the new group, which exists already, at `world`. Returns facts, like `setup`."""
 
     def heartbeat(self) -> Heartbeat:

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd.engine.policies import capacity
 from raysgd.engine.reservation_guard import guard
-from raysgd.engine.types import ClusterView, Holder, NodeView, Resources, WorkerInfo
+from raysgd.engine.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ def _placement_groups() -> dict[str, Any]:
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
 
 
-def _holders(groups: Mapping[str, Any]) -> tuple[Holder, ...]:
+def _holders(groups: Mapping[str, Any]) -> tuple[PlacementGroupHolder, ...]:
     return tuple(
-        Holder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
         for identity, entry in groups.items()
     )
 

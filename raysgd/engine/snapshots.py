@@ -64,7 +64,7 @@ class Transfer(Protocol):
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
+class _ComingState:
     transfer: Transfer
     token: int | None
     rank_states: tuple[Any, ...]
@@ -86,7 +86,7 @@ class NewestSnapshot:
     """
 
     landed: Snapshot | None
-    _coming: _OnItsWay | None = None
+    _coming: _ComingState | None = None
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
         """The snapshot, once it is in the driver.
@@ -113,7 +113,7 @@ class SnapshotKeeper(Generic[CallT]):
         self.landed: Snapshot | None = None
         self.landed_token: int | None = None
         self.landed_at: float | None = None
-        self._coming: _OnItsWay | None = None
+        self._coming: _ComingState | None = None
         self._num_covered = 0
         self._calls: list[CallT] = []
         self._call_s: list[float] = []
@@ -246,7 +246,7 @@ class SnapshotKeeper(Generic[CallT]):
             self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
         else:
             wanted = [capture.token for capture in captures] if source.is_part else source.token
-            self._await(_OnItsWay(fetch(wanted), source.token, rank_states, progress), num_covered)
+            self._await(_ComingState(fetch(wanted), source.token, rank_states, progress), num_covered)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
@@ -286,7 +286,7 @@ class SnapshotKeeper(Generic[CallT]):
             call: What brought the state to the workers; is run again after a loss if the transfer fails.
         """
         self.completed(call)
-        self._await(_OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False), len(self._calls))
+        self._await(_ComingState(transfer, self.landed_token, rank_states, None, needs_worker=False), len(self._calls))
         self._num_gaps_coming = self._num_gaps
         self.must_follow = self._is_stale = self._is_stale_for_ranks = False
 
@@ -304,7 +304,7 @@ class SnapshotKeeper(Generic[CallT]):
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
-    def _await(self, coming: _OnItsWay, num_covered: int) -> None:
+    def _await(self, coming: _ComingState, num_covered: int) -> None:
         self._coming, self._num_covered, self.is_awaited = coming, num_covered, False
 
     def _lose_coming(self) -> None:

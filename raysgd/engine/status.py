@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd._cards import card, facts, folded, grid
 from raysgd._ranks import listed
-from raysgd.engine.history import Event, History
+from raysgd.engine.history import GroupEvent, GroupHistory
 from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.time_spent import TimeLedger
@@ -102,7 +102,7 @@ class TrainerStatus:
     num_rejoins: int
     num_rebuilds: int
     num_resizes: int
-    events: tuple[Event, ...]
+    events: tuple[GroupEvent, ...]
     snapshot: SnapshotStatus | None
     snapshot_pace: str = ""
     ledger: TimeLedger | None = None
@@ -175,7 +175,7 @@ def compose(
     num_wanted: int,
     num_spares: int,
     samples_per_s: float | None,
-    history: History,
+    history: GroupHistory,
     snapshots: SnapshotKeeper[Any],
     pace: SnapshotPace | None = None,
 ) -> TrainerStatus:
@@ -234,5 +234,5 @@ def _span(numbers: Sequence[str]) -> str:
     return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _at(event: Event) -> str:
+def _at(event: GroupEvent) -> str:
     return time.strftime("%H:%M:%S", time.localtime(event.at))

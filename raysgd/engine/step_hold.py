@@ -12,7 +12,7 @@ from itertools import count
 from raysgd.engine import replica_calls
 from raysgd.engine.growth import Growth
 from raysgd.engine.lifecycle import Lifecycle
-from raysgd.engine.policies import Keep
+from raysgd.engine.policies import KeepGroup
 from raysgd.engine.worker_group import WorkerGroup
 
 _NODES_S = 2.0
@@ -58,19 +58,19 @@ class StartStandby:
     """Start workers that can step in later."""
 
 
-def decide_hold(facts: HoldFacts) -> Hold | StartStandby | Keep:
+def decide_hold(facts: HoldFacts) -> Hold | StartStandby | KeepGroup:
     """Pure: whether the running call has to stop for a change of the group."""
     if facts.is_leaving:
         return Hold("a node is going away")
     if not facts.may_grow:
-        return Keep()
+        return KeepGroup()
     if not facts.regroups:
-        return Hold("there is room for more workers") if facts.num_more else Keep()
+        return Hold("there is room for more workers") if facts.num_more else KeepGroup()
     if facts.is_growth_due:
         return StartStandby()
     if facts.num_ready and not facts.num_coming:
         return Hold("there is room for more workers", step_in=True)
-    return Keep()
+    return KeepGroup()
 
 
 class StepHold:

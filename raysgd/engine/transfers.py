@@ -21,7 +21,7 @@ from raysgd.exceptions import WorkersLostError
 
 
 @dataclass(frozen=True)
-class Stored:
+class SharedValue:
     """A value for all ranks.
 
     Attributes:
@@ -33,20 +33,20 @@ class Stored:
     reference: Any
 
 
-def store(value: Any) -> Stored:
+def store(value: Any) -> SharedValue:
     """Puts a value into Ray's object store, once for all ranks, whatever the group will look like then."""
     import ray
 
     reference = ray.put(value)
-    return Stored(ray.get(reference), reference)
+    return SharedValue(ray.get(reference), reference)
 
 
 def transfer(call: Any) -> Transfer:
     """What a call will return, on its way."""
-    return _Done(call.function()) if isinstance(call, LocalCall) else _OnItsWay(call)
+    return _Done(call.function()) if isinstance(call, LocalCall) else _StoreTransfer(call)
 
 
-class Storing:
+class StoringTransfer:
     """A value that a thread of the driver puts into the store, beside whatever comes next; a `Transfer`.
 
     Args:
@@ -54,7 +54,7 @@ class Storing:
         make: Makes the value, in that thread.
     """
 
-    def __init__(self, store: Callable[[Any], Stored], make: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, store: Callable[[Any], SharedValue], make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._put, self._make = store, make
         self._stored: Future[Any] = Future()
         threading.Thread(target=self._store, name="raysgd-storing", daemon=True).start()
@@ -81,7 +81,7 @@ class Storing:
 
 
 @dataclass(frozen=True)
-class Placed:
+class StoredPart:
     """A part in the object store of a node.
 
     Attributes:
@@ -94,7 +94,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DividedValue:
     """A value that the ranks divide: the part of each, as it lies in the object store.
 
     The driver holds on to the parts and does not read them. To another process they travel as references, so that it
@@ -106,11 +106,11 @@ class Parts:
     """
 
     values: tuple[Any, ...]
-    places: tuple[tuple[Placed, ...], ...]
+    places: tuple[tuple[StoredPart, ...], ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = [None if places else value for value, places in zip(self.values, self.places, strict=True)]
-        return Parts, (tuple(own), self.places)
+        return DividedValue, (tuple(own), self.places)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -132,16 +132,16 @@ class Parts:
                 continue
         raise LostPartError(f"The last snapshot is lost: no node is left that has what rank {index} had of it.")
 
-    def best_on(self, nodes: Collection[str]) -> Parts:
+    def best_on(self, nodes: Collection[str]) -> DividedValue:
         """The same parts, to be read from these nodes where that is possible: others may be lost."""
         found = [self._best_on(nodes, rank) for rank in range(len(self))]
-        return Parts(tuple(value for value, _ in found), tuple(places for _, places in found))
+        return DividedValue(tuple(value for value, _ in found), tuple(places for _, places in found))
 
-    def _best_on(self, nodes: Collection[str], rank: int) -> tuple[Any, tuple[Placed, ...]]:
+    def _best_on(self, nodes: Collection[str], rank: int) -> tuple[Any, tuple[StoredPart, ...]]:
         value, places, home = self.values[rank], self.places[rank], node_here()[0]
         if value is not None and places and not any(place.node_id in (*nodes, home) for place in places):
             stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 108
-            return stored.value, (Placed(home, stored.reference),)
+            return stored.value, (StoredPart(home, stored.reference),)
         return value, tuple(sorted(places, key=lambda place: place.node_id not in nodes))
 
 
@@ -150,7 +150,7 @@ class LostPartError(WorkersLostError):
 
 
 @dataclass(frozen=True)
-class Relay:
+class PartRelay:
     """A part on its way to a partner, which keeps a copy.
 
     Attributes:
@@ -159,7 +159,7 @@ class Relay:
     """
 
     arrival: Transfer
-    place: Placed
+    place: StoredPart
 
 
 class FetchedParts:
@@ -172,11 +172,11 @@ class FetchedParts:
     """
 
     def __init__(
-        self, transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, Relay] | None = None
+        self, transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, PartRelay] | None = None
     ) -> None:
         self._transfers, self._nodes, self._relays = transfers, nodes, relays or {}
 
-    def result(self, timeout_s: float | None) -> Parts:
+    def result(self, timeout_s: float | None) -> DividedValue:
         """All parts.
 
         Raises:
@@ -188,14 +188,14 @@ class FetchedParts:
             awaited = self._relays[rank].arrival if rank in self._relays else each
             value = awaited.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
             values.append(None if rank in self._relays else value)
-        return Parts(tuple(values), tuple(map(self._places, range(len(values)))))
+        return DividedValue(tuple(values), tuple(map(self._places, range(len(values)))))
 
-    def _places(self, rank: int) -> tuple[Placed, ...]:
+    def _places(self, rank: int) -> tuple[StoredPart, ...]:
         reference = getattr(self._transfers[rank], "reference", None)
         if reference is None:
             return ()
         copies = (self._relays[rank].place,) if rank in self._relays else ()
-        return Placed(self._nodes[rank], reference), *copies
+        return StoredPart(self._nodes[rank], reference), *copies
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Done:
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
+class _StoreTransfer:
     """A transfer through Ray's object store. Holding on to the value keeps it in the store of the driver's node."""
 
     reference: Any

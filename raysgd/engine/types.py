@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from raysgd._logging import Note
+from raysgd._logging import WorkerLogLine
 from raysgd.engine.time_spent import TimeSpent
 from raysgd.exceptions import WorkerFault
 
@@ -128,7 +128,7 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class Holder:
+class PlacementGroupHolder:
     """A placement group that holds or waits for resources."""
 
     name: str
@@ -141,7 +141,7 @@ class ClusterView:
     """What the cluster looked like at one moment."""
 
     nodes: tuple[NodeView, ...]
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[PlacementGroupHolder, ...] = ()
 
     def without(self, node_ids: Collection[str]) -> ClusterView:
         """The same as if these nodes were not there."""
@@ -154,7 +154,7 @@ class Failure:
 
     kind: FailureKind
     fault: WorkerFault
-    notes: tuple[Note, ...] = ()
+    notes: tuple[WorkerLogLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class ReplicaProgress:
 
 
 @dataclass(frozen=True)
-class Handover:
+class StateHandover:
     """Who takes over whose state when a new group is formed.
 
     Attributes:
@@ -202,7 +202,7 @@ class Handover:
     takers: tuple[int, ...] = ()
     orphans: tuple[Any, ...] = ()
 
-    def by_node(self, worlds: Sequence[World]) -> Handover:
+    def by_node(self, worlds: Sequence[World]) -> StateHandover:
         """The same with takers in an order in which the state travels to each node once, beginning with the source's.
 
         Args:
@@ -216,7 +216,7 @@ class Handover:
 
         return replace(self, takers=tuple(sorted(self.takers, key=place)))
 
-    def for_rank(self, rank: int) -> Handover:
+    def for_rank(self, rank: int) -> StateHandover:
         """What this rank has to know of it."""
         return self if rank == 0 else replace(self, orphans=())
 
@@ -270,7 +270,7 @@ class Heartbeat:
     at: float = 0.0
     own_s: float | None = None
     data: DataLedger | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[WorkerLogLine, ...] = ()
     time: TimeSpent | None = None
 
     @property
@@ -280,7 +280,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldAtStep:
     """What a call returns on every rank that stopped at the step boundary at which it was asked to stop.
 
     Attributes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from raysgd import _logging
-from raysgd._logging import Note
+from raysgd._logging import WorkerLogLine
 from raysgd.engine.connection import Connection
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.forked_children import let_go_of_ray
@@ -26,11 +26,11 @@ from raysgd.engine.types import (
     LOOPBACK,
     Failure,
     FailureKind,
-    Handover,
-    Held,
+    HeldAtStep,
     Outcome,
     Rendezvous,
     ReplicaProgress,
+    StateHandover,
     WorkerInfo,
     World,
 )
@@ -56,7 +56,7 @@ class Answer:
 
     value: Any
     capture: Capture | None = None
-    notes: tuple[Note, ...] = ()
+    notes: tuple[WorkerLogLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class StandbyReady:
 
     info: WorkerInfo
     facts: Any
-    notes: tuple[Note, ...] = ()
+    notes: tuple[WorkerLogLine, ...] = ()
 
 
 @dataclass(frozen=True)
-class HasLeft:
+class LeftGroup:
     """What a worker answers that has left its group.
 
     Attributes:
@@ -81,7 +81,7 @@ class HasLeft:
     port: int | None
 
 
-def notes_of(found: Outcome) -> tuple[Note, ...]:
+def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
     """What a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
@@ -224,18 +224,18 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def leave_group(self, host: str) -> HasLeft:
+    def leave_group(self, host: str) -> LeftGroup:
         """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one."""
 
-        def body() -> HasLeft:
+        def body() -> LeftGroup:
             connection, replica = self._connection, self.replica
             connection.leave_for_another()
             progress: ReplicaProgress = cast(Any, replica).replica_progress()
-            return HasLeft(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
+            return LeftGroup(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
 
         return self._guarded(body)
 
-    def regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Any:
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
         """Joins a new group and continues in it. Returns the replica's facts."""
 
         def body() -> Any:
@@ -251,7 +251,7 @@ class WorkerProcess:
 
         def body() -> Answer:
             value = function(self.replica, *args)
-            is_over = not isinstance(value, Held)
+            is_over = not isinstance(value, HeldAtStep)
             part = _timed_capture(self.replica, landed) if capture and is_over else None
             return Answer(value, part, _logging.drain())
 

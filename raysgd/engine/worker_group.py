@@ -21,8 +21,8 @@ from raysgd.engine.snapshots import Transfer
 from raysgd.engine.standby import StandbyWorker, StandbyWorkers
 from raysgd.engine.startup import Startup
 from raysgd.engine.survivors import Survivors
-from raysgd.engine.transfers import FetchedParts, Placed, Relay, Stored
-from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World
+from raysgd.engine.transfers import FetchedParts, PartRelay, SharedValue, StoredPart
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
 from raysgd.engine.worker import pack
 
 _LATE_S = 2.0  # who has not answered within this is left out; nothing is killed for it
@@ -163,9 +163,9 @@ class WorkerGroup:
         relays = {rank: self._relay(keeper, parts[rank]) for rank, keeper in keepers.items()}
         return FetchedParts(parts, [info.node_id for info in self.infos], relays)
 
-    def _relay(self, keeper: int, part: Any) -> Relay:
+    def _relay(self, keeper: int, part: Any) -> PartRelay:
         arrival, copy = self.submit(keeper, "relay", [part.reference])
-        return Relay(self._platform.transfer(arrival), Placed(self.infos[keeper].node_id, copy))
+        return PartRelay(self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy))
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
@@ -187,13 +187,13 @@ class WorkerGroup:
         """What became of a call by `submit_beside`, as of now."""
         return self._platform.outcome(rank, call)
 
-    def store(self, value: Any) -> Stored:
+    def store(self, value: Any) -> SharedValue:
         """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
-        return Stored(value, None) if self.is_driver_only else self._platform.store(value)
+        return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
         """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
-        stored = value if isinstance(value, Stored) else Stored(value, None)
+        stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
         if stored.reference is None:  # perhaps it was stored while the driver was alone
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self._members.workers]
@@ -243,7 +243,7 @@ class WorkerGroup:
         self,
         survivors: Sequence[int],
         joining: Sequence[StandbyWorker],
-        handover: Handover,
+        handover: StateHandover,
         on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         """Forms a new group of the `survivors`, in this order, and those that join them.

@@ -8,11 +8,11 @@ from raysgd._meters import is_weight
 from raysgd.engine.types import Heartbeat
 from raysgd.replicas.copies import MidCallSnapshots
 from raysgd.replicas.epoch_run import EpochRun
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.replicas.hosted import Hosted
 from raysgd.replicas.ledger import Ledger
 from raysgd.replicas.results import as_number
-from raysgd.replicas.running import Running
+from raysgd.replicas.running import RunningCall
 
 
 class Activity:
@@ -32,7 +32,7 @@ class Activity:
         self._hosted = hosted
         self._ledger = ledger
         self._inside = inside
-        self.running: Running | None = None
+        self.running: RunningCall | None = None
         self.run: EpochRun | None = None
 
     @property
@@ -61,7 +61,7 @@ class Activity:
             epoch, step, phase, num_samples, snapshot, time.monotonic(), loop.own_s, loop.ledger(), time=spent
         )
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> CallProgress | None:
         """How far the running call is."""
         running, hosted = self.running, self._hosted
         if running is None:

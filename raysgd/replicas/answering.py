@@ -13,7 +13,7 @@ from raysgd.replicas.logged import take_outside
 from raysgd.replicas.results import WorkerMetrics
 
 
-class Answering:
+class CallAnswers:
     """Makes the answers of a replica. It keeps the operator's timers, which run in calls that ask for a profile."""
 
     def __init__(self) -> None:

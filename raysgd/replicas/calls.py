@@ -13,7 +13,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.types import World
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.progress import ProgressListeners
-from raysgd.replicas.sharing import Requests, Sharing, for_each_rank
+from raysgd.replicas.sharing import DataSharing, Requests, for_each_rank
 from raysgd.replicas.throughput import Throughput
 
 
@@ -50,7 +50,7 @@ class EpochCalls:
         throughput: Throughput,
         listeners: ProgressListeners,
         use_local: bool,
-        sharing: Sharing,
+        sharing: DataSharing,
     ) -> None:
         self._runner_cls = runner_cls
         self._controller = controller

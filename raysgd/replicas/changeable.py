@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 from raysgd._fitting import check_parts
-from raysgd.engine.types import Held, World
+from raysgd.engine.types import HeldAtStep, World
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.facts import RunnerFacts
 from raysgd.replicas.hosted import Hosted
@@ -19,7 +19,7 @@ from raysgd.replicas.results import as_number
 from raysgd.utils import NUM_SAMPLES
 
 
-class Changeable(ABC):
+class OperatorChanges(ABC):
     """What a replica has for `reload` and `find_lr`. Why a class is edited in two steps: ADR 80."""
 
     _hosted: Any
@@ -34,7 +34,7 @@ class Changeable(ABC):
         """Works with this operator from here on; no call of it was made yet."""
 
     @abstractmethod
-    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
+    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Runs the operator's `train_epoch` once."""
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:

@@ -25,7 +25,7 @@ class Container(Protocol):
         """The results of all batches in one."""
 
 
-class Plain:
+class ArrayContainer:
     """The outputs as arrays.
 
     Args:
@@ -51,7 +51,7 @@ class Plain:
         return np.zeros(0, np.float32)
 
 
-class InDict(Plain):
+class DictContainer(ArrayContainer):
     """The outputs as a dict of arrays; a single output gets a name."""
 
     def _shown(self, output: Any) -> Any:
@@ -61,7 +61,7 @@ class InDict(Plain):
         return {}
 
 
-class Frame:
+class DataFrameContainer:
     """The outputs as columns of a data frame of pandas.
 
     Args:
@@ -92,7 +92,7 @@ class Frame:
         return pd.DataFrame(columns, index=self._index[start : start + num_rows])
 
 
-class InRayData:
+class RayDataContainer:
     """The outputs as a dataset of Ray Data, which lies in Ray's object store and not in the driver."""
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.settings import GroupSettings
 
-WORDS = Words(
+WORDS = FrontEndWords(
     when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
     when_interrupted="State that you had not saved is lost.",
     when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class BatchShare(NamedTuple):
     """One batch of one worker, as a piece of a joint batch.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedJointBatch:
     """A joint batch of logical shards, which are cut alike for any number of workers.
 
     Attributes:
@@ -54,16 +54,16 @@ class Shards:
         """Return how many batches a worker takes at most, one after the other."""
         return -(-self.num_shards // self.world_size)
 
-    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
+    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
         """Return the shards that `rank` takes of a joint batch, without empty ones; one without samples if it has none.
 
         Workers have as many of those with samples as of all, or fewer: there is room for the gradients of each.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
-        parts = [Part(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
+        parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
         counts = even_counts(len(parts), self.world_size)
         first = sum(counts[:rank])
-        return parts[first : first + counts[rank]] or [Part(0, 0, num_samples)]
+        return parts[first : first + counts[rank]] or [BatchShare(0, 0, num_samples)]
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
@@ -177,12 +177,12 @@ class Division:
         """Return each worker's samples of a joint batch; by speed, where speeds are given, else evenly."""
         return list(map(sum, self._batches(num_samples, speeds)))
 
-    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
+    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[BatchShare]:
         """Return the batches that `rank` takes for a joint batch, one after the other: as many as any other rank."""
         batches = self._batches(num_samples, speeds)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
-        return [Part(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
+        return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
 
     def _batches(self, num_samples: int, speeds: Sequence[float]) -> list[list[int]]:
         """Return the samples in each batch of each worker.

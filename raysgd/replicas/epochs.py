@@ -11,7 +11,7 @@ from raysgd.engine.types import Heartbeat
 from raysgd.replicas import results
 from raysgd.replicas.joint_work import JointWork
 from raysgd.replicas.results import WorkerMetrics
-from raysgd.replicas.whole_data import Place
+from raysgd.replicas.whole_data import DataPosition
 
 VALIDATES = "validates"
 """In the `info` of an epoch: whether `fit` validates after epochs."""
@@ -50,7 +50,7 @@ class EpochAnswer:
     num_steps: int
     epoch_idx: int = 0
     heartbeat: Heartbeat | None = None
-    place: Place | None = None
+    place: DataPosition | None = None
     joint_work: JointWork | None = None
 
 
@@ -58,7 +58,7 @@ ProgressKind = Literal["train", "validation", "test", "predict"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class CallProgress:
     """How far a running call is, seen from rank 0.
 
     Attributes:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.replicas.activity import Activity
-from raysgd.replicas.answering import Answering
+from raysgd.replicas.answering import CallAnswers
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.replicas.hosted import Hosted
 from raysgd.replicas.ledger import Ledger
 from raysgd.replicas.logged import completing, forget
 from raysgd.replicas.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
-from raysgd.replicas.running import Running
+from raysgd.replicas.running import RunningCall
 from raysgd.replicas.streams import redrawing
 
 
@@ -26,7 +26,7 @@ class Evaluation:
         ledger: Where the time is booked.
     """
 
-    def __init__(self, hosted: Hosted, activity: Activity, answering: Answering, ledger: Ledger) -> None:
+    def __init__(self, hosted: Hosted, activity: Activity, answering: CallAnswers, ledger: Ledger) -> None:
         self._hosted = hosted
         self._activity = activity
         self._answering = answering
@@ -56,7 +56,7 @@ class Evaluation:
             completing(operator, stream.place),
         ):
             began_at = stream.num_steps_taken
-            self._activity.running = Running(stream, began_at, request.num_steps, request.info, "validation")
+            self._activity.running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")
             operator._raysgd.latest_metrics = {}
             try:
                 batches = stream.take(request.num_steps)
@@ -83,7 +83,7 @@ class Evaluation:
         hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
         with self._ledger.evaluating():
             self._answering.begin(operator, profile=False)
-            self._activity.running = Running(place, 0, request.total, request.info, "predict")
+            self._activity.running = RunningCall(place, 0, request.total, request.info, "predict")
             operator._raysgd.latest_metrics = {}
             try:
                 with hosted.predicting():

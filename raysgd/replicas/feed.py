@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from raysgd.engine.types import DataLedger
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader
-from raysgd.replicas.streams import Remainder
-from raysgd.replicas.whole_data import Place
+from raysgd.replicas.streams import LeftoverBatches
+from raysgd.replicas.whole_data import DataPosition
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Feed(ABC):
         self.epoch = 0
         self.train_stream: Any = None
         self.data_of_call: dict[str, Any] = {}
-        self.validation = Remainder(self._open_validation)
+        self.validation = LeftoverBatches(self._open_validation)
         self._to_resume: Mapping[str, Any] | None = None
 
     @abstractmethod
@@ -91,11 +91,11 @@ class Feed(ABC):
         """Whether a stream is over registered data that the library divides."""
         return stream is self.train_stream and isinstance(stream.source, self.divided_source)
 
-    def place_of_call(self, stream: Any) -> Place | None:
+    def place_of_call(self, stream: Any) -> DataPosition | None:
         """Where a call stopped in data that only it had; None at the end of a pass, and where that is not known."""
         if stream is self.train_stream or not isinstance(getattr(stream, "source", None), self.divided_source):
             return None
-        return Place(stream.pass_index, stream.completed) if stream.is_mid_pass else None
+        return DataPosition(stream.pass_index, stream.completed) if stream.is_mid_pass else None
 
     def begin_pass(self) -> int:
         """Counts a pass over the train data; returns its index."""

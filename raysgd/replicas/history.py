@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from raysgd import _optional
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.replicas import history_views
 from raysgd.replicas.metric_names import validation_name
 from raysgd.replicas.results import as_number
@@ -43,7 +43,7 @@ class CallRecord:
     num_workers: int
 
 
-class Extent(NamedTuple):
+class HistoryLimits(NamedTuple):
     """How much a history has of each kind."""
 
     rows: int = 0
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
     events: int = 0
 
 
-BEGINNING = Extent()
+BEGINNING = HistoryLimits()
 
 
 class History(Sequence[dict[str, Any]]):
@@ -75,10 +75,10 @@ class History(Sequence[dict[str, Any]]):
         (0.9, [0.5])
     """
 
-    def __init__(self, events: list[Event] | None = None) -> None:
+    def __init__(self, events: list[GroupEvent] | None = None) -> None:
         self._rows: list[dict[str, Any]] = []
         self.records: list[CallRecord] = []
-        self.events: list[Event] = [] if events is None else events
+        self.events: list[GroupEvent] = [] if events is None else events
         self._forgotten = BEGINNING
         self.stop_reason: str | None = None
 
@@ -128,12 +128,12 @@ class History(Sequence[dict[str, Any]]):
         self.events[:0] = other.events
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> HistoryLimits:
         """How much there was of each kind, with what was forgotten."""
         rows, records, events = self._forgotten
-        return Extent(rows + len(self._rows), records + len(self.records), events + len(self.events))
+        return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
-    def part(self, begin: Extent, end: Extent) -> History:
+    def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
         """Return what came between two moments, of which nothing was forgotten; the reason to stop stays behind."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
@@ -192,7 +192,7 @@ class History(Sequence[dict[str, Any]]):
         """
         try:
             content = json.loads(text)
-            history = cls([_made(Event, entry) for entry in content["events"]])
+            history = cls([_made(GroupEvent, entry) for entry in content["events"]])
             history._rows = [_with_nan(row) for row in content["rows"]]
             records = [_made(CallRecord, entry) for entry in content["records"]]
             reason = content["stop_reason"]

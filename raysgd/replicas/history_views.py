@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd import _cards
 from raysgd._optional import require
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.replicas import readable
 from raysgd.replicas.charts import NUM_COLORS, Series, figure
 
@@ -130,7 +130,7 @@ def grouped_series(history: History, metrics: Sequence[str] | None = None) -> li
     return [(base, [_series(name, index, history) for index, name in enumerate(of)]) for base, of in groups.items()]
 
 
-def shown_events(history: History) -> list[Event]:
+def shown_events(history: History) -> list[GroupEvent]:
     """What changed the work: losses and resizes."""
     return [event for event in history.events if event.kind not in _NEVER_SHOWN]
 
@@ -183,7 +183,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _at(event: Event) -> str:
+def _at(event: GroupEvent) -> str:
     return time.strftime("%H:%M:%S", time.localtime(event.at))
 
 

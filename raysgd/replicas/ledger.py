@@ -48,7 +48,7 @@ _UNDONE_AS = {STEP: AGAIN, IN_EXCHANGE: DETECT, IN_WAIT: DETECT}  # an exchange 
 ItemT = TypeVar("ItemT")
 
 
-class Waits(Protocol):
+class ExchangeWaits(Protocol):
     """Something that knows how long it waited for other ranks."""
 
     @property
@@ -159,7 +159,7 @@ class Ledger:
         for name, target in _UNDONE_AS.items():
             self._move(name, target)
 
-    def exchanging(self, group: Waits) -> AbstractContextManager[None]:
+    def exchanging(self, group: ExchangeWaits) -> AbstractContextManager[None]:
         """Inside, a step exchanges something with the other ranks, through `group`."""
         return _Exchange(self, group)
 
@@ -259,7 +259,7 @@ class _Exchange(AbstractContextManager[None]):
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 
-    def __init__(self, ledger: Ledger, group: Waits) -> None:
+    def __init__(self, ledger: Ledger, group: ExchangeWaits) -> None:
         self._ledger, self._group = ledger, group
 
     def __enter__(self) -> None:

@@ -25,7 +25,7 @@ NUM_STEPS = "__num_steps__"
 _OF_TRAINER = "It comes from the trainer."
 
 
-class View:
+class ReadOnlyView:
     """An attribute that shows what the library keeps, and refuses assignments.
 
     Args:
@@ -133,7 +133,7 @@ class BaseOperator:
     warms_up_standby: bool = True
 
     _raysgd: Any
-    _config = View("config")
+    _config = ReadOnlyView("config")
 
     def __init__(self, config: dict[str, Any], internals: Internals) -> None:
         self._raysgd = internals

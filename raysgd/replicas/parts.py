@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Parts:
+class RegisteredParts:
     """The objects of one kind, and the kind of container that they came in.
 
     Attributes:

@@ -21,13 +21,13 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.types import World
 from raysgd.replicas import trees
 from raysgd.replicas.containers import Container
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.replicas.prediction import PredictRequest
-from raysgd.replicas.prediction_data import DEFAULT_BATCH_SIZE, Asked, Source
+from raysgd.replicas.prediction_data import DEFAULT_BATCH_SIZE, BatchRequest, PredictionSource
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.replicas.settings import ReplicaSettings
-from raysgd.replicas.sharing import Placing, placed_once
+from raysgd.replicas.sharing import SharePlacement, placed_once
 from raysgd.utils import BATCH_SIZE
 
 _SHORT_S, _LONG_S = 0.25, 1.0
@@ -51,7 +51,7 @@ class Options:
     max_retries: int
 
 
-class Pace:
+class RoundSize:
     """How many batches a worker gets in a round: enough that few rounds are needed, and not more than fit in memory.
 
     Attributes:
@@ -71,7 +71,7 @@ class Pace:
         self.num_batches = max(1, min(self.num_batches, fitting, _MOST_BATCHES))
 
 
-class Rounds:
+class PredictionRounds:
     """The rounds of one prediction.
 
     Args:
@@ -87,7 +87,7 @@ class Rounds:
         self,
         controller: ElasticController,
         predict: Callable[..., Any],
-        source: Source,
+        source: PredictionSource,
         asked: Options,
         place: Callable[[int, Any], Any],
         listeners: ProgressListeners,
@@ -95,7 +95,7 @@ class Rounds:
         self._controller, self._predict, self._source = controller, predict, source
         self._asked, self._place, self._listeners = asked, place, listeners
         self._key = uuid.uuid4().hex
-        self._pace = Pace()
+        self._pace = RoundSize()
         self._num_done = 0
         self._worlds: Sequence[World] = ()
 
@@ -117,7 +117,7 @@ class Rounds:
         return outputs
 
     def _tell(self, total: int | None, is_done: bool = False) -> None:
-        self._listeners.tell(Progress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
+        self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """What each rank is asked; for a group that knows nothing of this prediction also what all of it need."""
@@ -158,17 +158,17 @@ def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
     return [pieces[start:stop] for start, stop in pairwise(ends)]
 
 
-class Predicts(ABC):
+class PredictingTrainer(ABC):
     """What a class-based trainer needs to predict."""
 
     _controller: ElasticController
     _listeners: ProgressListeners
     _settings: ReplicaSettings
     _runner_cls: Any
-    _place: Placing
+    _place: SharePlacement
 
     @abstractmethod
-    def _to_predict(self, data: Any, asked: Asked) -> tuple[Source, Container]:
+    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
         """Where the batches come from, and what the results are returned in."""
 
     def predict(
@@ -215,7 +215,7 @@ class Predicts(ABC):
         _checks.check_max_retries(max_retries)
         size = self._usual_batch_size() if batch_size is None else batch_size
         size = _checks.check_count("batch_size", size, "It is the number of rows in a batch.")
-        source, container = self._to_predict(data, Asked(size, batch_size is not None, feature_columns))
+        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
         outputs = self._predicted(source, Options(_checks.check_info(info), has_target, max_retries))
         return container.stream(outputs) if streaming else container.collect(outputs)
 
@@ -224,10 +224,10 @@ class Predicts(ABC):
         config = options.config_for(self._settings.config, num_workers)
         return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
-    def _predicted(self, source: Source, asked: Options) -> Iterator[Any]:
+    def _predicted(self, source: PredictionSource, asked: Options) -> Iterator[Any]:
         """The output for each batch."""
         runner, listeners = self._runner_cls, self._listeners
-        rounds = Rounds(self._controller, runner.predict, source, asked, self._place, listeners)
+        rounds = PredictionRounds(self._controller, runner.predict, source, asked, self._place, listeners)
         try:
             yield from rounds.outputs()
         finally:

@@ -41,7 +41,7 @@ class PredictRequest:
 
 
 @dataclass(frozen=True)
-class Slice:
+class RowSlice:
     """Rows of arrays, in one or more batches.
 
     Attributes:
@@ -83,11 +83,11 @@ class Rows:
     ranges: Sequence[range]
 
 
-Work = Slice | Batches | Rows
+Work = RowSlice | Batches | Rows
 
 
 @dataclass(frozen=True)
-class Coming:
+class PredictionBatch:
     """A batch as `predict_batch` is given it."""
 
     batch: Any
@@ -120,14 +120,18 @@ class PredictionPlace:
         self.num_steps_taken = done if total is None else min(done, total)
 
 
-def coming(request: PredictRequest, batch: Any, num_rows: int) -> Coming:
+def coming(request: PredictRequest, batch: Any, num_rows: int) -> PredictionBatch:
     """A batch, where it is known whether it ends with a target."""
     has_several = isinstance(batch, tuple | list) and len(batch) > 1
-    return Coming(batch, num_rows, has_several if request.has_target is None else request.has_target)
+    return PredictionBatch(batch, num_rows, has_several if request.has_target is None else request.has_target)
 
 
 def outputs_of(
-    operator: Any, batches: Iterable[Coming], request: PredictRequest, place: PredictionPlace, plain: Callable[..., Any]
+    operator: Any,
+    batches: Iterable[PredictionBatch],
+    request: PredictRequest,
+    place: PredictionPlace,
+    plain: Callable[..., Any],
 ) -> list[Any]:
     """What the operator's `predict_batch` returns for each batch, as arrays.
 

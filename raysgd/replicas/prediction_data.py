@@ -12,14 +12,14 @@ import numpy as np
 from raysgd._checks import did_you_mean, is_integer
 from raysgd.replicas import trees
 from raysgd.replicas.arrays import Arrays, as_arrays, check_columns, is_frame, is_of_arrays
-from raysgd.replicas.containers import Container, Frame, InDict, InRayData, Plain
-from raysgd.replicas.prediction import Batches, Rows, Slice, Work
+from raysgd.replicas.containers import ArrayContainer, Container, DataFrameContainer, DictContainer, RayDataContainer
+from raysgd.replicas.prediction import Batches, Rows, RowSlice, Work
 from raysgd.replicas.ray_batches import PLAIN_FORM, BatchForm, Columns, RayBatches, ray_batches
 
 DEFAULT_BATCH_SIZE = 32
 
 
-class Source(Protocol):
+class PredictionSource(Protocol):
     """Hands out the batches of a prediction as pieces, which mean something to itself.
 
     Attributes:
@@ -45,7 +45,7 @@ class Source(Protocol):
         """Lets go of what is open."""
 
 
-class InRanges:
+class RowRanges:
     """Rows that are known by their numbers.
 
     Args:
@@ -78,7 +78,7 @@ class InRanges:
         """Nothing is open."""
 
 
-class ArraySource(InRanges):
+class ArraySource(RowRanges):
     """Rows of arrays.
 
     Args:
@@ -104,7 +104,7 @@ class ArraySource(InRanges):
         """The rows of these batches."""
         start, stop = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
         rows = trees.mapped(self._arrays, lambda array: _rows(array, start, stop))
-        return Slice(rows, [len(piece) for piece in pieces], self._form)
+        return RowSlice(rows, [len(piece) for piece in pieces], self._form)
 
     def nbytes(self, piece: range) -> int:
         """Of the rows of a batch."""
@@ -165,7 +165,7 @@ class BatchSource:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchRequest:
     """How the rows of some data become batches.
 
     Attributes:
@@ -191,10 +191,10 @@ class Asked:
         return own if own.transform is not None else replace(own, label_column=None)
 
 
-Found = tuple[Source, Container]
+Found = tuple[PredictionSource, Container]
 
 
-def source_of(data: Any, asked: Asked) -> Found | None:
+def source_of(data: Any, asked: BatchRequest) -> Found | None:
     """The source and the container for data of a kind that needs no framework; None for any other.
 
     Raises:
@@ -211,13 +211,16 @@ def source_of(data: Any, asked: Asked) -> Found | None:
     if batches is None:
         return None
     form = asked.form(batches.form)
-    return BatchSource(_batches_of_ray(batches, asked.size(batches.batch_size)), form=form), InRayData()
+    return BatchSource(_batches_of_ray(batches, asked.size(batches.batch_size)), form=form), RayDataContainer()
 
 
-def _of_arrays(data: Any, asked: Asked, batch_size: int, form: BatchForm, has_target: bool) -> Found:
-    container: Container = InDict(asked.leaf) if isinstance(data, Mapping) else Plain(asked.leaf)
+def _of_arrays(data: Any, asked: BatchRequest, batch_size: int, form: BatchForm, has_target: bool) -> Found:
+    container: Container = DictContainer(asked.leaf) if isinstance(data, Mapping) else ArrayContainer(asked.leaf)
     if is_frame(data):
-        container, data = Frame(data.index), data if form.columns is None else _columns_of(data, form.columns)
+        container, data = (
+            DataFrameContainer(data.index),
+            data if form.columns is None else _columns_of(data, form.columns),
+        )
     arrays = as_arrays(data, in_columns=form.columns is not None)
     return ArraySource(arrays, batch_size, form, has_target or form.label_column is not None), container
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from raysgd.engine.controller import ElasticController
 from raysgd.replicas import replica_calls
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, ProgressKind
+from raysgd.replicas.epochs import CallProgress, EpochAnswer, EpochRequest, ProgressKind
 from raysgd.replicas.results import as_number
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[Progress], None]
+Listener = Callable[[CallProgress], None]
 
 
 class ProgressListeners:
@@ -54,30 +54,32 @@ class ProgressListeners:
         if progress is not None:
             self.tell(progress)
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: CallProgress) -> None:
         """Tells all listeners."""
         for listener in tuple(self.listeners):
             listener(progress)
 
 
-def progress_of(controller: ElasticController) -> Progress | None:
+def progress_of(controller: ElasticController) -> CallProgress | None:
     """How far rank 0 is in a running call; None if it does not answer at once.
 
     A heartbeat must not wait for the answer: that reads metrics, which may wait for the device, and that for a rank.
     """
     transfer = controller.ensure_group().fetch(0, replica_calls.progress)
     try:
-        progress: Progress | None = transfer.result(1.0)
+        progress: CallProgress | None = transfer.result(1.0)
     except Exception as error:  # news are not worth a failure; the call itself reports the loss of the worker
         logger.debug("no news of the running call: %s", error)
         return None
     return progress
 
 
-def end_of(kind: ProgressKind, info: Mapping[str, Any], answer: EpochAnswer) -> Progress:
+def end_of(kind: ProgressKind, info: Mapping[str, Any], answer: EpochAnswer) -> CallProgress:
     """How far a call is that has returned."""
     values = answer.metrics.values if answer.metrics is not None else {}
     numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
     loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
     num_steps = answer.num_steps
-    return Progress(num_steps, num_steps, answer.epoch_idx, info.get("num_epochs"), loss, kind, numbers, is_done=True)
+    return CallProgress(
+        num_steps, num_steps, answer.epoch_idx, info.get("num_epochs"), loss, kind, numbers, is_done=True
+    )

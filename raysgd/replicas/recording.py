@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.replicas.history import CallRecord, History, Kind
 from raysgd.replicas.metric_names import name_in_test
 from raysgd.replicas.results import Metrics
@@ -30,7 +30,7 @@ class CallRecorder:
         history: The calls so far.
     """
 
-    def __init__(self, events: list[Event], num_workers: Callable[[], int]) -> None:
+    def __init__(self, events: list[GroupEvent], num_workers: Callable[[], int]) -> None:
         self.history = History(events)
         self._num_workers = num_workers
         self._as_test = False

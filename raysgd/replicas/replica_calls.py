@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
@@ -27,7 +27,7 @@ def epochs_done(replica: Any) -> int:
     return done
 
 
-def progress(replica: Any) -> Progress | None:
+def progress(replica: Any) -> CallProgress | None:
     """Return how far the running call is."""
-    found: Progress | None = replica.progress()
+    found: CallProgress | None = replica.progress()
     return found

@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import Stored
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.types import World
 
 
@@ -32,12 +32,12 @@ def load_into_all(
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
         return list(zip(controller.ensure_group().share(state), own_states(rank_states, len(worlds)), strict=True))
 
-    is_repeatable = isinstance(state, Stored)
+    is_repeatable = isinstance(state, SharedValue)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
     with controller.turn():  # a call of another thread in between would count as covered
         controller.run(call)
         if is_complete:
-            value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)
+            value, reference = (state.value, state.reference) if isinstance(state, SharedValue) else (state, None)
             controller.snapshots.adopt(Snapshot(value, rank_states, reference=reference))
 
 
@@ -52,6 +52,6 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
     group = controller.ensure_group()
     is_stored = snapshot.reference is not None and group.is_on_one_node
     shared = snapshot.shared_state
-    stored = Stored(shared, snapshot.reference) if is_stored else group.store(shared)
+    stored = SharedValue(shared, snapshot.reference) if is_stored else group.store(shared)
     is_complete = len(snapshot.rank_states) == controller.num_workers
     load_into_all(controller, restore, stored, snapshot.rank_states, is_complete)

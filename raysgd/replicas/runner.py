@@ -12,12 +12,12 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.replica import Capture
 from raysgd.engine.time_spent import DRIVER
-from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
+from raysgd.engine.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.replicas.activity import Activity
-from raysgd.replicas.answering import Answering
-from raysgd.replicas.changeable import Changeable
+from raysgd.replicas.answering import CallAnswers
+from raysgd.replicas.changeable import OperatorChanges
 from raysgd.replicas.epoch_run import RunState
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress
+from raysgd.replicas.epochs import CallProgress, EpochAnswer, EpochRequest
 from raysgd.replicas.evaluation import Evaluation
 from raysgd.replicas.hosted import Hosted
 from raysgd.replicas.ledger import Ledger
@@ -26,7 +26,7 @@ from raysgd.replicas.state_copies import StateCopies
 from raysgd.replicas.training import Training
 
 
-class ClassRunner(Changeable):
+class ClassRunner(OperatorChanges):
     """Hosts one operator at a time; a `RegroupingReplica`.
 
     Args:
@@ -43,7 +43,7 @@ class ClassRunner(Changeable):
 
     def _take(self, hosted: Hosted) -> None:
         """Works with this operator from here on; no call of it was made yet."""
-        answering = Answering()
+        answering = CallAnswers()
         self._copies.inside.clear()
         self._hosted, self._candidate = hosted, None
         self._activity = Activity(hosted, self._ledger, self._copies.inside)
@@ -124,7 +124,7 @@ class ClassRunner(Changeable):
         """A sign of life; called from a second thread."""
         return self._activity.heartbeat()
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> CallProgress | None:
         """How far the running call is; called from a second thread."""
         return self._activity.progress()
 
@@ -141,7 +141,7 @@ class ClassRunner(Changeable):
         """Says what became of the proposal."""
         self._training.settle_hold(number, is_agreed)
 
-    def regroup(self, world: World, handover: Handover) -> Any:
+    def regroup(self, world: World, handover: StateHandover) -> Any:
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
         hosted, training = self._hosted, self._training
         with self._ledger.regrouping(goes_on=lambda: self._activity.unfinished is not None):
@@ -156,7 +156,7 @@ class ClassRunner(Changeable):
             hosted.operator.world_changed()
             return hosted.facts()
 
-    def _hand_over(self, handover: Handover) -> None:
+    def _hand_over(self, handover: StateHandover) -> None:
         """Gives all ranks of another group the same state."""
         hosted, training = self._hosted, self._training
         if hosted.world.rank == handover.source and handover.takers:
@@ -164,11 +164,11 @@ class ClassRunner(Changeable):
         elif hosted.world.rank in handover.takers:
             training.take_over(*hosted.receive(handover.source, handover.takers))
 
-    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
+    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Runs the operator's `train_epoch` once; see `Training.begin`."""
         return self._training.begin(request, share)
 
-    def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
+    def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
         return self._training.resume(request, share)
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.replicas.epochs import Progress, ProgressKind
+from raysgd.replicas.epochs import CallProgress, ProgressKind
 
 _PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
 
 
-class Counted(Protocol):
+class BatchCounter(Protocol):
     """Something that counts batches, such as a stream of them."""
 
     num_steps_taken: int
@@ -19,7 +19,7 @@ class Counted(Protocol):
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningCall:
     """The call that a replica is in.
 
     Attributes:
@@ -30,7 +30,7 @@ class Running:
         kind: What the call does.
     """
 
-    stream: Counted
+    stream: BatchCounter
     began_at: int
     num_steps: int | None
     info: Mapping[str, Any]
@@ -41,10 +41,10 @@ class Running:
         """What the call does, in a word."""
         return _PHASES[self.kind]
 
-    def progress(self, metrics: Mapping[str, float], epoch: int) -> Progress:
+    def progress(self, metrics: Mapping[str, float], epoch: int) -> CallProgress:
         """How far it is."""
         total = self.num_steps if self.num_steps is not None else self.stream.source.num_steps()
-        return Progress(
+        return CallProgress(
             num_steps=self.stream.num_steps_taken - self.began_at,
             total=total,
             epoch_idx=self.info.get("epoch_idx", epoch),

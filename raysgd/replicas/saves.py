@@ -20,7 +20,7 @@ Content = tuple[State, Write]
 """What a file is to hold, and what writes it."""
 
 
-class Saves:
+class FileSaves:
     """Writes the files of a trainer.
 
     Args:
@@ -54,10 +54,10 @@ class Saves:
         if newest.landed is not None:
             known = content(newest.landed)
             kept_alive: Any = newest
-            job = _Job(lambda: known)
+            job = _SaveJob(lambda: known)
         else:
             kept_alive = (newest, owner)
-            job = _Job(lambda: content(newest.result()))
+            job = _SaveJob(lambda: content(newest.result()))
         with files.state_is_kept():
             self._writer.submit(checkpoint, job.state, partial(self._write, job, kept_alive))
         self._newest = ref(newest)
@@ -73,12 +73,12 @@ class Saves:
         """Notes a file that holds the state of the trainer, whole or in part."""
         self._snapshots.last_file = shown
 
-    def _write(self, job: _Job, kept_alive: Any, path: str, state: State) -> None:
+    def _write(self, job: _SaveJob, kept_alive: Any, path: str, state: State) -> None:
         job.write(path, state)  # the state is a view of the snapshot, which is kept alive
         self.note_file(files.shown(path))
 
 
-class _Job:
+class _SaveJob:
     """One file to be written in the background."""
 
     def __init__(self, make: Callable[[], Content]) -> None:

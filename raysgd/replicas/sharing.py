@@ -13,7 +13,7 @@ from raysgd.engine.worker import packed_bytes
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayBatches, RayShare, ray_batches
-from raysgd.replicas.whole_data import Place, WholeShare, is_creator
+from raysgd.replicas.whole_data import DataPosition, WholeShare, is_creator
 
 Requests = list[tuple[Any, ...]]
 """For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
@@ -26,7 +26,7 @@ def for_each_rank(request: EpochRequest, num_workers: int, redraw: Callable[[], 
 
 
 @dataclass(frozen=True)
-class Placing:
+class SharePlacement:
     """Puts shares where their ranks can take them from. Ray knows who holds one only if it travels by itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Division:
     key: str
 
 
-class Sharing:
+class DataSharing:
     """Adds to requests what each worker needs of such data: once for each group, as long as calls succeed.
 
     What workers have been given they keep, and with it their place in it. A call that fails may leave them at different
@@ -80,7 +80,7 @@ class Sharing:
         self._place = place
         self._whole = whole
         self._config_for = config_for
-        self._places: dict[str, tuple[Any, Place | None]] = {}
+        self._places: dict[str, tuple[Any, DataPosition | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
 
@@ -114,7 +114,7 @@ class Sharing:
         key, shares = self._shares(_of_call(name), dataset, worlds, lambda: self._divided(name, dataset, worlds))
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
-    def note_place(self, name: str, dataset: Any, place: Place | None) -> None:
+    def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
         """Notes where a call stopped, for the next one with the same object."""
         self._places[name] = dataset, place
 

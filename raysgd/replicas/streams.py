@@ -279,7 +279,7 @@ def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[An
         yield batch
 
 
-class Remainder:
+class LeftoverBatches:
     """The batches that one call of `validate` leaves to the next one.
 
     Only a call that was to take some of them, and returned, leaves the others. A call that raised, or that was to take

@@ -24,14 +24,14 @@ from raysgd.replicas.calls import EpochCalls
 from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.fit_methods import FitMethods
 from raysgd.replicas.making import ReplicaMaker
-from raysgd.replicas.predicting import Predicts
+from raysgd.replicas.predicting import PredictingTrainer
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
 from raysgd.replicas.recovery import Recovery
-from raysgd.replicas.saves import Saves
+from raysgd.replicas.saves import FileSaves
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
-from raysgd.replicas.sharing import Placing, Sharing
+from raysgd.replicas.sharing import DataSharing, SharePlacement
 from raysgd.replicas.throughput import Throughput
 from raysgd.replicas.trainer_views import TrainerViews
 from raysgd.utils import BATCH_SIZE
@@ -41,7 +41,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(TrainerViews, Predicts, FitMethods):
+class ClassTrainer(TrainerViews, PredictingTrainer, FitMethods):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
     training_operator_cls: type[Any]
@@ -63,7 +63,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
-        self._place = Placing(group.use_local)
+        self._place = SharePlacement(group.use_local)
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
@@ -74,9 +74,9 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             resize_check_s=group.resize_check_s,
         )
 
-    def _new_sharing(self) -> Sharing:
+    def _new_sharing(self) -> DataSharing:
         settings = self._settings
-        return Sharing(settings.config, self._place, self._whole_data, settings.batch_options.config_for)
+        return DataSharing(settings.config, self._place, self._whole_data, settings.batch_options.config_for)
 
     @abstractmethod
     def _make_connection(self) -> Connection:
@@ -123,7 +123,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
         )
         self._finalizer = finalize(self, _abandon, controller)
-        self._saves = Saves(controller, self._writer)
+        self._saves = FileSaves(controller, self._writer)
         try:
             controller.start()
         except UnpicklableError as error:

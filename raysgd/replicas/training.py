@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from raysgd._meters import NUM_SAMPLES
-from raysgd.engine.types import Held, ReplicaProgress
+from raysgd.engine.types import HeldAtStep, ReplicaProgress
 from raysgd.replicas.activity import Activity
-from raysgd.replicas.answering import Answering
+from raysgd.replicas.answering import CallAnswers
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.replicas.hosted import Hosted
 from raysgd.replicas.ledger import Ledger
 from raysgd.replicas.logged import counting, forget
 from raysgd.replicas.loop import Loop
-from raysgd.replicas.running import Running
+from raysgd.replicas.running import RunningCall
 from raysgd.replicas.state_copies import StateCopies
 from raysgd.replicas.streams import Stream, WatchedBatches, redrawing
 
@@ -34,7 +34,7 @@ class Training:
     """
 
     def __init__(
-        self, hosted: Hosted, activity: Activity, answering: Answering, copies: StateCopies, ledger: Ledger
+        self, hosted: Hosted, activity: Activity, answering: CallAnswers, copies: StateCopies, ledger: Ledger
     ) -> None:
         self._hosted = hosted
         self._activity = activity
@@ -44,7 +44,7 @@ class Training:
         self._ledger = ledger
         self._hold_number = 0
 
-    def begin(self, request: EpochRequest, share: Any) -> EpochAnswer | Held:
+    def begin(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Runs the operator's `train_epoch` once.
 
         Args:
@@ -61,7 +61,7 @@ class Training:
         self._activity.run = EpochRun(loop.pass_index(stream), request.num_steps, loop.new_meters())
         return self._go_through(self._activity.run, stream, request)
 
-    def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | Held:
+    def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Goes on with a call that broke off or was held, wherever in the data it is by now."""
         run, loop = self._activity.run, self._hosted.loop
         if run is None:  # nothing was begun yet when it broke off
@@ -72,7 +72,7 @@ class Training:
             return self._finish(run, loop.results(run), request)
         return self._go_through(run, loop.stream(request), request)
 
-    def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | Held:
+    def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
@@ -84,7 +84,7 @@ class Training:
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(self._ledger.timing(coming), loop.step)
         began_at = stream.num_steps_taken - run.num_completed
-        self._activity.running = Running(stream, began_at, request.num_steps, info, "train")
+        self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         forget(internals)
         try:
@@ -103,7 +103,7 @@ class Training:
                 stream.settle()
         except HeldAtBoundary:
             run.gate = Gate()
-            return Held(run.num_completed, self._snapshot(run))
+            return HeldAtStep(run.num_completed, self._snapshot(run))
         finally:
             self._activity.running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and feed.epoch == epoch_before:

@@ -17,7 +17,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """Where in the data a call stopped, for any number of workers.
 
     Attributes:
@@ -39,7 +39,7 @@ class WholeShare:
     """
 
     data: Any
-    place: Place | None = None
+    place: DataPosition | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
     return size
 
 
-class Dealt:
+class DealtBatches:
     """Every n-th batch of something that cannot be divided by samples: each is used once.
 
     Args:

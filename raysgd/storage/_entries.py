@@ -14,8 +14,8 @@ from raysgd._optional import require
 from raysgd._secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
-from raysgd.storage._filesystems import Opened
-from raysgd.storage._retrying import TIMEOUT_VARIABLE, Patience, cause_of, storage_error
+from raysgd.storage._filesystems import OpenedLocation
+from raysgd.storage._retrying import TIMEOUT_VARIABLE, RetryLimit, cause_of, storage_error
 from raysgd.storage._uris import child_of
 from raysgd.storage.folder import check_name, lies_inside
 
@@ -36,16 +36,16 @@ class Store:
     uri: str
     given: Any = None
     base: str = ""
-    patience: Patience = field(default_factory=Patience)
+    patience: RetryLimit = field(default_factory=RetryLimit)
 
     def entry(self, inside: str) -> Entry:
         """What is at a path in it."""
         opened = self.ask(f"open `{masked(child_of(self.uri, inside))}`", self._opened)
         return Entry(self, opened, joined(opened.base, inside), inside)
 
-    def _opened(self) -> Opened:
+    def _opened(self) -> OpenedLocation:
         if self.given is not None:
-            return Opened(self.given, self.base)
+            return OpenedLocation(self.given, self.base)
         return _filesystems.opened(self.uri, self.patience.total_s)
 
     def ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
@@ -77,7 +77,7 @@ class Entry:
     """
 
     store: Store
-    opened: Opened
+    opened: OpenedLocation
     path: str
     inside: str
 

@@ -25,7 +25,7 @@ _PURPOSE = "storage other than a local disk"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedLocation:
     """A file system, and where in it something is.
 
     Attributes:
@@ -94,7 +94,7 @@ def check(argument: str, uri: str) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def opened(uri: str, limit_s: float = 60.0) -> Opened:
+def opened(uri: str, limit_s: float = 60.0) -> OpenedLocation:
     """The file system of a URI, made once in each process, so that connections are used again.
 
     Args:
@@ -117,14 +117,14 @@ def _is_built_in(uri: str) -> bool:
     return True
 
 
-def _native(uri: str, limit_s: float) -> Opened:
+def _native(uri: str, limit_s: float) -> OpenedLocation:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
         query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}={min(max(limit_s, 1.0), 10.0):g}"
     filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{_encoded(store)}/{query}")
     if filesystem.type_name == "s3":
         filesystem = _limited_s3(filesystem, store, query, limit_s)
-    return Opened(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
+    return OpenedLocation(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
 
 
 def _encoded(store: str) -> str:
@@ -148,10 +148,10 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
     )
 
 
-def _of_fsspec(uri: str) -> Opened:
+def _of_fsspec(uri: str) -> OpenedLocation:
     options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
-    return Opened(wrapped(filesystem), path.rstrip("/"))
+    return OpenedLocation(wrapped(filesystem), path.rstrip("/"))
 
 
 def wrapped(filesystem: Any) -> Any:

@@ -73,7 +73,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryLimit:
     """For how long failures are tried again.
 
     Attributes:
@@ -87,7 +87,7 @@ class Patience:
     longest_s: float = 10.0
 
     @classmethod
-    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Patience:
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> RetryLimit:
         """As the environment variable `RAYSGD_STORAGE_TIMEOUT_S` has it.
 
         Raises:

@@ -179,9 +179,9 @@ def _is_own(name: str) -> bool:
     return name.rpartition("/")[2].startswith((_MARKER, _trees.TEMPORARY))
 
 
-def _tree_of(source: Path, doing: str) -> _trees.Tree:
+def _tree_of(source: Path, doing: str) -> _trees.FileTree:
     try:
-        return _trees.Tree.of(source)
+        return _trees.FileTree.of(source)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -17,14 +17,14 @@ TEMPORARY = ".raysgd-"  # as in `_atomic_file`, which also removes what was left
 
 
 @dataclass
-class Tree:
+class FileTree:
     """Relative names, with slashes, of the files in a folder, and of the folders that are empty."""
 
     files: list[str] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, root: Path) -> Tree:
+    def of(cls, root: Path) -> FileTree:
         """Goes through a folder. Symbolic links are followed.
 
         Raises:
@@ -58,8 +58,8 @@ class Tree:
 
 
 def copy_tree(source: Path, target: Path, places: Mapping[str, str | None] | None = None) -> None:
-    """Copies everything in a folder into another one; each file is whole or not there. For places see `Tree.placed`."""
-    tree = Tree.of(source)
+    """Copies everything in a folder into another one; each file is whole or not there. Places: `FileTree.placed`."""
+    tree = FileTree.of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in tree.empty:
         (target / name).mkdir(parents=True, exist_ok=True)

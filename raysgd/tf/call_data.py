@@ -21,7 +21,7 @@ _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each
 
 
 @dataclass(frozen=True)
-class OfArrays:
+class ArrayDataset:
     """A dataset that is made of arrays.
 
     Attributes:
@@ -49,7 +49,7 @@ class OfArrays:
 
 
 @dataclass(frozen=True)
-class OfDataset:
+class DriverDataset:
     """A dataset of the driver's, as it is or ready to travel.
 
     Attributes:
@@ -104,7 +104,7 @@ def _is_dataset(dataset: Any) -> bool:
 
 def whole(
     dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool
-) -> OfArrays | OfDataset | Creator | None:
+) -> ArrayDataset | DriverDataset | Creator | None:
     """What every worker makes its dataset of; None for data of another kind.
 
     Args:
@@ -118,13 +118,13 @@ def whole(
     """
     if _is_dataset(dataset):
         datasets.check_dataset("dataset", dataset)
-        return OfDataset(datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
+        return DriverDataset(datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
     if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
         return _of_arrays(dataset if isinstance(dataset, Arrays) else Arrays(dataset), config, seed)
     return creator_of(dataset, config)
 
 
-def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> OfArrays:
+def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> ArrayDataset:
     if data.transform is not None:
         raise ValueError(
             "`Arrays(transform=...)` with a `TFTrainer` cannot work: `tf.data` transforms in graphs. Pass a "
@@ -133,7 +133,7 @@ def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> OfArrays:
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     rows = as_arrays(plain(data.data), in_columns=data.feature_columns is not None)
     num_rows_of(rows)
-    return OfArrays(as_batch(rows, data.form), size, data.shuffle, data.drop_last, seed)
+    return ArrayDataset(as_batch(rows, data.form), size, data.shuffle, data.drop_last, seed)
 
 
 def made(data: Any, is_distributed: bool) -> Any:
@@ -145,7 +145,7 @@ def made(data: Any, is_distributed: bool) -> Any:
     """
     dataset = data.make()
     datasets.check_dataset("what the creator in `dataset=` returned", dataset)
-    is_own_order = not isinstance(data, OfArrays) and datasets.is_shuffled(dataset)
+    is_own_order = not isinstance(data, ArrayDataset) and datasets.is_shuffled(dataset)
     if is_distributed and is_own_order and datasets.is_divided(dataset):
         raise ValueError(
             "`dataset=` got a shuffled `tf.data.Dataset`, whose order each worker would draw by itself. Pass "

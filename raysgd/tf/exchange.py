@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 """Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""
 
 
-class Layout:
+class GradientLayout:
     """Where the gradients of a step lie in the buffer; the last number is the weight.
 
     Buffers are used again once nothing refers to them.

@@ -18,13 +18,13 @@ from raysgd.replicas.ray_batches import RayLoader
 from raysgd.replicas.whole_data import WholeShare
 from raysgd.tf import call_data, datasets
 from raysgd.tf.keras_sync import Synchronizer
-from raysgd.tf.streams import BatchStream, DividedSource, OncePerCall, OwnSource, Passes, Source
+from raysgd.tf.streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource
 from raysgd.tf.training_operator import TrainingOperator
 
 logger = logging.getLogger(__name__)
 
 
-class Feed(feed.Feed):
+class TFFeed(feed.Feed):
     """Hands out the streams over datasets.
 
     Args:
@@ -35,7 +35,7 @@ class Feed(feed.Feed):
         num_joint: How many batches of one worker make a step; None: as many as there are workers.
     """
 
-    divided_source = DividedSource
+    divided_source = TFDividedSource
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Feed(feed.Feed):
         self._seed = seed
         self._num_joint = num_joint
         self._passes: dict[str, Passes] = {}
-        self._of_call: tuple[str | None, BatchStream | None] = (None, None)
+        self._of_call: tuple[str | None, TFBatchStream | None] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
 
     @property
@@ -65,29 +65,29 @@ class Feed(feed.Feed):
             self._passes[name] = Passes(getattr(self._operator_of(), name))
         return self._passes[name]
 
-    def training(self, request: EpochRequest) -> BatchStream:
+    def training(self, request: EpochRequest) -> TFBatchStream:
         """The stream to train on: over the data of the request if it has some, else over the train dataset."""
         if request.shard_key is not None:
             return self._stream_of_call(request)
-        stream: BatchStream = super().training(request)
+        stream: TFBatchStream = super().training(request)
         return stream
 
-    def _stream_of_call(self, request: EpochRequest) -> BatchStream:
+    def _stream_of_call(self, request: EpochRequest) -> TFBatchStream:
         """One that continues where the last call with the same data stopped."""
         self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source, operator = self._source_of_call("train", request, training=True), self._operator_of()
-            stream = BatchStream(
+            stream = TFBatchStream(
                 source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
             )
             self._go_to_place(stream, self.data_of_call["train"])
             self._of_call = request.shard_key, stream
         return stream
 
-    def _go_to_place(self, stream: BatchStream, share: Any) -> None:
+    def _go_to_place(self, stream: TFBatchStream, share: Any) -> None:
         place, source = getattr(share, "place", None), stream.source
-        if not isinstance(source, DividedSource):
+        if not isinstance(source, TFDividedSource):
             return
         can_go = source.go_to_pass(self.epoch - 1 if place is None else place.pass_index)
         if place is not None and can_go:
@@ -103,11 +103,11 @@ class Feed(feed.Feed):
         dataset = self.made_of_call(name, request)
         if not datasets.is_divided(dataset):
             return OwnSource(dataset, votes)
-        is_ours = isinstance(share.data, call_data.OfArrays)
+        is_ours = isinstance(share.data, call_data.ArrayDataset)
         internals = self._operator_of()._raysgd
         is_of_worker = is_ours and not internals.context.settings.batch_options.is_constant
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
-        return DividedSource(Passes(dataset), sharding, world, pads=training)
+        return TFDividedSource(Passes(dataset), sharding, world, pads=training)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
         """The dataset that the share for a call makes, once for all calls that use it."""
@@ -121,30 +121,30 @@ class Feed(feed.Feed):
         super().close()
         self._of_call = None, None
 
-    def _open_training(self, request: EpochRequest) -> BatchStream:
+    def _open_training(self, request: EpochRequest) -> TFBatchStream:
         source, operator = self._source("train_dataset", training=True), self._operator_of()
-        return BatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
+        return TFBatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
-    def _open_validation(self, request: EpochRequest) -> BatchStream:
+    def _open_validation(self, request: EpochRequest) -> TFBatchStream:
         if request.shard_key is not None:
-            once = OncePerCall(self._source_of_call("validation", request, training=False))
-            return BatchStream(once, self._synchronizer.validation_step, lambda: 0)
+            once = TFOncePerCall(self._source_of_call("validation", request, training=False))
+            return TFBatchStream(once, self._synchronizer.validation_step, lambda: 0)
         source = self._source("validation_dataset", training=False)
         if self.ray_loader("validation") is not None:
-            source = OncePerCall(source)
-        return BatchStream(source, self._synchronizer.validation_step, lambda: 0)
+            source = TFOncePerCall(source)
+        return TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
 
-    def _source(self, name: str, *, training: bool) -> Source:
+    def _source(self, name: str, *, training: bool) -> TFSource:
         operator, world = self._operator_of(), self._world
         dataset = getattr(operator, name)
         if dataset is None:
             return _Missing(name)
         if datasets.is_divided(dataset):
             passes, num_joint = self._passes_of(name), self._num_joint or world.size
-            return DividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
+            return TFDividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
         if training and world.is_distributed:
             return OwnSource(dataset, connections.votes())
         return OwnSource(dataset, None)
@@ -168,10 +168,10 @@ class Feed(feed.Feed):
         ledger: DataLedger | None = stream.ledger() if stream is not None else None
         return ledger
 
-    def _origin(self, stream: BatchStream) -> dict[str, Any]:
+    def _origin(self, stream: TFBatchStream) -> dict[str, Any]:
         return {"seed": self._seed}
 
-    def _go_to_position(self, stream: BatchStream, position: Mapping[str, Any]) -> None:
+    def _go_to_position(self, stream: TFBatchStream, position: Mapping[str, Any]) -> None:
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self.train_passes.is_shuffled

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.connections.group import Array
-from raysgd.tf.exchange import Layout
+from raysgd.tf.exchange import GradientLayout
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.sample_weights import SampleWeights
 from raysgd.tf.traced_step import TracedStep, zeros_like
@@ -30,7 +30,7 @@ class GradientAverager:
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, weights: SampleWeights) -> None:
         self._exchanges, self._traced, self._weights = exchanges, traced, weights
         self._full_step: float | None = None
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
         """Takes the next step for a full one: the ranks of a new group have none in common."""
@@ -77,7 +77,7 @@ class GradientAverager:
         if self._full_step is None:
             self._full_step = max(1.0, group.largest(num_samples))
         key = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
-        layout = self._layouts.get(key) or self._layouts.setdefault(key, Layout(gradients))
+        layout = self._layouts.get(key) or self._layouts.setdefault(key, GradientLayout(gradients))
         buffer = layout.take()
         weight = num_samples / (self._full_step * group.size)
         layout.fill(buffer, gradients, weight)
@@ -96,7 +96,7 @@ class GradientAverager:
         return [group.gather_rows(part, [int(count[index]) for count in counts]) for index, part in enumerate(own)]
 
 
-class Averaged:
+class StandaloneAverage:
     """An average that no optimizer takes a step with."""
 
     def __init__(self, averager: GradientAverager, gradients: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from raysgd.replicas.ray_batches import ray_batches_of
 from raysgd.tf import building, datasets, learning_rates, predicting, registration, rng, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
-from raysgd.tf.feed import Feed
+from raysgd.tf.feed import TFFeed
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.loops import FitLoop, OperatorLoop
 from raysgd.tf.operator_context import OperatorContext
@@ -40,7 +40,7 @@ class TFHosted(hosted.Hosted):
     operator: TrainingOperator
     loop: OperatorLoop
     state: KerasState
-    feed: Feed
+    feed: TFFeed
 
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
@@ -49,7 +49,7 @@ class TFHosted(hosted.Hosted):
         self.synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         # With a batch size of all workers together a step is the same for any number of them.
         num_joint = self._num_workers if BATCH_SIZE in settings.config else None
-        feed = Feed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
+        feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:

@@ -23,10 +23,10 @@ from raysgd.connections.tensorflow import group_of
 from raysgd.engine.types import World
 from raysgd.tf import losses, mean_check
 from raysgd.tf.exchange_record import ExchangeRecord
-from raysgd.tf.gradient_averager import Averaged, GradientAverager
+from raysgd.tf.gradient_averager import GradientAverager, StandaloneAverage
 from raysgd.tf.joint_metrics import JointMetrics
 from raysgd.tf.sample_weights import SampleWeights
-from raysgd.tf.step import Step
+from raysgd.tf.step import TFStep
 from raysgd.tf.traced_step import TracedStep
 from raysgd.tf.watched_models import WatchedModels
 from raysgd.tf.watched_optimizers import WatchedOptimizers
@@ -49,7 +49,7 @@ class Synchronizer:
 
     def __init__(self, world: World, watches: bool = False) -> None:
         self.watches = world.is_distributed or watches
-        self.step, self.validation_step = Step(), Step()
+        self.step, self.validation_step = TFStep(), TFStep()
         self.exchanges = ExchangeRecord(group_of(world))
         self._traced = traced = TracedStep()
         self._weights = SampleWeights(self.exchanges, traced, self.step, self.validation_step)
@@ -114,7 +114,7 @@ class Synchronizer:
             return [0.0]  # not clipped
         if self._weights.is_evaluation:  # in which no rank waits for others
             return gradients
-        self._traced.note(Averaged(self._averager, gradients))
+        self._traced.note(StandaloneAverage(self._averager, gradients))
         return self._averager.average(gradients, is_step=False)
 
     def weighted(self, loss: Any, weight: Any) -> Any:

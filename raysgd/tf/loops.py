@@ -13,7 +13,7 @@ from raysgd.replicas.ledger import STEP
 from raysgd.replicas.loop import Loop
 from raysgd.tf import fit_run
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.feed import Feed
+from raysgd.tf.feed import TFFeed
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
@@ -22,9 +22,9 @@ from raysgd.tf.training_operator import TrainingOperator
 class OperatorLoop(Loop):
     """The loop of an operator that draws batches."""
 
-    _feed: Feed
+    _feed: TFFeed
 
-    def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: Feed) -> None:
+    def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
         super().__init__(feed)
         self._operator = operator
         self._synchronizer = synchronizer
@@ -82,7 +82,7 @@ class FitLoop(OperatorLoop):
     first_bin = STEP
     _operator: CreatorOperator
 
-    def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: Feed) -> None:
+    def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
         super().__init__(operator, synchronizer, feed)
         self.fit = FitStream(feed.train_passes, synchronizer.exchanges)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from raysgd.replicas import prediction_data, trees
 from raysgd.replicas.arrays import Arrays
-from raysgd.replicas.containers import Plain
-from raysgd.replicas.prediction import Rows, Slice, Work
-from raysgd.replicas.prediction_data import Asked, BatchSource, Found, refuse
+from raysgd.replicas.containers import ArrayContainer
+from raysgd.replicas.prediction import Rows, RowSlice, Work
+from raysgd.replicas.prediction_data import BatchRequest, BatchSource, Found, refuse
 from raysgd.tf import datasets
 from raysgd.tf.ray_dataset import as_batch
 
@@ -21,7 +21,7 @@ KINDS = (
 )
 
 
-def source_of(data: Any, asked: Asked) -> Found:
+def source_of(data: Any, asked: BatchRequest) -> Found:
     """Where the batches come from, and what the results are returned in.
 
     Raises:
@@ -35,10 +35,10 @@ def source_of(data: Any, asked: Asked) -> Found:
         return found
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
-        return _of_dataset(data), Plain()
+        return _of_dataset(data), ArrayContainer()
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return BatchSource(map(_as_given, data)), Plain()
+    return BatchSource(map(_as_given, data)), ArrayContainer()
 
 
 def _of_dataset(dataset: Any) -> BatchSource:
@@ -60,7 +60,7 @@ def _as_given(batch: Any) -> Any:
 def batches(work: Work) -> Iterator[tuple[Any, int]]:
     """The batches of a round, and the rows of each."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
-    if isinstance(work, Slice):
+    if isinstance(work, RowSlice):
         yield from ((as_batch(arrays, work.form), size) for arrays, size in work.batches())
         return
     for given in work.batches:

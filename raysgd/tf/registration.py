@@ -8,27 +8,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
-from raysgd.replicas.parts import Parts
+from raysgd.replicas.parts import RegisteredParts
 from raysgd.tf.datasets import zeros
 
 
-def parts_of(name: str, given: Any, needed: str, what: str) -> Parts:
+def parts_of(name: str, given: Any, needed: str, what: str) -> RegisteredParts:
     """One object or several, each of which has the attribute `needed`.
 
     Raises:
         InvalidRegistrationError: If anything in it is of another kind, or there is none.
     """
     if hasattr(type(given), needed):  # of the class: models without variables yet raise when asked for them
-        return Parts([given], None)
+        return RegisteredParts([given], None)
     items = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
     strangers = [item for item in items if not hasattr(type(item), needed)]
     if strangers or not items:
         found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
         raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
-    return Parts(items, tuple if isinstance(given, tuple) else list)
+    return RegisteredParts(items, tuple if isinstance(given, tuple) else list)
 
 
-def models_of(given: Any) -> Parts:
+def models_of(given: Any) -> RegisteredParts:
     """One Keras model or several."""
     parts = parts_of("models", given, "trainable_weights", "a Keras model")
     for model in parts.items:
@@ -36,7 +36,7 @@ def models_of(given: Any) -> Parts:
     return parts
 
 
-def optimizers_of(given: Any) -> Parts:
+def optimizers_of(given: Any) -> RegisteredParts:
     """One Keras optimizer or several."""
     return parts_of("optimizers", given, "apply_gradients", "a Keras optimizer, made and not named")
 

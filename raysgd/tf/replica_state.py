@@ -11,7 +11,7 @@ import numpy as np
 from raysgd.replicas.replica_state import RESUME, ReplicaState, StateCopy
 from raysgd.tf import _former_optimizer, registration, rng
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
-from raysgd.tf.feed import Feed
+from raysgd.tf.feed import TFFeed
 from raysgd.tf.loops import OperatorLoop
 from raysgd.tf.training_operator import TrainingOperator
 
@@ -26,7 +26,7 @@ class KerasState(ReplicaState):
         is_joint: Whether it takes all ranks to read a variable.
     """
 
-    def __init__(self, operator: TrainingOperator, feed: Feed, loop: OperatorLoop, is_joint: bool) -> None:
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, loop: OperatorLoop, is_joint: bool) -> None:
         super().__init__(operator, feed)
         self._loop = loop
         self._is_joint = is_joint

@@ -13,7 +13,7 @@ from raysgd.connections.group import Array
 from raysgd.tf import losses, registration
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.replaced_methods import is_replaced, mark_replaced
-from raysgd.tf.step import Step
+from raysgd.tf.step import TFStep
 from raysgd.tf.traced_step import TracedStep
 
 _ONE = np.float64(1.0)
@@ -26,7 +26,7 @@ class SampleWeights:
         evaluates_together: Whether a Keras loop that evaluates has all ranks at the same joint batch.
     """
 
-    def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: Step, validation_step: Step) -> None:
+    def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
         self._exchanges, self._traced = exchanges, traced
         self._step, self._validation_step = step, validation_step
         self.evaluates_together = False

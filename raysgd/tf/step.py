@@ -11,7 +11,7 @@ from raysgd.replicas.drawn_ahead import DrawnAhead
 
 
 @dataclass
-class Step:
+class TFStep:
     """The step that a replica is in, where our own loop hands the batches out.
 
     Attributes:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.connections.group import Votes
+from raysgd.connections.group import EarlyVotes
 from raysgd.engine.types import DataLedger, World
 from raysgd.replicas import streams
 from raysgd.tf import datasets
 from raysgd.tf.datasets import Sharding
-from raysgd.tf.step import Step
+from raysgd.tf.step import TFStep
 
 
 @dataclass(frozen=True)
-class Item:
+class StreamItem:
     """A batch of one replica.
 
     Attributes:
@@ -31,10 +31,10 @@ class Item:
     weights: tuple[float, float] = (0.0, 0.0)
 
 
-class Source(Protocol):
+class TFSource(Protocol):
     """Where the batches of a pass come from."""
 
-    def open(self, consumed: int) -> Iterator[Item]:
+    def open(self, consumed: int) -> Iterator[StreamItem]:
         """Starts a pass after `consumed` samples."""
 
     def num_steps(self) -> int | None:
@@ -89,7 +89,7 @@ class Passes:
         return datasets.noting_passes(self.dataset, skipped, self.begin)
 
 
-class DividedSource:
+class TFDividedSource:
     """A dataset that the library divides.
 
     Args:
@@ -106,11 +106,11 @@ class DividedSource:
         self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
         self._num_joint = world.size if num_joint is None else num_joint
 
-    def open(self, consumed: int) -> Iterator[Item]:
+    def open(self, consumed: int) -> Iterator[StreamItem]:
         self._passes.begin()
         joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
-            item = Item(batch, int(own), int(total), tuple(weights.numpy()))
+            item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
             consumed += item.num_joint
             if item.num_samples or self._pads:
                 yield item
@@ -144,10 +144,10 @@ class OwnSource:
         votes: How ranks that step together agree; None for those that do not.
     """
 
-    def __init__(self, dataset: Any, votes: Votes | None) -> None:
+    def __init__(self, dataset: Any, votes: EarlyVotes | None) -> None:
         self._dataset, self._votes = dataset, votes
 
-    def open(self, consumed: int) -> Iterator[Item]:
+    def open(self, consumed: int) -> Iterator[StreamItem]:
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
@@ -160,25 +160,25 @@ class OwnSource:
                     "with. Give every rank at least one batch."
                 )
             else:
-                yield Item(last.batch, 0, 0)
+                yield StreamItem(last.batch, 0, 0)
 
-    def _alone(self) -> Iterator[Item]:
+    def _alone(self) -> Iterator[StreamItem]:
         for batch in self._dataset:
-            yield Item(batch, int(datasets.num_samples(batch)), 0)
+            yield StreamItem(batch, int(datasets.num_samples(batch)), 0)
 
     def num_steps(self) -> int | None:
         number = int(self._dataset.cardinality())
         return number if self._votes is None and number >= 0 else None
 
 
-class OncePerCall:
+class TFOncePerCall:
     """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TFSource) -> None:
         self._source = source
         self._is_used = False
 
-    def open(self, consumed: int) -> Iterator[Item]:
+    def open(self, consumed: int) -> Iterator[StreamItem]:
         if self._is_used:
             return iter(())
         self._is_used = True
@@ -188,7 +188,7 @@ class OncePerCall:
         return self._source.num_steps()
 
 
-def in_lockstep(items: Iterator[Any], votes: Votes) -> Iterator[Any]:
+def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
     """The items of this rank, then None until all ranks have run out."""
     coming = next(items, None)
     vote = votes.ask(coming is not None)
@@ -198,7 +198,7 @@ def in_lockstep(items: Iterator[Any], votes: Votes) -> Iterator[Any]:
         yield item
 
 
-def lockstep_dataset(dataset: Any, votes: Votes) -> Any:
+def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
 
     Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
@@ -218,7 +218,7 @@ def lockstep_dataset(dataset: Any, votes: Votes) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
-class BatchStream(streams.BatchStream[Item, Step]):
+class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
     """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
 
     Attributes:
@@ -234,7 +234,7 @@ class BatchStream(streams.BatchStream[Item, Step]):
 
     def ledger(self) -> DataLedger | None:
         """What became of the samples; None where each rank has its own. May be called from a second thread."""
-        if not isinstance(self.source, DividedSource):
+        if not isinstance(self.source, TFDividedSource):
             return None
         completed = self._completed
         in_flight = max(0, self.consumed - completed) if self._num_open else 0
@@ -248,11 +248,11 @@ class BatchStream(streams.BatchStream[Item, Step]):
         super().resume(pass_index, consumed)
         self.consumed = self._completed = consumed
 
-    def _begin_pass(self, consumed: int) -> Iterator[Item]:
+    def _begin_pass(self, consumed: int) -> Iterator[StreamItem]:
         self.consumed = self._completed = consumed
         return iter(self.source.open(consumed))
 
-    def _begin_step(self, item: Item, is_last: bool) -> Any:
+    def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
         self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)
         self.consumed += item.num_joint
         return item.batch

@@ -27,7 +27,7 @@ from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.replicas.history import Kind
-from raysgd.replicas.prediction_data import Asked, Found
+from raysgd.replicas.prediction_data import BatchRequest, Found
 from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
@@ -228,7 +228,7 @@ class TFTrainer(ChangingTrainer):
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         return call_data.whole(dataset, config, self.seed, travels=not self._group_settings.is_driver_only)
 
-    def _to_predict(self, data: Any, asked: Asked) -> Found:
+    def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:

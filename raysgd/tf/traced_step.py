@@ -29,7 +29,7 @@ class GradientsFound(Exception):
         self.gradients = gradients
 
 
-class Applied:
+class AppliedOptimizer:
     """What an optimizer was given in a step, without the numbers."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ class TracedStep:
     @property
     def num_applied(self) -> int:
         """How many times gradients were applied."""
-        return sum(isinstance(exchange, Applied) for exchange in self.exchanges)
+        return sum(isinstance(exchange, AppliedOptimizer) for exchange in self.exchanges)
 
     def num_samples_or_unknown(self) -> Any:
         """A tensor, also where no step is being traced: -1."""
@@ -111,7 +111,7 @@ class TracedStep:
         """What the traced step has changed so far: to wait for, so that a loss of workers finds no half of it."""
         import tensorflow as tf
 
-        applied = [exchange for exchange in self.exchanges if isinstance(exchange, Applied)]
+        applied = [exchange for exchange in self.exchanges if isinstance(exchange, AppliedOptimizer)]
         if not applied or tf.executing_eagerly():
             return []
         return [tf.convert_to_tensor(variable) for exchange in applied for variable in exchange.variables]

@@ -18,8 +18,8 @@ from typing import Any
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import NUM_STEPS as NUM_STEPS  # is found here too
-from raysgd.replicas.operator import BaseOperator, View, required
-from raysgd.replicas.parts import Parts, refuse_unknown
+from raysgd.replicas.operator import BaseOperator, ReadOnlyView, required
+from raysgd.replicas.parts import RegisteredParts, refuse_unknown
 from raysgd.replicas.putting_back import putting_back
 from raysgd.replicas.ray_batches import RayLoader, ray_batches
 from raysgd.tf import registration
@@ -74,7 +74,10 @@ class TrainingOperator(BaseOperator):
     run_eagerly = False
 
     _raysgd: TFInternals
-    _models, _optimizers = View("registered.models", _REGISTER), View("registered.optimizers", _REGISTER)
+    _models, _optimizers = (
+        ReadOnlyView("registered.models", _REGISTER),
+        ReadOnlyView("registered.optimizers", _REGISTER),
+    )
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, TFInternals(self, config, context))
@@ -237,7 +240,7 @@ class TrainingOperator(BaseOperator):
             for model in model_parts.items:
                 registration.require_compiled(model, "`register` without `optimizers`: the operator")
             compiled = [model.optimizer for model in model_parts.items]
-            optimizer_parts = Parts(compiled, model_parts.container)
+            optimizer_parts = RegisteredParts(compiled, model_parts.container)
         else:
             optimizer_parts = registration.optimizers_of(optimizers)
         if loss is not None and not callable(loss):

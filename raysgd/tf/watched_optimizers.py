@@ -13,7 +13,7 @@ from raysgd.tf import registration
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.gradient_averager import GradientAverager
 from raysgd.tf.replaced_methods import is_replaced, mark_replaced
-from raysgd.tf.traced_step import Applied, TracedStep
+from raysgd.tf.traced_step import AppliedOptimizer, TracedStep
 
 
 class WatchedOptimizers:
@@ -91,7 +91,7 @@ class WatchedOptimizers:
                 registration.build_optimizer(optimizer, variables)
             self._refuse_strangers(optimizer, variables)
             self._traced.show(gradients)
-            self._traced.note(Applied(optimizer, variables, gradients))
+            self._traced.note(AppliedOptimizer(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
                 return inner(averaged, trainable_variables)
@@ -106,7 +106,7 @@ class WatchedOptimizers:
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             self._refuse_strangers(optimizer, variables)
             self._traced.show(gradients)
-            self._traced.note(Applied(optimizer, variables, gradients))
+            self._traced.note(AppliedOptimizer(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
                 return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)

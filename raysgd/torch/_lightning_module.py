@@ -40,7 +40,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any]) -> Any:
     return module_cls(config=config) if takes_config else module_cls()
 
 
-class Hooks:
+class LightningHooks:
     """The methods of a module that a trainer calls."""
 
     def __init__(self, module: Any) -> None:

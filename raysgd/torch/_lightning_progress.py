@@ -8,7 +8,7 @@ from typing import Any
 _KEY = "raysgd_progress"
 
 
-class Progress:
+class LightningProgress:
     """Optimizer steps, which are not the batches of the library, and the batches since the epoch began.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch._lightning_module import Hooks
+from raysgd.torch._lightning_module import LightningHooks
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ OTHER_STAGES = ("test_", "predict_", "on_test_", "on_predict_")
 """How hooks begin that belong to other stages than training and validation: only `predict_step` is ever called."""
 
 
-def warn_of_what_is_not_called(hooks: Hooks, name: str) -> None:
+def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
     """Says in the log which hooks of a module have no effect.
 
     Args:

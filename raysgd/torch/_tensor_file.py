@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from raysgd._plain_pickle import Function, PlainUnpickler, set_attributes
-from raysgd._stored_archive import Member, members
+from raysgd._stored_archive import ArchiveMember, members
 from raysgd._strict_reading import NotPlainError, fill, require
 
 _ALIGNMENT = 16
@@ -68,7 +68,7 @@ def read_old(file: IO[bytes], num_bytes: int) -> Any:
     return state
 
 
-def _without_folder(found: Mapping[str, Member]) -> dict[str, Member]:
+def _without_folder(found: Mapping[str, ArchiveMember]) -> dict[str, ArchiveMember]:
     """The members by their names inside the one folder that an archive has."""
     parted = [name.partition("/") for name in found]
     require(len({folder for folder, _, _ in parted}) == 1, "it has several folders")
@@ -76,7 +76,7 @@ def _without_folder(found: Mapping[str, Member]) -> dict[str, Member]:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _TensorStorage:
     """The memory of tensors."""
 
     memory: torch.UntypedStorage
@@ -86,29 +86,29 @@ class _Storage:
 class _ArchivedStorages:
     """Those that are members of an archive."""
 
-    def __init__(self, archive: memoryview, found: Mapping[str, Member]) -> None:
+    def __init__(self, archive: memoryview, found: Mapping[str, ArchiveMember]) -> None:
         self._archive = archive
         self._members = found
         order = found["byteorder"].of(archive) if "byteorder" in found else b"little"
         self._is_swapped = (order == _BIG_ENDIAN) != (sys.byteorder == "big")
-        self._found: dict[str, _Storage] = {}
+        self._found: dict[str, _TensorStorage] = {}
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> ArchiveMember:
         """Where a member lies."""
         require(name in self._members, f"it has no `{name[:50]}`")
         return self._members[name]
 
-    def load(self, identity: Any) -> _Storage:
+    def load(self, identity: Any) -> _TensorStorage:
         """The memory that a pickle means."""
         dtype, key, num_values = _checked_identity(identity)
         if key not in self._found:
             member = self.member(f"data/{key}")
             require(num_values * dtype.itemsize == member.num_bytes, "a tensor's memory has another size than it says")
-            self._found[key] = _Storage(self._memory(member, dtype), dtype)
+            self._found[key] = _TensorStorage(self._memory(member, dtype), dtype)
         require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
         return self._found[key]
 
-    def _memory(self, member: Member, dtype: torch.dtype) -> torch.UntypedStorage:
+    def _memory(self, member: ArchiveMember, dtype: torch.dtype) -> torch.UntypedStorage:
         if not member.num_bytes:
             return torch.UntypedStorage(0)
         content = torch.frombuffer(self._archive, dtype=torch.uint8, count=member.num_bytes, offset=member.start)
@@ -123,16 +123,16 @@ class _OldStorages:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes_left = num_bytes
-        self._found: dict[str, _Storage] = {}
+        self._found: dict[str, _TensorStorage] = {}
 
-    def load(self, identity: Any) -> _Storage:
+    def load(self, identity: Any) -> _TensorStorage:
         """The memory that a pickle means. It is filled later."""
         *identity, view = identity
         dtype, key, num_values = _checked_identity(identity)
         if key not in self._found:
             self._num_bytes_left -= num_values * dtype.itemsize
             require(self._num_bytes_left >= 0, "its tensors are larger than the file")
-            self._found[key] = _Storage(torch.UntypedStorage(num_values * dtype.itemsize), dtype)
+            self._found[key] = _TensorStorage(torch.UntypedStorage(num_values * dtype.itemsize), dtype)
         require(self._found[key].dtype == dtype, "a tensor's memory is of two kinds")
         return self._found[key] if view is None else _part(self._found[key], *view[1:])
 
@@ -157,13 +157,13 @@ def _checked_identity(identity: Any) -> tuple[torch.dtype, str, int]:
     return kind, key, num_values
 
 
-def _part(storage: _Storage, start: Any, num_values: Any) -> _Storage:
+def _part(storage: _TensorStorage, start: Any, num_values: Any) -> _TensorStorage:
     size = storage.dtype.itemsize
     require(type(start) is int and type(num_values) is int and start >= 0 and num_values >= 0, "no part of a memory")
     require((start + num_values) * size <= storage.memory.nbytes(), "a part of a memory lies outside of it")
     memory = storage.memory[start * size : (start + num_values) * size]
     assert isinstance(memory, torch.UntypedStorage)
-    return _Storage(memory, storage.dtype)
+    return _TensorStorage(memory, storage.dtype)
 
 
 class _Tensors:
@@ -198,7 +198,7 @@ class _Tensors:
         metadata: Any = None,
     ) -> torch.Tensor:
         """A tensor in its memory, if it lies in there with all its values."""
-        require(isinstance(storage, _Storage), "a tensor without its memory")
+        require(isinstance(storage, _TensorStorage), "a tensor without its memory")
         _check_numbers(offset, *_checked_shape(size, stride))
         memory, dtype = storage.memory, storage.dtype
         num_values = math.prod(size)
@@ -217,8 +217,8 @@ class _Tensors:
         self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *more: Any
     ) -> torch.Tensor:
         """A tensor whose memory does not say of which kind it is."""
-        require(isinstance(storage, _Storage) and isinstance(dtype, torch.dtype), "a tensor of no kind")
-        return self._tensor(_Storage(storage.memory, dtype), offset, size, stride, requires_grad, hooks, *more)
+        require(isinstance(storage, _TensorStorage) and isinstance(dtype, torch.dtype), "a tensor of no kind")
+        return self._tensor(_TensorStorage(storage.memory, dtype), offset, size, stride, requires_grad, hooks, *more)
 
     def _count(self, place: Any, num_bytes: int) -> None:
         if place not in self._seen:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from raysgd.torch.batch_norms import SINGLE_SAMPLE
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _SINGLE = "Expected more than 1 value per channel when training"
@@ -16,7 +16,7 @@ _MOST_NAMES = 5
 
 
 @contextmanager
-def with_advice(models: Iterable[torch.nn.Module], divided: Step | None = None) -> Iterator[None]:
+def with_advice(models: Iterable[torch.nn.Module], divided: BatchStep | None = None) -> Iterator[None]:
     """Put advice before the words of an exception that it knows; the exception stays the same object.
 
     Args:

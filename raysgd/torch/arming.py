@@ -7,11 +7,11 @@ from raysgd.torch.internals import TorchInternals
 from raysgd.torch.logical_shards import LogicalShards
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step_loop import overrides
-from raysgd.torch.streams import Source
+from raysgd.torch.streams import LoaderSource
 from raysgd.torch.training_operator import TrainingOperator
 
 
-class Arming:
+class StepArming:
     """Gets ready for the steps of calls, and ends the last step of each.
 
     Args:
@@ -24,7 +24,7 @@ class Arming:
         self._internals: TorchInternals = operator._raysgd
         self._parallel = parallel
 
-    def begin(self, epoch_idx: int, source: Source | None = None) -> None:
+    def begin(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
         """Gets ready for the steps of a call over such data.
 
         Raises:

@@ -14,8 +14,8 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNor
 from torch.nn.functional import batch_norm
 
 from raysgd.torch.pass_plan import PassPlan
-from raysgd.torch.step import Step
-from raysgd.torch.streams import DividedSource
+from raysgd.torch.step import BatchStep
+from raysgd.torch.streams import DividedLoaderSource
 
 LOCAL = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 """Those that look at the batch of their own rank."""
@@ -29,7 +29,7 @@ SINGLE_SAMPLE = (
 
 
 @contextmanager
-def refusing_single_samples(models: Iterable[Module], source: DividedSource, step: Step) -> Iterator[None]:
+def refusing_single_samples(models: Iterable[Module], source: DividedLoaderSource, step: BatchStep) -> Iterator[None]:
     """Refuse a pass with a share that a batch norm cannot train on in its first step, instead of where it comes.
 
     Only what each sample gives as one value is sure to fail: images have many values per channel, and a model may join

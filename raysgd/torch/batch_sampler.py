@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from raysgd.replicas.division import Division, Shards
+from raysgd.replicas.division import Division, ShardedJointBatch
 from raysgd.torch.pass_plan import PassPlan, SpeedsAt, check_range, no_speeds
 from raysgd.torch.sample_order import Indices, SampleOrder, SamplerOrder
 
@@ -49,13 +49,13 @@ class JointBatches:
     num_shards: int = 0
     multiple: int = 1
 
-    def division(self, joint_size: int, world_size: int) -> Division | Shards:
+    def division(self, joint_size: int, world_size: int) -> Division | ShardedJointBatch:
         """Return how joint batches of a size are divided."""
         if not self.num_shards:
             return Division(joint_size, world_size, self.cap)
         cap = self.cap or (joint_size // self.multiple if self.multiple > 1 else None)
         num_parts = Division(joint_size, self.num_shards, cap).num_batches(joint_size)
-        return Shards(joint_size, world_size, self.num_shards * num_parts, cap)
+        return ShardedJointBatch(joint_size, world_size, self.num_shards * num_parts, cap)
 
 
 class SeededIndices(list[int]):
@@ -201,10 +201,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def num_shards(self) -> int:
         """How many logical shards a joint batch has; 0 where it is divided by ranks."""
         division = self._division
-        return division.num_shards if isinstance(division, Shards) else 0
+        return division.num_shards if isinstance(division, ShardedJointBatch) else 0
 
     @property
-    def _division(self) -> Division | Shards:
+    def _division(self) -> Division | ShardedJointBatch:
         if self.joint is None:
             return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
         return self.joint.division(self.batch_size, self.world_size)

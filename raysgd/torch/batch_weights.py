@@ -16,7 +16,7 @@ import torch
 
 from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
 from raysgd._once import Once
-from raysgd.torch.criteria import Comparison, Labels, are_classes, means_over_labels
+from raysgd.torch.criteria import Comparison, CountedLabels, are_classes, means_over_labels
 from raysgd.torch.parallel import NoParallel
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ class BatchWeights:
         """Look for signs that a batch does not count by its samples, whose loss is none of PyTorch's."""
         step = self._parallel.step
         if self._matters and not step.amounts and not step.is_padding and are_classes(target):
-            self._compare(Labels.of(self._criterion), target)
+            self._compare(CountedLabels.of(self._criterion), target)
 
-    def _compare(self, labels: Labels, target: torch.Tensor, amount: Any = None) -> None:
+    def _compare(self, labels: CountedLabels, target: torch.Tensor, amount: Any = None) -> None:
         """Compare what counts with the number of all labels."""
         if labels.class_weights is not None:
             self._differ = True

@@ -15,7 +15,7 @@ from raysgd.replicas import trees
 from raysgd.replicas.arrays import Arrays, as_arrays, is_frame, is_of_arrays
 from raysgd.replicas.prediction_data import num_rows_of
 from raysgd.replicas.ray_batches import BatchForm
-from raysgd.replicas.whole_data import Creator, Dealt, creator_of, is_creator, size_of
+from raysgd.replicas.whole_data import Creator, DealtBatches, creator_of, is_creator, size_of
 from raysgd.torch.batch_sampler import JointBatches
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sampling import ShardedLoader, shard_loader
@@ -53,7 +53,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OfRows:
+class DatasetLoader:
     """A loader that is made over a dataset.
 
     Attributes:
@@ -72,7 +72,7 @@ class OfRows:
 
 
 @dataclass(frozen=True)
-class OfLoader:
+class UserLoader:
     """A loader of the user's.
 
     Attributes:
@@ -107,7 +107,7 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
     return next((loader.collate_fn for loader in found), None)
 
 
-def whole(dataset: Any, config: Mapping[str, Any]) -> OfRows | OfLoader | Creator | None:
+def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | UserLoader | Creator | None:
     """What every worker makes its loader of; None for data of another kind.
 
     Args:
@@ -118,20 +118,20 @@ def whole(dataset: Any, config: Mapping[str, Any]) -> OfRows | OfLoader | Creato
         ValueError: There is no batch size, or arrays differ in their number of rows.
     """
     if isinstance(dataset, DataLoader):
-        return OfLoader(dataset)
+        return UserLoader(dataset)
     if isinstance(dataset, Arrays):
         return _of_arrays(dataset, config)
     if is_frame(dataset) or is_of_arrays(dataset):
         return _of_arrays(Arrays(dataset), config)
     if isinstance(dataset, Dataset) or has_samples(dataset):
-        return OfRows(dataset, size_of(f"a `{type(dataset).__name__}`", None, config), {})
+        return DatasetLoader(dataset, size_of(f"a `{type(dataset).__name__}`", None, config), {})
     return creator_of(dataset, config)
 
 
-def _of_arrays(data: Arrays, config: Mapping[str, Any]) -> OfRows:
+def _of_arrays(data: Arrays, config: Mapping[str, Any]) -> DatasetLoader:
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     rows = ArrayRows(as_arrays(data.data, in_columns=data.feature_columns is not None), data.form)
-    return OfRows(rows, size, {"shuffle": data.shuffle, "drop_last": data.drop_last, "collate_fn": _as_it_is})
+    return DatasetLoader(rows, size, {"shuffle": data.shuffle, "drop_last": data.drop_last, "collate_fn": _as_it_is})
 
 
 def seed_of(loader: Any, seed: int) -> int:
@@ -162,4 +162,4 @@ def divided(loader: Any, world: World, training: bool, joint: JointBatches | Non
         )
     if isinstance(sharded, ShardedLoader) or sharded.divides_data or not world.is_distributed:
         return sharded if isinstance(sharded, ShardedLoader) else loader
-    return Dealt(loader, world)
+    return DealtBatches(loader, world)

@@ -19,7 +19,7 @@ Reading = Literal["classes", "logits", "probabilities", "values"]
 
 
 @dataclass(frozen=True, eq=False)
-class Labels:
+class CountedLabels:
     """The labels that a mean is over: all but the ignored ones, each by the weight of its class.
 
     Attributes:
@@ -31,7 +31,7 @@ class Labels:
     class_weights: torch.Tensor | None
 
     @classmethod
-    def of(cls, criterion: Any) -> Labels:
+    def of(cls, criterion: Any) -> CountedLabels:
         """Return those that the settings of a criterion name, whatever it does with them."""
         ignored, weights = _setting(criterion, "ignore_index"), _setting(criterion, "weight")
         is_given = isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter)
@@ -70,7 +70,7 @@ class Comparison:
     reading: Reading
     output: Any
     target: Any
-    labels: Labels | None
+    labels: CountedLabels | None
     is_mean: bool
 
     @property
@@ -148,9 +148,9 @@ def compared_by(criterion: Any, output: Any, target: Any) -> Comparison | None:
     return None if loss is None else _comparison(whole, loss, output, target)
 
 
-def means_over_labels(criterion: Any) -> list[Labels]:
+def means_over_labels(criterion: Any) -> list[CountedLabels]:
     """Return the labels that the means in a criterion are over."""
-    return [Labels.of(part) for part, loss in losses_in(criterion) if loss.counts_labels and _is_mean(part)]
+    return [CountedLabels.of(part) for part, loss in losses_in(criterion) if loss.counts_labels and _is_mean(part)]
 
 
 def in_host(number: torch.Tensor) -> Any:
@@ -180,7 +180,7 @@ def _tell(
 
 
 def _comparison(part: Any, loss: _Loss, output: Any, target: Any) -> Comparison:
-    labels = Labels.of(part) if loss.counts_labels and are_classes(target) else None
+    labels = CountedLabels.of(part) if loss.counts_labels and are_classes(target) else None
     return Comparison(loss.reading, output, target, labels, _is_mean(part))
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel import NoParallel
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
@@ -140,7 +140,7 @@ def _goes_at_once(model: DistributedDataParallel) -> bool:
     )
 
 
-def _weight(step: Step, gradients: torch.Tensor) -> None:
+def _weight(step: BatchStep, gradients: torch.Tensor) -> None:
     weight = step.outgoing_weight()
     if weight != 1.0:
         gradients.mul_(weight)

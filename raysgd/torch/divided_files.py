@@ -24,8 +24,8 @@ from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import _seal, checkpoint_file
 from raysgd.torch._tensor_file import read_archive
 from raysgd.torch.divided_folder import DIVIDED, FORMAT_VERSION, RANKS, REST, joined, name_of
-from raysgd.torch.divided_index import Files, Path_, Piece, Stored, checked_files, checked_tensors
-from raysgd.torch.divided_snapshot import Room
+from raysgd.torch.divided_index import Files, Path_, StoredTensor, TensorPiece, checked_files, checked_tensors
+from raysgd.torch.divided_snapshot import TensorToFill
 from raysgd.torch.rng import RNG
 
 _METADATA = ".metadata"
@@ -34,7 +34,7 @@ _PIECE_BYTES = 2**20
 
 def write_part(
     folder: str, tensors: Mapping[Path_, torch.Tensor], rank: int, group: Any
-) -> tuple[Files, Sequence[Stored]]:
+) -> tuple[Files, Sequence[StoredTensor]]:
     """Writes what this rank holds; all ranks do this at the same time.
 
     What all ranks have alike is written by rank 0.
@@ -51,7 +51,7 @@ def write_part(
     return files, () if rank else [_stored(path, metadata) for path in tensors]
 
 
-def _stored(path: Path_, metadata: Metadata) -> Stored:
+def _stored(path: Path_, metadata: Metadata) -> StoredTensor:
     """Where the library put a tensor."""
     name = name_of(path)
     facts: Any = metadata.state_dict_metadata[name]
@@ -62,8 +62,10 @@ def _stored(path: Path_, metadata: Metadata) -> Stored:
     for chunk in facts.chunks:
         if chunk.sizes[dim]:
             place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            pieces.append(Piece(chunk.offsets[dim], chunk.sizes[dim], place.relative_path, place.offset, place.length))
-    return Stored(path, facts.properties.dtype, size, dim, tuple(sorted(pieces)))
+            pieces.append(
+                TensorPiece(chunk.offsets[dim], chunk.sizes[dim], place.relative_path, place.offset, place.length)
+            )
+    return StoredTensor(path, facts.properties.dtype, size, dim, tuple(sorted(pieces)))
 
 
 def _facts_of(path: Path) -> tuple[int, str]:
@@ -88,7 +90,7 @@ class DividedFolder:
 
     path: str
     rest: dict[str, Any]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     files: Files
 
     def outline(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class DividedFolder:
         wanted = [
             _Wanted(piece, stored, room)
             for stored in self.tensors
-            for room in [Room.of(tensors[stored.path])]
+            for room in [TensorToFill.of(tensors[stored.path])]
             for piece in stored.pieces
             if _overlap(piece, room.span(stored.dim))
         ]
@@ -164,9 +166,9 @@ class DividedFolder:
 class _Wanted:
     """A part of a stored tensor, and the room that some of it belongs into."""
 
-    piece: Piece
-    stored: Stored
-    room: Room
+    piece: TensorPiece
+    stored: StoredTensor
+    room: TensorToFill
 
     def take(self, file: IO[bytes]) -> None:
         """Reads it."""
@@ -189,7 +191,7 @@ def _place(part: _Wanted) -> tuple[str, int]:
     return part.piece.file, part.piece.start
 
 
-def _overlap(piece: Piece, span: tuple[int, int]) -> bool:
+def _overlap(piece: TensorPiece, span: tuple[int, int]) -> bool:
     return piece.first < span[1] and span[0] < piece.first + piece.length
 
 

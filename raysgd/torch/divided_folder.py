@@ -24,7 +24,7 @@ import torch
 from raysgd._atomic_file import held, remove_leftovers, sync
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import checkpoint_file
-from raysgd.torch.divided_index import Files, Path_, Stored
+from raysgd.torch.divided_index import Files, Path_, StoredTensor
 from raysgd.torch.rng import RNG
 
 REST = "rest.pt"
@@ -69,7 +69,7 @@ class WrittenPart:
 
     rest: dict[str, Any] | None
     own: Any
-    tensors: Sequence[Stored]
+    tensors: Sequence[StoredTensor]
     files: Files
 
 

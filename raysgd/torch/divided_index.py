@@ -29,7 +29,7 @@ _MAX_REPETITION = 16
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, as one archive inside a file.
 
     Attributes:
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in the files.
 
     Attributes:
@@ -63,9 +63,9 @@ class Stored:
     dtype: torch.dtype
     size: tuple[int, ...]
     dim: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
-    def size_of(self, piece: Piece) -> tuple[int, ...]:
+    def size_of(self, piece: TensorPiece) -> tuple[int, ...]:
         """The shape of a part."""
         return (*self.size[: self.dim], piece.length, *self.size[self.dim + 1 :])
 
@@ -83,7 +83,7 @@ def checked_files(files: Any) -> Files:
     return dict(files)
 
 
-def checked_tensors(entries: Any, files: Files) -> tuple[Stored, ...]:
+def checked_tensors(entries: Any, files: Files) -> tuple[StoredTensor, ...]:
     """The tensors, as `dataclasses.astuple` wrote them, if all of each lies in the files.
 
     Raises:
@@ -98,14 +98,14 @@ def checked_tensors(entries: Any, files: Files) -> tuple[Stored, ...]:
     return tensors
 
 
-def _stored(files: Files, path: Any, dtype: Any, size: Any, dim: Any, pieces: Any) -> Stored:
+def _stored(files: Files, path: Any, dtype: Any, size: Any, dim: Any, pieces: Any) -> StoredTensor:
     require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
     require(all(type(step) in (str, int) for step in path), "a tensor has no place")
     require(isinstance(dtype, torch.dtype), "a tensor is of no kind")
     require(type(size) is tuple and 0 < len(size) <= _MAX_DIMS and _are_sizes(size), "a tensor has no shape")
     require(math.prod(max(1, length) for length in size) < _MAX_SIZE, "a tensor has no shape")
     require(type(dim) is int and 0 <= dim < len(size), "a tensor is divided by no dimension")
-    stored = Stored(path, dtype, size, dim, tuple(Piece(*piece) for piece in pieces))
+    stored = StoredTensor(path, dtype, size, dim, tuple(TensorPiece(*piece) for piece in pieces))
     position = 0
     for piece in stored.pieces:
         _check_piece(stored, piece, files)
@@ -115,7 +115,7 @@ def _stored(files: Files, path: Any, dtype: Any, size: Any, dim: Any, pieces: An
     return stored
 
 
-def _check_piece(stored: Stored, piece: Piece, files: Files) -> None:
+def _check_piece(stored: StoredTensor, piece: TensorPiece, files: Files) -> None:
     require(_are_sizes((piece.first, piece.length, piece.start, piece.num_bytes)), "a part of a tensor has no size")
     require(piece.length > 0, "a part of a tensor is empty")
     require(type(piece.file) is str and piece.file in files, "a part of a tensor is in no file of the list")

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from raysgd._state_codec import decode
-from raysgd.engine.transfers import Parts
+from raysgd.engine.transfers import DividedValue
 from raysgd.torch.divided_folder import joined, split
 from raysgd.torch.divided_index import Path_
 
@@ -50,7 +50,7 @@ def _dim_of(tensor: torch.Tensor) -> int | None:
 class DividedSnapshot:
     """Reads the parts of all ranks, each when it is needed."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: DividedValue) -> None:
         self._parts = parts
         self.part = cache(self._read)
         self.first = self.part(0)
@@ -94,7 +94,7 @@ class DividedSnapshot:
 
     def _fill(self, path: Path_, room: torch.Tensor) -> None:
         dim, total = self.first["dims"][path], self.first["shapes"][path]
-        place = Room.of(room)
+        place = TensorToFill.of(room)
         if dim is None:
             place.take(self.first["tensors"][path], 0, 0)
             return
@@ -104,7 +104,7 @@ class DividedSnapshot:
 
 
 @dataclass(frozen=True)
-class Room:
+class TensorToFill:
     """A tensor to fill, or this rank's part of one.
 
     Attributes:
@@ -118,7 +118,7 @@ class Room:
     begin: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Room:
+    def of(cls, tensor: torch.Tensor) -> TensorToFill:
         """That of a tensor."""
         dim = _dim_of(tensor)
         if not isinstance(tensor, DTensor) or dim is None:

@@ -22,22 +22,22 @@ from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sample_order import SamplerOrder
-from raysgd.torch.sampling import ShardedLoader, Unsharded
-from raysgd.torch.step import Step
+from raysgd.torch.sampling import ShardedLoader, UndividedLoader
+from raysgd.torch.step import BatchStep
 from raysgd.torch.streams import (
     Agreement,
-    BatchStream,
-    DividedSource,
+    DividedLoaderSource,
+    LoaderOncePerCall,
+    LoaderSource,
     LockstepSource,
-    OncePerCall,
     PlainSource,
-    Source,
+    TorchBatchStream,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class Feed(feed.Feed):
+class TorchFeed(feed.Feed):
     """Hands out the streams over loaders.
 
     Args:
@@ -50,11 +50,11 @@ class Feed(feed.Feed):
         balance: Whether shares follow the speed of the ranks.
     """
 
-    divided_source = DividedSource
+    divided_source = DividedLoaderSource
 
     def __init__(
         self,
-        data_of: Callable[[str], ShardedLoader | Unsharded | None],
+        data_of: Callable[[str], ShardedLoader | UndividedLoader | None],
         parallel: NoParallel,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
@@ -73,20 +73,20 @@ class Feed(feed.Feed):
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
         self._order_before: int | None = None
-        self._of_call: tuple[str | None, BatchStream | None] = (None, None)
+        self._of_call: tuple[str | None, TorchBatchStream | None] = (None, None)
         self._loaders: dict[str, tuple[str | None, Any]] = {}
 
-    def training(self, request: EpochRequest) -> BatchStream:
+    def training(self, request: EpochRequest) -> TorchBatchStream:
         """The stream to train on: over the data of the request if it has some, else over the train loader."""
         if request.shard_key is not None:
             return self._stream_of_call(request)
-        stream: BatchStream = super().training(request)
-        if isinstance(stream.source, DividedSource):
+        stream: TorchBatchStream = super().training(request)
+        if isinstance(stream.source, DividedLoaderSource):
             self._prepare_check(stream.source)
             self._prepare_counts(stream.source)
         return stream
 
-    def _prepare_counts(self, source: DividedSource) -> None:
+    def _prepare_counts(self, source: DividedLoaderSource) -> None:
         """Lets the shares of a source follow the speed of the ranks, or else the samples that collators return."""
         if self._world_size == 1 or not self._parallel.synchronizes or source.num_shards:
             return
@@ -96,18 +96,18 @@ class Feed(feed.Feed):
             balancing = Balancing(self._rank, self._world_size, self._parallel.exchanges.own_s, self._start_sum())
             source.follow(balancing)
 
-    def _stream_of_call(self, request: EpochRequest) -> BatchStream:
+    def _stream_of_call(self, request: EpochRequest) -> TorchBatchStream:
         """One that continues where the last call with the same data stopped."""
         self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
-            stream = BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
+            stream = TorchBatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
             self._go_to_place(stream, self.data_of_call.get("train"))
             self._of_call = request.shard_key, stream
         return stream
 
-    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Source:
+    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> LoaderSource:
         """Where the batches of data of a call come from."""
         share = self.data_of_call[name]
         data: Any = _DataOfCall(share)
@@ -115,18 +115,18 @@ class Feed(feed.Feed):
             loader = self._made(name, request, share)
             data = call_data.divided(loader, World(self._rank, self._world_size), training, self._joint)
             if isinstance(data, ShardedLoader):
-                source = DividedSource(data, call_data.seed_of(loader, request.seed))
+                source = DividedLoaderSource(data, call_data.seed_of(loader, request.seed))
                 if training:
                     self._prepare_counts(source)
                 return source
-        return self._plain_source(data, lockstep=True) if training else OncePerCall(data)
+        return self._plain_source(data, lockstep=True) if training else LoaderOncePerCall(data)
 
     def _made(self, name: str, request: EpochRequest, share: WholeShare) -> Any:
         """What a share makes, once for all calls that use it."""
         key, loader = self._loaders.get(name, (None, None))
         if key != request.shard_key:
             data = share.data
-            loader = data.make(self.collate_fn(name)) if isinstance(data, call_data.OfRows) else data.make()
+            loader = data.make(self.collate_fn(name)) if isinstance(data, call_data.DatasetLoader) else data.make()
             self._loaders[name] = request.shard_key, loader
         return loader
 
@@ -135,10 +135,10 @@ class Feed(feed.Feed):
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
-    def _go_to_place(self, stream: BatchStream, share: Any) -> None:
+    def _go_to_place(self, stream: TorchBatchStream, share: Any) -> None:
         """Goes on where the last call with the same data stopped, if the workers were given them again."""
         place, source = getattr(share, "place", None), stream.source
-        if place is None or not isinstance(source, DividedSource):
+        if place is None or not isinstance(source, DividedLoaderSource):
             return
         self.data_of_call["train"] = replace(share, place=None)
         if place.consumed < source.num_samples:
@@ -152,28 +152,32 @@ class Feed(feed.Feed):
         super().close()
         self._of_call = None, None
 
-    def _open_training(self, request: EpochRequest) -> BatchStream:
+    def _open_training(self, request: EpochRequest) -> TorchBatchStream:
         source = self._source("train", request.seed, lockstep=True)
-        return BatchStream(source, self._parallel.step, self.begin_pass, self._undo)
+        return TorchBatchStream(source, self._parallel.step, self.begin_pass, self._undo)
 
-    def _open_validation(self, request: EpochRequest) -> BatchStream:
-        return BatchStream(self._validation_source(request), _StepOfEvaluation(self._parallel), lambda: 0)
+    def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
+        return TorchBatchStream(self._validation_source(request), _StepOfEvaluation(self._parallel), lambda: 0)
 
-    def _validation_source(self, request: EpochRequest) -> Source:
+    def _validation_source(self, request: EpochRequest) -> LoaderSource:
         if request.shard_key is not None:
             return self._source_of_call("validation", request, training=False)
         loader = self.ray_loader("validation")
-        return OncePerCall(loader) if loader is not None else self._source("validation", request.seed, lockstep=False)
+        return (
+            LoaderOncePerCall(loader)
+            if loader is not None
+            else self._source("validation", request.seed, lockstep=False)
+        )
 
-    def _source(self, name: str, seed: int, *, lockstep: bool) -> Source:
+    def _source(self, name: str, seed: int, *, lockstep: bool) -> LoaderSource:
         data = self._data_of(name)
         if data is None:
             return PlainSource(_Missing(name))
         if isinstance(data, ShardedLoader):
-            return DividedSource(data, seed)
+            return DividedLoaderSource(data, seed)
         return self._plain_source(data.loader, lockstep)
 
-    def _plain_source(self, loader: Any, lockstep: bool) -> Source:
+    def _plain_source(self, loader: Any, lockstep: bool) -> LoaderSource:
         if lockstep and self._parallel.synchronizes:
             self._agreement = self._agreement or Agreement(self._start_sum())
             return LockstepSource(loader, self._world_size, self._agreement)
@@ -184,7 +188,7 @@ class Feed(feed.Feed):
         self._summation = self._summation or self._parallel.summation()
         return self._summation
 
-    def _prepare_check(self, source: DividedSource) -> None:
+    def _prepare_check(self, source: DividedLoaderSource) -> None:
         """Sees to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
@@ -226,7 +230,7 @@ class Feed(feed.Feed):
         """
         self._rank, self._world_size = rank, size
         self._summation = None
-        if self.train_stream is not None and isinstance(self.train_stream.source, DividedSource):
+        if self.train_stream is not None and isinstance(self.train_stream.source, DividedLoaderSource):
             self.train_stream.source.balancing = None  # what was measured belongs to the former group
         self._of_call = None, None
         self.validation.drop()
@@ -244,11 +248,11 @@ class Feed(feed.Feed):
 
     def ledger(self) -> DataLedger | None:
         stream = self.train_stream
-        if stream is None or not isinstance(stream.source, DividedSource):
+        if stream is None or not isinstance(stream.source, DividedLoaderSource):
             return None
         return DataLedger(stream.pass_index, *stream.ledger())
 
-    def _origin(self, stream: BatchStream) -> dict[str, Any]:
+    def _origin(self, stream: TorchBatchStream) -> dict[str, Any]:
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
         origin = {"seed": stream.source.seed, "num_samples": data.num_samples}
@@ -259,7 +263,7 @@ class Feed(feed.Feed):
         super().go_to(epoch, position)
         self._order_before = None
 
-    def _go_to_position(self, stream: BatchStream, position: Mapping[str, Any]) -> None:
+    def _go_to_position(self, stream: TorchBatchStream, position: Mapping[str, Any]) -> None:
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
         if position["num_samples"] != data.num_samples:
@@ -271,7 +275,7 @@ class Feed(feed.Feed):
             self._order_before = position.get("order")
 
 
-class _StepOfEvaluation(Step):
+class _StepOfEvaluation(BatchStep):
     """A step that trains nothing. Where forward passes take all ranks, the last batch is followed by those of others.
 
     So code behind the user's loop runs on all ranks at the same time, and may talk to other ranks.

@@ -22,7 +22,7 @@ import torch
 Maximum = Callable[[torch.Tensor], object]
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """A part of a model that is put together and taken apart as a whole; all ranks have the same ones."""
 
     @property
@@ -37,7 +37,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Round:
+class ForwardRound:
     """What all ranks said in a round.
 
     Attributes:
@@ -72,7 +72,7 @@ class Round:
 
 
 @dataclass
-class Rounds:
+class ForwardRounds:
     """This rank's place in the rounds.
 
     Attributes:
@@ -81,12 +81,12 @@ class Rounds:
         is_open: Whether there are rounds at all: in an evaluation.
     """
 
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModelPart] = ()
     maximum: Maximum = field(default=lambda tensor: None)
     is_open: bool = False
 
     @contextmanager
-    def opened(self, parts: Sequence[Part], maximum: Maximum) -> Iterator[None]:
+    def opened(self, parts: Sequence[ModelPart], maximum: Maximum) -> Iterator[None]:
         """An evaluation; ends on all ranks at the same time.
 
         A rank whose code raises stays for the others, so that they can finish.
@@ -104,7 +104,7 @@ class Rounds:
             for part in parts:
                 part.take_apart()
 
-    def enter(self, part: Part) -> None:
+    def enter(self, part: ModelPart) -> None:
         """Puts a part together that this rank needs."""
         if not self.is_open or part.is_held or part not in self.parts:
             return
@@ -146,17 +146,17 @@ class Rounds:
         self.parts[chosen].put_together()
         self.parts[chosen].take_apart()
 
-    def _say(self, own: int | None, is_awaited: bool) -> Round:
+    def _say(self, own: int | None, is_awaited: bool) -> ForwardRound:
         wanted = [index == own for index in range(len(self.parts))]
         held = [part.is_held for part in self.parts]
         said = torch.tensor([*wanted, *held, is_awaited], dtype=torch.uint8)
         self.maximum(said)
         heard = [bool(value) for value in said.tolist()]
         count = len(self.parts)
-        return Round(heard[:count], heard[count:-1], heard[-1])
+        return ForwardRound(heard[:count], heard[count:-1], heard[-1])
 
 
-def hook_of(rounds: Rounds, part: Part) -> Callable[..., None]:
+def hook_of(rounds: ForwardRounds, part: ModelPart) -> Callable[..., None]:
     """What to call ahead of each forward pass of a part, compiled or not."""
     enter = partial(rounds.enter, part)
 

@@ -26,11 +26,11 @@ from raysgd._host_buffers import return_large_blocks
 from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
-from raysgd.torch.forward_rounds import Rounds, hook_of
+from raysgd.torch.forward_rounds import ForwardRounds, hook_of
 from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel, repeat_first, take_from_first, trainable
-from raysgd.torch.step import Step, never_defer
+from raysgd.torch.step import BatchStep, never_defer
 
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,8 +51,8 @@ class FSDP(NoParallel):
         self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
         self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
         self._skeletons: dict[int, torch.nn.Module] = {}
-        self._parts: list[_Part] = []
-        self._rounds = Rounds()
+        self._parts: list[_ShardedModule] = []
+        self._rounds = ForwardRounds()
         self._group_beside: Any = None
         if device.type == "cpu":
             return_large_blocks()  # parts of models, which come and go with each forward and backward pass
@@ -212,7 +212,7 @@ class FSDP(NoParallel):
 class _WeightedReduceScatter:
     """The exchange of gradients, weighted on their way out."""
 
-    def __init__(self, step: Step, record: JointRecord) -> None:
+    def __init__(self, step: BatchStep, record: JointRecord) -> None:
         self._step, self._record = step, record
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _ShardedModule:
     """What `fully_shard` puts together at once.
 
     Attributes:
@@ -265,14 +265,14 @@ class _Part:
         self.module.reshard()
 
 
-def _parts_of(model: torch.nn.Module) -> list[_Part]:
+def _parts_of(model: torch.nn.Module) -> list[_ShardedModule]:
     """The parts of a model that have parameters, in the order of its modules."""
-    found: dict[str, _Part] = {}
+    found: dict[str, _ShardedModule] = {}
     divided = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for path, owner in model.named_modules():
         for name, _ in owner.named_parameters(recurse=False):
             owner_of = max((each for each in divided if _is_inside(path, each)), key=len)
-            found.setdefault(owner_of, _Part(model.get_submodule(owner_of), owner, name))
+            found.setdefault(owner_of, _ShardedModule(model.get_submodule(owner_of), owner, name))
     return [found[name] for name in divided if name in found]
 
 

@@ -21,7 +21,7 @@ from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.parallel import NoParallel, Summation
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 _NUM_VOTE_NAMES = 8  # of a vote that no rank waits for any more, and of those that may follow it
 
@@ -179,7 +179,7 @@ class HorovodParallel(HorovodByHand):
 class _Outgoing:
     """What becomes of a gradient before it is sent: Horovod has a place for that, which it calls compression."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: BatchStep) -> None:
         self._step = step
         self.is_weighting = False
 

@@ -23,24 +23,24 @@ from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
 from raysgd.torch import batch_norms, handover, hyperparameters, metric_objects, predicting, rng
 from raysgd.torch.advice import with_advice
-from raysgd.torch.arming import Arming
+from raysgd.torch.arming import StepArming
 from raysgd.torch.ddp import DDP
-from raysgd.torch.feed import Feed
+from raysgd.torch.feed import TorchFeed
 from raysgd.torch.gathers import comparing_sizes
 from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.modes import Modes
+from raysgd.torch.modes import ModuleModes
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import make_precision
-from raysgd.torch.predicting import ToPredict
+from raysgd.torch.predicting import PredictionLoader
 from raysgd.torch.registrar import Registered, joint_batches
 from raysgd.torch.replica_state import TorchState
-from raysgd.torch.sampling import ShardedLoader, Unsharded
+from raysgd.torch.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step_loop import StepLoop, overrides
-from raysgd.torch.streams import DividedSource
+from raysgd.torch.streams import DividedLoaderSource
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -80,7 +80,7 @@ class TorchHosted(hosted.Hosted):
     settings: TorchSettings
     operator: TrainingOperator
     state: TorchState
-    feed: Feed
+    feed: TorchFeed
 
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
@@ -89,10 +89,10 @@ class TorchHosted(hosted.Hosted):
         if is_balanced:
             self.parallel.take_time(self._device)
         joint = joint_batches(settings)
-        feed = Feed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
+        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
         super().__init__(settings, world, feed, ledger)
-        self._modes = Modes()
-        self._prediction = ToPredict(partial(feed.collate_fn, "validation"))
+        self._modes = ModuleModes()
+        self._prediction = PredictionLoader(partial(feed.collate_fn, "validation"))
 
     @property
     def internals(self) -> TorchInternals:
@@ -109,7 +109,7 @@ class TorchHosted(hosted.Hosted):
         self._check_data()
         self._warn_of_batch_norms()
         self._warn_of_idle_workers()
-        self._arming = Arming(self.operator, self.parallel)
+        self._arming = StepArming(self.operator, self.parallel)
         self.state = TorchState(self.operator, self.parallel, self.feed)
         self.loop = StepLoop(self.operator, self.parallel, self.feed)
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
@@ -122,7 +122,7 @@ class TorchHosted(hosted.Hosted):
     def _check_data(self) -> None:
         """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
         train, options = self._data("train"), self.settings.batch_options
-        if options.is_joint and isinstance(train, Unsharded):
+        if options.is_joint and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "joint_batch"
             raise ValueError(
                 f"`{name}={getattr(options, name)!r}` needs train data that the library divides, and the train loader "
@@ -224,7 +224,7 @@ class TorchHosted(hosted.Hosted):
             return
         try:
             self._arming.begin(0)
-            batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
+            batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
                 with putting_back(operator, self.state.objects(), _undo_of_tensor, _is_open_class):
                     self._warm_up(batch[0])
@@ -295,7 +295,7 @@ class TorchHosted(hosted.Hosted):
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
         """What user code is told about shares of joint batches that do not work, and about PyTorch's own errors."""
         models, step = self.internals.registered.wrapped, self.parallel.step
-        is_divided = isinstance(source, DividedSource) and (self.world.is_distributed or bool(source.num_shards))
+        is_divided = isinstance(source, DividedLoaderSource) and (self.world.is_distributed or bool(source.num_shards))
         is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
@@ -321,7 +321,7 @@ class TorchHosted(hosted.Hosted):
     @contextmanager
     def predicting(self) -> Iterator[None]:
         """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
-        registered, modes = self.internals.registered, Modes()
+        registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
             with self.giving_back_random_numbers(), self.parallel.evaluating(registered.wrapped), torch.no_grad():

@@ -24,7 +24,7 @@ from raysgd.torch.moving import read_tensors
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.optimizer_choice import OptimizerChoice
 from raysgd.torch.own_steps import OwnSteps
-from raysgd.torch.registrar import Given, Registered, RegisteredData, Registrar
+from raysgd.torch.registrar import CheckedRegistration, Registered, RegisteredData, Registrar
 from raysgd.utils import IS_PADDING
 
 _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
@@ -107,7 +107,7 @@ class TorchInternals(Internals):
         """The one that stock methods use; None without one."""
         return getattr(self._operator, "criterion", self.registered.criterion)
 
-    def register(self, given: Given) -> tuple[Any, ...]:
+    def register(self, given: CheckedRegistration) -> tuple[Any, ...]:
         """Makes the record of what `register` was given; returns what that returns."""
         registrar = Registrar(self._operator, self.context, self._keep)
         self.registered = registrar.register(given, self.registered)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from raysgd.connections._mesh import NotAligned
-from raysgd.connections._words import Words
+from raysgd.connections._words import RankStatements
 from raysgd.connections.torch import is_connection_error, words_of_group
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas.joint_work import JointWork, difference
@@ -36,7 +36,7 @@ class JointRecord:
         has_parted: Whether the ranks were found to have done different things.
     """
 
-    def __init__(self, find_words: Callable[[], Words | None] = words_of_group) -> None:
+    def __init__(self, find_words: Callable[[], RankStatements | None] = words_of_group) -> None:
         self._find_words = find_words
         self.forget()
 
@@ -93,7 +93,7 @@ class _Call:
         words: What the ranks say to each other through; None where they cannot.
     """
 
-    def __init__(self, words: Words | None) -> None:
+    def __init__(self, words: RankStatements | None) -> None:
         self.words = words
         self.is_open = True
         self._counts: Counter[str] = Counter()

@@ -26,7 +26,7 @@ from raysgd.replicas.epochs import VALIDATES
 from raysgd.torch._lightning_module import (
     PER_BATCH,
     PER_EPOCH,
-    Hooks,
+    LightningHooks,
     SteppingOptimizer,
     TrainerStandIn,
     instantiate,
@@ -35,7 +35,7 @@ from raysgd.torch._lightning_module import (
     optimizers_and_schedulers,
     run_in_forward_of,
 )
-from raysgd.torch._lightning_progress import Progress
+from raysgd.torch._lightning_progress import LightningProgress
 from raysgd.torch._lightning_subset import check_optimizers, warn_of_what_is_not_called
 from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.modes import begin_training
@@ -81,7 +81,7 @@ class LightningOperator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config)
-        self._hooks, self._has_started = Hooks(module), False
+        self._hooks, self._has_started = LightningHooks(module), False
         self._trainer = module.trainer = TrainerStandIn.of(
             self._raysgd.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
@@ -117,7 +117,7 @@ class LightningOperator(TrainingOperator):
         self._raysgd.scheduler_step_freq = SCHEDULER_STEP_PTL
         schedulers = [entry["scheduler"] for entry in self._scheduler_dicts]
         by_batches = [each for each in self._scheduler_dicts if each["interval"] in PER_BATCH and each["frequency"] > 1]
-        self._progress = Progress(counts_batches=bool(by_batches))
+        self._progress = LightningProgress(counts_batches=bool(by_batches))
         self.register(models=[module], optimizers=optimizers, schedulers=schedulers, ddp_args=dict(self.ddp_args))
         trainer.model, trainer.optimizers = self.model, self.optimizers
         trainer.lr_scheduler_configs = [SimpleNamespace(**entry) for entry in self._scheduler_dicts]

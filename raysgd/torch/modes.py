@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Modes:
+class ModuleModes:
     """Puts models into evaluation mode, and gives every module in them its mode back later."""
 
     def __init__(self) -> None:

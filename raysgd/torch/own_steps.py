@@ -15,10 +15,10 @@ import torch
 from raysgd.torch.closures import Closures
 from raysgd.torch.options import StepOptions
 from raysgd.torch.precision import Precision
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 
-class Bounds(Protocol):
+class GradientBounds(Protocol):
     """How gradients are clipped; an operator, whose methods users override."""
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
@@ -53,8 +53,8 @@ class OwnSteps:
         self,
         precision: Precision,
         options: StepOptions,
-        bounds: Bounds,
-        step: Step,
+        bounds: GradientBounds,
+        step: BatchStep,
         closures: Closures,
         watcher: Watcher | None = None,
     ) -> None:

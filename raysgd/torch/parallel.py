@@ -2,8 +2,8 @@
 
 The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
-samples first (`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss,
-which is free; where user code may call `backward` by itself, a communication hook weights the gradient on its way out.
+samples first (`BatchStep.weight`, 1.0 nearly always). Where the library itself runs the backward pass, it weights the
+loss, which is free; where user code may call `backward` by itself, a hook weights the gradient on its way out.
 With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass. It has
 to do so too where user code says how much a batch counts. `raysgd.torch.step` has the arithmetic.
 """
@@ -28,7 +28,7 @@ from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.loading import load_model, load_optimizer
-from raysgd.torch.step import Step, accept
+from raysgd.torch.step import BatchStep, accept
 from raysgd.torch.stream_clock import StreamClock
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
@@ -61,7 +61,7 @@ class NoParallel:
     is_sharded = False
 
     def __init__(self, has_others: bool = True) -> None:
-        self.step = Step()
+        self.step = BatchStep()
         self._has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()

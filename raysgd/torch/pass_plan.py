@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from raysgd.replicas.division import Division, Part, Shards
+from raysgd.replicas.division import BatchShare, Division, ShardedJointBatch
 
 SpeedsAt = Callable[[int], Sequence[float]]
 """Position in the pass -> how fast each rank is in the step that begins there; empty for even shares."""
@@ -71,7 +71,7 @@ class PassPlan:
 
     num_samples: int
     consumed: int
-    division: Division | Shards
+    division: Division | ShardedJointBatch
     drop_last: bool
     pad: bool
     speeds_at: SpeedsAt = no_speeds
@@ -114,7 +114,7 @@ class PassPlan:
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         before: tuple[Any, ...] = ()
-        parts: list[Part] = []
+        parts: list[BatchShare] = []
         for start in self._starts():
             terms = self._size_at(start), self.speeds_at(start)
             if terms != before:
@@ -141,7 +141,7 @@ class PassPlan:
         parts = self.division.parts(self._size_at(start), rank, self.speeds_at(start))
         return [self._share(start, index, parts) for index in range(len(parts))]
 
-    def _share(self, start: int, index: int, parts: Sequence[Part]) -> Share:
+    def _share(self, start: int, index: int, parts: Sequence[BatchShare]) -> Share:
         first, stop, together = parts[index]
         own, place = stop - first, (index == 0, index == len(parts) - 1)
         if own:

@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from raysgd.replicas import prediction_data, trees
 from raysgd.replicas.arrays import Arrays
-from raysgd.replicas.containers import Plain
-from raysgd.replicas.prediction import PredictRequest, Rows, Slice, Work
-from raysgd.replicas.prediction_data import Asked, BatchSource, Found, InRanges, refuse
+from raysgd.replicas.containers import ArrayContainer
+from raysgd.replicas.prediction import PredictRequest, Rows, RowSlice, Work
+from raysgd.replicas.prediction_data import BatchRequest, BatchSource, Found, RowRanges, refuse
 from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batches import count_samples
 from raysgd.torch.call_data import has_samples
@@ -41,7 +41,7 @@ class LoaderParts:
     options: Mapping[str, Any]
 
 
-def source_of(data: Any, asked: Asked) -> Found:
+def source_of(data: Any, asked: BatchRequest) -> Found:
     """Where the batches come from, and what the results are returned in.
 
     Raises:
@@ -49,21 +49,21 @@ def source_of(data: Any, asked: Asked) -> Found:
         ValueError: The order of its rows cannot be kept.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
-    found = prediction_data.source_of(data, Asked(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
+    found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
     if found is not None:
         return found
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=asked.batch_size)
     if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
-        return _of_loader(data, asked), Plain(as_tensor)
+        return _of_loader(data, asked), ArrayContainer(as_tensor)
     if isinstance(data, DataLoader):
         _check_iterable(data)
-        return BatchSource(_apart(data), length_of(data)), Plain(as_tensor)
+        return BatchSource(_apart(data), length_of(data)), ArrayContainer(as_tensor)
     if isinstance(data, Dataset) or has_samples(data):
-        return InRanges(len(cast(Sized, data)), asked.batch_size, LoaderParts(data, {})), Plain(as_tensor)
+        return RowRanges(len(cast(Sized, data)), asked.batch_size, LoaderParts(data, {})), ArrayContainer(as_tensor)
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return BatchSource(data, length_of(data)), Plain(as_tensor)
+    return BatchSource(data, length_of(data)), ArrayContainer(as_tensor)
 
 
 def _is_of_tensors(data: Any) -> bool:
@@ -78,7 +78,7 @@ def as_tensor(array: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
 
 
-def _of_loader(loader: DataLoader[Any], asked: Asked) -> InRanges:
+def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> RowRanges:
     """A map-style loader: every worker loads its own rows. `drop_last` has no effect, so that no row is lost."""
     parts = LoaderParts(loader.dataset, kept_options(loader))
     num_rows = len(cast(Sized, loader.dataset))
@@ -95,7 +95,7 @@ def _of_loader(loader: DataLoader[Any], asked: Asked) -> InRanges:
         raise _unordered("`shuffle=True`")
     if type(sampler) is not SequentialSampler:
         raise _unordered(f"the sampler `{type(sampler).__name__}`")
-    return InRanges(num_rows, asked.size(batches.batch_size), parts)
+    return RowRanges(num_rows, asked.size(batches.batch_size), parts)
 
 
 def _unordered(what: str) -> ValueError:
@@ -123,7 +123,7 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
     yield from batches
 
 
-class ToPredict:
+class PredictionLoader:
     """The batches of one worker, for one prediction after the other.
 
     Args:
@@ -140,7 +140,7 @@ class ToPredict:
         """The batches of a round, and the rows of each."""
         if request.key != self._key:
             self.close()
-        if isinstance(work, Slice):
+        if isinstance(work, RowSlice):
             yield from ((as_batch(arrays, work.form), size) for arrays, size in work.batches())
         elif isinstance(work, Rows):
             yield from self._loaded(request, work, share)

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.callbacks.bars import LineBar, View, make_bar
-from raysgd.replicas.epochs import Progress
+from raysgd.callbacks.bars import BarView, LineBar, make_bar
+from raysgd.replicas.epochs import CallProgress
 
 _PURPOSE = "`use_tqdm=True`"
 
@@ -26,7 +26,7 @@ class EpochBar:
 
     def __init__(self, stream: Any = None) -> None:
         self._bar = make_bar("tqdm", stream or sys.stderr, _PURPOSE)
-        self._last: Progress | None = None
+        self._last: CallProgress | None = None
         self._began = time.monotonic()
 
     def __enter__(self) -> EpochBar:
@@ -39,14 +39,14 @@ class EpochBar:
         if type(self._bar) is LineBar and self._last is not None and kind is None:
             self._bar.line(self._line(self._last))
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: CallProgress) -> None:
         """Draws the news."""
         self._last = progress
         if type(self._bar) is not LineBar:
             values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
-            self._bar.draw(View(_label(progress), "", progress.num_steps, progress.total, values))
+            self._bar.draw(BarView(_label(progress), "", progress.num_steps, progress.total, values))
 
-    def _line(self, progress: Progress) -> str:
+    def _line(self, progress: CallProgress) -> str:
         line: str = require("tqdm", extra="progress", purpose=_PURPOSE).tqdm.format_meter(
             n=progress.num_steps,
             total=progress.total,
@@ -59,6 +59,6 @@ class EpochBar:
         return line
 
 
-def _label(progress: Progress) -> str:
+def _label(progress: CallProgress) -> str:
     epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
     return f"{progress.epoch_idx + 1}{epochs}e"

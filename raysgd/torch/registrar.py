@@ -15,7 +15,7 @@ import torch
 
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.replicas.parts import Parts
+from raysgd.replicas.parts import RegisteredParts
 from raysgd.replicas.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.torch import registration
 from raysgd.torch.batch_sampler import JointBatches
@@ -25,7 +25,7 @@ from raysgd.torch.filling import is_empty, refuse_states
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import unwrap
 from raysgd.torch.ray_tensors import as_batch
-from raysgd.torch.sampling import ShardedLoader, Unsharded, shard_loader
+from raysgd.torch.sampling import ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.settings import TorchSettings
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class RegisteredData:
         validation: The validation loader, divided or not; None where there is none.
     """
 
-    train: ShardedLoader | Unsharded | None = None
-    validation: ShardedLoader | Unsharded | None = None
+    train: ShardedLoader | UndividedLoader | None = None
+    validation: ShardedLoader | UndividedLoader | None = None
 
     @property
     def ray_batches(self) -> dict[str, RayBatches]:
@@ -96,7 +96,7 @@ class RegisteredData:
         return None if self.validation is None else self.validation.loader
 
 
-class Hooks(Protocol):
+class OperatorHooks(Protocol):
     """What subclasses of an operator may override."""
 
     def _configure_ddp(
@@ -109,7 +109,7 @@ class Hooks(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class CheckedRegistration:
     """What `register` was given, checked.
 
     Attributes:
@@ -121,15 +121,17 @@ class Given:
         apex_args: Options of Apex.
     """
 
-    models: Parts
-    optimizers: Parts
+    models: RegisteredParts
+    optimizers: RegisteredParts
     criterion: Any
-    schedulers: Parts | None
+    schedulers: RegisteredParts | None
     ddp_args: dict[str, Any]
     apex_args: dict[str, Any]
 
     @classmethod
-    def of(cls, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any) -> Given:
+    def of(
+        cls, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any
+    ) -> CheckedRegistration:
         """Checks what users pass.
 
         Raises:
@@ -156,13 +158,13 @@ class Registrar:
         keep: Called with the record, also while it is being made: the hooks may look at it.
     """
 
-    def __init__(self, operator: Hooks, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
+    def __init__(self, operator: OperatorHooks, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
         self._operator = operator
         self._context = context
         self._parallel = context.parallel
         self._keep = keep
 
-    def register(self, given: Given, before: Registered) -> Registered:
+    def register(self, given: CheckedRegistration, before: Registered) -> Registered:
         """Places, prepares and wraps.
 
         Raises:
@@ -282,18 +284,18 @@ def joint_batches(settings: TorchSettings) -> JointBatches | None:
     return JointBatches(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
 
 
-def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | Unsharded | None:
+def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | UndividedLoader | None:
     if loader is None:
         return None
     batches = ray_batches(loader)
     if batches is not None:
         return _of_ray(context, batches, training=training)
     if not context.settings.add_dist_sampler:
-        return Unsharded(loader, "`add_dist_sampler=False`", warn=False)
+        return UndividedLoader(loader, "`add_dist_sampler=False`", warn=False)
     world, pins = context.world, context.use_gpu
     joint = joint_batches(context.settings)
     data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, joint=joint)
-    if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
+    if isinstance(data, UndividedLoader) and data.warn and world.is_distributed and world.rank == 0:
         logger.warning(
             "the %s loader is not divided over the workers (%s): each worker reads all of it",
             "train" if training else "validation",
@@ -302,7 +304,7 @@ def _divided(context: OperatorContext, loader: Any, *, training: bool) -> Sharde
     return data
 
 
-def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> Unsharded:
+def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
     """What the driver divides with the help of Ray Data, unless every worker is to read all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
@@ -314,10 +316,10 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
         )
     sized = batches.sized(settings.config_for(world.size))
     loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)
-    return Unsharded(loader, "Ray Data divides it, and keeps no position", warn=False)
+    return UndividedLoader(loader, "Ray Data divides it, and keeps no position", warn=False)
 
 
-def _returned(record: Registered, given: Given) -> tuple[Any, ...]:
+def _returned(record: Registered, given: CheckedRegistration) -> tuple[Any, ...]:
     """What the user gets back, each in the container it was given in."""
     result = [given.models.mirror(record.models), given.optimizers.mirror(record.optimizers)]
     if record.criterion is not None:

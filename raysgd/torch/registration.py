@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.replicas.parts import Parts
+from raysgd.replicas.parts import RegisteredParts
 
 
-def models_of(given: Any) -> Parts:
+def models_of(given: Any) -> RegisteredParts:
     """One module (iterable or not) or several.
 
     Raises:
         InvalidRegistrationError: If anything in it is no module, or there is none.
     """
     # A module before an iterable: `nn.Sequential` is both, and is one model.
-    parts = Parts([given], None) if isinstance(given, torch.nn.Module) else _several("models", given)
+    parts = RegisteredParts([given], None) if isinstance(given, torch.nn.Module) else _several("models", given)
     strangers = [item for item in parts.items if not isinstance(item, torch.nn.Module)]
     if strangers or not parts.items:
         found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
@@ -30,14 +30,14 @@ def models_of(given: Any) -> Parts:
     return parts
 
 
-def optimizers_of(given: Any) -> Parts:
+def optimizers_of(given: Any) -> RegisteredParts:
     """One optimizer, also one that merely behaves like one, or several.
 
     Raises:
         InvalidRegistrationError: If anything in it cannot step.
     """
     single = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
-    parts = Parts([given], None) if single else _several("optimizers", given)
+    parts = RegisteredParts([given], None) if single else _several("optimizers", given)
     strangers = [item for item in parts.items if not hasattr(item, "step")]
     if strangers:
         raise InvalidRegistrationError(
@@ -87,11 +87,11 @@ def check_loader(name: str, given: Any) -> None:
         )
 
 
-def schedulers_of(given: Any) -> Parts | None:
+def schedulers_of(given: Any) -> RegisteredParts | None:
     """One scheduler or several; None when none were given. An empty container counts as given."""
     if given is None or given is False:
         return None
-    parts = _several("schedulers", given) if isinstance(given, Iterable) else Parts([given], None)
+    parts = _several("schedulers", given) if isinstance(given, Iterable) else RegisteredParts([given], None)
     strangers = [item for item in parts.items if not hasattr(item, "step")]
     if strangers:
         raise InvalidRegistrationError(
@@ -136,9 +136,9 @@ def _named(parameter: Any, owner: Any) -> str | None:
     return None
 
 
-def _several(name: str, given: Any) -> Parts:
+def _several(name: str, given: Any) -> RegisteredParts:
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor | Mapping):
         raise InvalidRegistrationError(
             f"`register({name}=...)` got `{type(given).__name__}`: pass one object, or a list or tuple of them."
         )
-    return Parts(list(given), tuple if isinstance(given, tuple) else list)
+    return RegisteredParts(list(given), tuple if isinstance(given, tuple) else list)

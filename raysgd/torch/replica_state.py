@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._state_codec import EncodedState, StateEncoder, decode
-from raysgd.engine.transfers import Parts
+from raysgd.engine.transfers import DividedValue
 from raysgd.replicas.replica_state import RESUME, ReplicaState, StateCopy
 from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.added_groups import AddedGroups
 from raysgd.torch.divided_folder import StateInFolder
-from raysgd.torch.feed import Feed
+from raysgd.torch.feed import TorchFeed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.plain_names import with_names_of, with_plain_names
 from raysgd.torch.precision import saved_state
@@ -30,7 +30,7 @@ FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that wer
 class TorchState(ReplicaState):
     """Reads and replaces the state of models, optimizers, schedulers and the precision."""
 
-    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
+    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed) -> None:
         super().__init__(operator, feed)
         self._internals = operator._raysgd
         self._parallel = parallel
@@ -67,12 +67,12 @@ class TorchState(ReplicaState):
         whole = self._encoder.encode(self.read())
         return StateCopy(whole, whole.num_bytes)
 
-    def decoded(self, state: EncodedState | StateInFolder | Parts | Mapping[str, Any]) -> Mapping[str, Any]:
+    def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
             from raysgd.torch import divided_state  # not everywhere: it loads parts of PyTorch that others do without
 
             return divided_state.read(state, self, self._parallel)
-        if isinstance(state, Parts):
+        if isinstance(state, DividedValue):
             from raysgd.torch import divided_snapshot
 
             snapshot = divided_snapshot.DividedSnapshot(state)

@@ -56,7 +56,7 @@ class ShardedLoader:
 
 
 @dataclass(frozen=True)
-class Unsharded:
+class UndividedLoader:
     """A loader that is used as it is: every rank iterates over all that it yields.
 
     Attributes:
@@ -83,7 +83,7 @@ def shard_loader(
     training: bool,
     pin_memory: bool = False,
     joint: JointBatches | None = None,
-) -> ShardedLoader | Unsharded:
+) -> ShardedLoader | UndividedLoader:
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
@@ -128,10 +128,10 @@ def shard_loader(
     )
 
 
-def _obstacle(loader: Any) -> Unsharded | None:
+def _obstacle(loader: Any) -> UndividedLoader | None:
     for rule in _RULES:
         if rule.applies(loader):
-            return Unsharded(loader, rule.reason, rule.warn)
+            return UndividedLoader(loader, rule.reason, rule.warn)
     return None
 
 

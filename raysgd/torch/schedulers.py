@@ -14,7 +14,7 @@ from raysgd.replicas.metric_names import validation_name
 from raysgd.replicas.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.precision import Precision
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class SchedulerSteps:
         """Make them for an operator and the `info` of an epoch."""
         return cls(*_scheduling(operator), validates=info.get(VALIDATES, False))
 
-    def after_step(self, precision: Precision, step: Step) -> None:
+    def after_step(self, precision: Precision, step: BatchStep) -> None:
         """Called after each step of the optimizer, taken or not."""
         if self._freq != SCHEDULER_STEP_BATCH or not self._schedulers:
             return

@@ -15,7 +15,7 @@ from raysgd._state_codec import EncodedState, lend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import Parts, Storing
+from raysgd.engine.transfers import DividedValue, StoringTransfer
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
 from raysgd.torch import rng, shared_state
@@ -102,7 +102,7 @@ class StateLoader:
             state = shared_state.whole(shared, copy=False)
             controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
             return
-        if isinstance(shared, Parts) and not controller.facts[0].is_sharded:
+        if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
             lent = lend(shared_state.whole(shared, copy=False))
             snapshot = replace(snapshot, shared_state=lent, reference=None)
         load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
@@ -139,7 +139,7 @@ class StateLoader:
                 return False
             file.check_unchanged()
             kept = held.pop_all()
-            storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+            storing = StoringTransfer(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
             self._controller.snapshots.expect(storing, content.rank_states, call)
         return True
 

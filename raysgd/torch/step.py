@@ -28,20 +28,20 @@ from raysgd.replicas.drawn_ahead import DrawnAhead
 
 
 def accept() -> None:
-    """Does nothing, as `Step.check` where any step counts, and as `Step.refresh` where nothing is to be refreshed."""
+    """Does nothing: like `BatchStep.check` where any step counts, and `BatchStep.refresh` where nothing is to do."""
 
 
 def never_defer(is_deferred: bool) -> None:
-    """Puts nothing off, as an answer to `Step.defer`."""
+    """Puts nothing off, as an answer to `BatchStep.defer`."""
 
 
 def by_itself() -> int:
-    """How many ranks a replica by itself averages over, as an answer to `Step.count_ranks`."""
+    """How many ranks a replica by itself averages over, as an answer to `BatchStep.count_ranks`."""
     return 1
 
 
 def no_sum(number: float) -> Callable[[], float]:
-    """The sum over all ranks of a replica by itself, as an answer to `Step.start_sum`."""
+    """The sum over all ranks of a replica by itself, as an answer to `BatchStep.start_sum`."""
     return lambda: number
 
 
@@ -88,7 +88,7 @@ class _Tally:
     used_in: int = 0
 
 
-class Shards(Protocol):
+class ShardGradients(Protocol):
     """What keeps the gradients of logical shards."""
 
     def begin_batch(self, is_first: bool, seed: int) -> None:
@@ -104,7 +104,7 @@ class Shards(Protocol):
         """Refuses a step whose gradients came from elsewhere."""
 
 
-class Step:
+class BatchStep:
     """The step that a replica is in; written by the stream right before it hands a batch out.
 
     Attributes:
@@ -140,7 +140,7 @@ class Step:
         self.began_at = 0.0
         self.own_s = 0.0
         self.most_parts = 1
-        self.shards: Shards | None = None
+        self.shards: ShardGradients | None = None
         self.open_call(1)
 
     def open_call(self, window: int) -> None:

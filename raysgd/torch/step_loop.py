@@ -9,7 +9,7 @@ import torch
 from raysgd._meters import AverageMeterCollection
 from raysgd.replicas.joint_work import JointWork
 from raysgd.replicas.loop import Loop
-from raysgd.torch.feed import Feed
+from raysgd.torch.feed import TorchFeed
 from raysgd.torch.own_steps import tells_of_steps
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
@@ -23,7 +23,7 @@ class StepLoop(Loop):
     and PyTorch's count knows of other changes too, such as the first half of a step of sharpness-aware minimization.
     """
 
-    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
+    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed) -> None:
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel

@@ -23,7 +23,7 @@ from raysgd.torch.batches import count_samples, samples_of
 from raysgd.torch.parallel import Summation
 from raysgd.torch.pass_plan import PassPlan
 from raysgd.torch.sampling import ShardedLoader
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _END = object()
 _WHEN_TRAINED = 2
 
 
-class Item(NamedTuple):
+class DrawnItem(NamedTuple):
     """What a source yields.
 
     Attributes:
@@ -54,7 +54,7 @@ class Item(NamedTuple):
     seeds: tuple[int, int] | None = None
 
 
-class Source(Protocol):
+class LoaderSource(Protocol):
     """Where the batches of a pass come from."""
 
     @property
@@ -65,7 +65,7 @@ class Source(Protocol):
     def num_shards(self) -> int:
         """How many logical shards a joint batch has; 0 where it is divided by ranks."""
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         """Starts a pass after `consumed` samples."""
 
     def num_steps(self) -> int | None:
@@ -75,7 +75,7 @@ class Source(Protocol):
         """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
 
 
-class DividedSource:
+class DividedLoaderSource:
     """A loader that the library divides over the ranks.
 
     A loader draws a seed for its processes whenever it is opened. Here it draws that from a separate generator, so
@@ -130,11 +130,11 @@ class DividedSource:
         """Samples of a pass, of all ranks."""
         return self._sharded.num_samples
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         items = self._planned(pass_index, consumed)
         return self._recounted(items, consumed > 0) if self.has_own_collator else items
 
-    def _recounted(self, items: Iterator[Item], is_resumed: bool) -> Iterator[Item]:
+    def _recounted(self, items: Iterator[DrawnItem], is_resumed: bool) -> Iterator[DrawnItem]:
         """The items with the samples that their batches have.
 
         Gradients count by these in the first pass, and later if any differed from those that were drawn.
@@ -148,7 +148,7 @@ class DividedSource:
             items = agreement.weighted(items, world_size)
         yield from items
 
-    def _counted(self, item: Item, counts_in_gradients: bool) -> Item:
+    def _counted(self, item: DrawnItem, counts_in_gradients: bool) -> DrawnItem:
         """An item with the samples of its batch; of padding none count."""
         num_drawn = item.num_samples
         if not num_drawn:
@@ -163,7 +163,7 @@ class DividedSource:
             )
         return item._replace(num_samples=num_samples, total=num_samples if sampler.world_size == 1 else item.total)
 
-    def _planned(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def _planned(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         sampler, balancing = self._sharded.sampler, self.balancing
         if balancing is not None:
             balancing.begin_pass()
@@ -181,7 +181,9 @@ class DividedSource:
             if sampler.num_shards:
                 own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
                 seeds = own, of_step
-            yield Item(batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds)
+            yield DrawnItem(
+                batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds
+            )
             if sampler.num_shards and share.is_last:
                 consumed += share.num_joint
             if balancing is not None:
@@ -207,10 +209,10 @@ class PlainSource:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         tell_epoch(self._loader, pass_index)
         for batch in self._loader:
-            yield Item(batch, 1.0, None, None)
+            yield DrawnItem(batch, 1.0, None, None)
 
     def num_steps(self) -> int | None:
         return length_of(self._loader)
@@ -219,14 +221,14 @@ class PlainSource:
         return 0
 
 
-class OncePerCall(PlainSource):
+class LoaderOncePerCall(PlainSource):
     """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._is_used = False
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         if self._is_used:
             return iter(())
         self._is_used = True
@@ -249,7 +251,7 @@ class LockstepSource(PlainSource):
         self._world_size = world_size
         self._agreement = agreement
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         tell_epoch(self._loader, pass_index)
         batches = iter(self._loader)
         coming = next(batches, _END)
@@ -268,7 +270,7 @@ class LockstepSource(PlainSource):
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END
             vote = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
-            yield Item(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
+            yield DrawnItem(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
 class Agreement:
@@ -282,7 +284,7 @@ class Agreement:
         counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
         return _Vote(self._start_sum(counts), counts)
 
-    def weighted(self, items: Iterator[Item], world_size: int) -> Iterator[Item]:
+    def weighted(self, items: Iterator[DrawnItem], world_size: int) -> Iterator[DrawnItem]:
         """The items, weighted by their samples. Every rank has as many items."""
         coming = next(items, None)
         vote = self.ask(0 if coming is None else coming.num_samples)
@@ -309,7 +311,7 @@ class _Vote:
         return num_ranks, num_samples
 
 
-class BatchStream(streams.BatchStream[Item, Step]):
+class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
     _num_steps_in_pass = 0
@@ -336,27 +338,27 @@ class BatchStream(streams.BatchStream[Item, Step]):
         super().break_off()
         self._num_steps_in_pass = 0
 
-    def _begin_pass(self, consumed: int) -> Iterator[Item]:
+    def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
         self._num_steps_in_pass = 0
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _draw(self) -> Item | None:
+    def _draw(self) -> DrawnItem | None:
         self._step.began_at = time.perf_counter()
         return super()._draw()
 
-    def _look_ahead(self) -> list[Item | None]:
-        is_needed = self._step.window > 1 and not isinstance(self.source, DividedSource)
+    def _look_ahead(self) -> list[DrawnItem | None]:
+        is_needed = self._step.window > 1 and not isinstance(self.source, DividedLoaderSource)
         return super()._look_ahead() if is_needed else []
 
     def _is_last_of_pass(self) -> bool:
-        if not isinstance(self.source, DividedSource):
+        if not isinstance(self.source, DividedLoaderSource):
             return super()._is_last_of_pass()
         return self._is_last_of_step and self._num_steps_in_pass + self._is_first_of_step == self.source.num_steps()
 
-    def _place_in_step(self, item: Item) -> tuple[bool, bool]:
+    def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
         return item.is_first, item.is_last
 
-    def _begin_step(self, item: Item, is_last: bool) -> Any:
+    def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds = item
         self._num_steps_in_pass += is_first
         if total is None and self._step.window > 1:

@@ -58,7 +58,7 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    requested = Requested(options)
+    requested = TrialRequest(options)
 
     class TorchTrainable(BaseTorchTrainable):
         """A trial with one trainer."""
@@ -101,7 +101,7 @@ def check_step(override_tune_step: Any) -> None:
         )
 
 
-class Requested:
+class TrialRequest:
     """What the trials of one class need, as the arguments of the trainer and a trial's config say together.
 
     Args:

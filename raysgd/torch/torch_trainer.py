@@ -24,7 +24,7 @@ from raysgd.engine.placement import Placement
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.history import Kind
-from raysgd.replicas.prediction_data import Asked, Found
+from raysgd.replicas.prediction_data import BatchRequest, Found
 from raysgd.replicas.recovery import Recovery
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import (
@@ -269,7 +269,7 @@ class TorchTrainer(ChangingTorchTrainer):
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         return call_data.whole(dataset, config)
 
-    def _to_predict(self, data: Any, asked: Asked) -> Found:
+    def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)
 
     def get_local_operator(self) -> TrainingOperator:

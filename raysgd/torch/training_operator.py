@@ -19,19 +19,19 @@ import torch
 
 from raysgd._lazy import lazy_names
 from raysgd.replicas.epochs import bind_batch_info
-from raysgd.replicas.operator import BaseOperator, View, required
+from raysgd.replicas.operator import BaseOperator, ReadOnlyView, required
 from raysgd.replicas.parts import refuse_unknown
 from raysgd.torch import batches
 from raysgd.torch.accuracy import accuracy, known
 from raysgd.torch.batch_weights import weights_of
-from raysgd.torch.criteria import Labels
+from raysgd.torch.criteria import CountedLabels
 from raysgd.torch.gradients import backward_with
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.modes import begin_training
 from raysgd.torch.moving import to_device
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
-from raysgd.torch.registrar import Given, register_data
+from raysgd.torch.registrar import CheckedRegistration, register_data
 from raysgd.torch.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
 
@@ -89,17 +89,27 @@ class TrainingOperator(BaseOperator):
 
     _raysgd: TorchInternals
     # Subclasses have read these names since the first version of the library.
-    _world_rank, _local_rank = View("world.rank"), View("world.local_rank")
-    _is_distributed, _device = View("world.is_distributed"), View("context.device")
-    _use_gpu, _use_fp16, _use_tqdm = View("use_gpu"), View("fp16", _PRECISION), View("context.settings.use_tqdm")
-    _wrap_ddp, _add_dist_sampler = View("context.wrap_ddp"), View("context.settings.add_dist_sampler")
-    _scheduler_step_freq = View("scheduler_step_freq")
-    _amp, _amp_scaler = View("amp", _PRECISION), View("scaler", _PRECISION)
-    _original_models, _models = View("registered.original_models", _REGISTER), View("registered.models", _REGISTER)
-    _optimizers, _schedulers = View("registered.optimizers", _REGISTER), View("registered.schedulers", _REGISTER)
-    _criterion = View("registered.criterion", _REGISTER)
-    _train_loader = View("data.train_loader", _REGISTER_DATA)
-    _validation_loader = View("data.validation_loader", _REGISTER_DATA)
+    _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
+    _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
+    _use_gpu, _use_fp16, _use_tqdm = (
+        ReadOnlyView("use_gpu"),
+        ReadOnlyView("fp16", _PRECISION),
+        ReadOnlyView("context.settings.use_tqdm"),
+    )
+    _wrap_ddp, _add_dist_sampler = ReadOnlyView("context.wrap_ddp"), ReadOnlyView("context.settings.add_dist_sampler")
+    _scheduler_step_freq = ReadOnlyView("scheduler_step_freq")
+    _amp, _amp_scaler = ReadOnlyView("amp", _PRECISION), ReadOnlyView("scaler", _PRECISION)
+    _original_models, _models = (
+        ReadOnlyView("registered.original_models", _REGISTER),
+        ReadOnlyView("registered.models", _REGISTER),
+    )
+    _optimizers, _schedulers = (
+        ReadOnlyView("registered.optimizers", _REGISTER),
+        ReadOnlyView("registered.schedulers", _REGISTER),
+    )
+    _criterion = ReadOnlyView("registered.criterion", _REGISTER)
+    _train_loader = ReadOnlyView("data.train_loader", _REGISTER_DATA)
+    _validation_loader = ReadOnlyView("data.validation_loader", _REGISTER_DATA)
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, TorchInternals(self, config, context))
@@ -265,7 +275,7 @@ class TrainingOperator(BaseOperator):
         """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weights."""
         internals = self._raysgd
         found = internals.evaluate(batch)
-        weight, ignored = found.metrics.get(BATCH_WEIGHT), Labels.of(internals.criterion).ignored
+        weight, ignored = found.metrics.get(BATCH_WEIGHT), CountedLabels.of(internals.criterion).ignored
         right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
@@ -307,7 +317,7 @@ class TrainingOperator(BaseOperator):
         hint = "Loaders go into `register_data(train_loader=..., validation_loader=...)`. "
         allowed = "models, optimizers, criterion, schedulers, ddp_args and apex_args"
         refuse_unknown(unknown, hint if "loader" in str(unknown) else "", allowed)
-        given = Given.of(models, optimizers, criterion, schedulers, ddp_args, apex_args)
+        given = CheckedRegistration.of(models, optimizers, criterion, schedulers, ddp_args, apex_args)
         if given.schedulers is not None and self.scheduler_step_freq is None:
             raise ValueError(
                 '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" to '

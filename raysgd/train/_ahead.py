@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import Message, TrainingResultType
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import FunctionMessage, TrainingResultType
 
 
-class Ahead:
+class MessageQueues:
     """The messages of each rank, oldest first. Those of workers that were replaced are dropped with them."""
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._queues: list[deque[Message | Ended]] = []
+        self._queues: list[deque[FunctionMessage | FunctionEnded]] = []
 
     def begin(self, group: Sequence[Any]) -> None:
         """Says which workers messages come from; nothing of others is kept."""
@@ -33,12 +33,12 @@ class Ahead:
         """Whether there is none of this rank."""
         return not self._queues[rank]
 
-    def add(self, found: Sequence[Sequence[Message | Ended]]) -> None:
+    def add(self, found: Sequence[Sequence[FunctionMessage | FunctionEnded]]) -> None:
         """Takes what the ranks answered."""
         for queue, messages in zip(self._queues, found, strict=True):
             queue.extend(messages)
 
-    def take_step(self) -> list[Message | Ended]:
+    def take_step(self) -> list[FunctionMessage | FunctionEnded]:
         """The oldest message of each rank. There has to be one."""
         return [queue.popleft() for queue in self._queues]
 
@@ -49,4 +49,8 @@ class Ahead:
 
 def is_mere_report(message: Any) -> bool:
     """Whether it is metrics without a checkpoint."""
-    return isinstance(message, Message) and message.kind is TrainingResultType.REPORT and message.checkpoint_ref is None
+    return (
+        isinstance(message, FunctionMessage)
+        and message.kind is TrainingResultType.REPORT
+        and message.checkpoint_ref is None
+    )

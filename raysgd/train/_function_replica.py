@@ -12,8 +12,8 @@ from raysgd.engine.replica import Capture
 from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._ahead import is_mere_report
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import FunctionMessage, FunctionSpec
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 from raysgd.train._session import Session, close_session, open_session
 
@@ -50,7 +50,7 @@ class FunctionReplica:
         self._session = make_session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
         open_session(self._session)
 
-    def next(self, index: int | None = None) -> Message | Ended:
+    def next(self, index: int | None = None) -> FunctionMessage | FunctionEnded:
         """The function's next message, waiting for it.
 
         Args:
@@ -74,9 +74,9 @@ class FunctionReplica:
             self._close()
             raise
         self._num_messages += 1
-        if isinstance(message, Ended):
+        if isinstance(message, FunctionEnded):
             self._close()
-        assert isinstance(message, Message | Ended)
+        assert isinstance(message, FunctionMessage | FunctionEnded)
         return message
 
     def start(self, *start: Any) -> None:
@@ -85,7 +85,7 @@ class FunctionReplica:
             spec, checkpoint, shard = start
             self.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
-    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[Message | Ended]:
+    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[FunctionMessage | FunctionEnded]:
         """The messages that there are, at least one, and none behind a checkpoint; as `next`.
 
         Args:
@@ -99,7 +99,7 @@ class FunctionReplica:
             messages.append(self.next(index))
         return messages
 
-    def _has_more_behind(self, messages: Sequence[Message | Ended]) -> bool:
+    def _has_more_behind(self, messages: Sequence[FunctionMessage | FunctionEnded]) -> bool:
         """Whether to add a message that is there already. A function may well report as fast as it is read."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):

@@ -13,7 +13,7 @@ from raysgd.train._messages import FunctionSpec
 from raysgd.train._plugin_hooks import PluginHooks
 
 
-class Shards(Protocol):
+class DataShards(Protocol):
     """Divides data over workers, whenever they start."""
 
     def of(self, num_workers: int) -> Sequence[Any]:
@@ -32,7 +32,7 @@ class Launch:
     """
 
     def __init__(
-        self, spec: FunctionSpec, checkpoints: CheckpointTaker, data: Shards | None, hooks: PluginHooks
+        self, spec: FunctionSpec, checkpoints: CheckpointTaker, data: DataShards | None, hooks: PluginHooks
     ) -> None:
         self._spec = spec
         self._checkpoints = checkpoints

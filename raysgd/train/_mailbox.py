@@ -20,7 +20,7 @@ class RunCancelled(BaseException):
 
 
 @dataclass(frozen=True)
-class Ended:
+class FunctionEnded:
     """The function returned this value."""
 
     value: Any = None
@@ -47,7 +47,7 @@ class Mailbox:
         self._is_cancelled = False
         self._is_wanted = False
         self._told: Any = None
-        self._ended: Ended | None = None
+        self._ended: FunctionEnded | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -57,9 +57,9 @@ class Mailbox:
 
     def _run(self) -> None:
         try:
-            ended, error = Ended(self._function()), None
+            ended, error = FunctionEnded(self._function()), None
         except RunCancelled:
-            ended, error = Ended(), None
+            ended, error = FunctionEnded(), None
         except BaseException as raised:
             ended, error = None, raised
         with self._changed:
@@ -98,7 +98,7 @@ class Mailbox:
             return self._told
 
     def take(self, told: Any = None) -> Any:
-        """Waits for the next message and returns it; an `Ended` if the function has returned.
+        """Waits for the next message and returns it; an `FunctionEnded` if the function has returned.
 
         Args:
             told: What the function may have to know to make its message; see `await_request`.

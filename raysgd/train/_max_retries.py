@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raysgd.engine.failures import Diagnosis
-from raysgd.engine.policies import FailurePolicy, Raise, Rebuild, Rejoin, RetryBudget
+from raysgd.engine.policies import FailurePolicy, RaiseError, Rebuild, Rejoin, RetryBudget
 from raysgd.exceptions import WorkersLostError
 
 RETRY_ADVICE = (
@@ -80,7 +80,7 @@ class RenewingPolicy(FailurePolicy):
 
     take_landing: Callable[[], bool]
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
         """What to do next."""
         if self.take_landing():
             budget.renew()

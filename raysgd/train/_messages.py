@@ -47,7 +47,7 @@ class CheckpointRef:
 
 
 @dataclass(frozen=True)
-class Message:
+class FunctionMessage:
     """What a function sends: metrics, a checkpoint, or metrics with a checkpoint."""
 
     kind: TrainingResultType

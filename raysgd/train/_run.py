@@ -23,20 +23,20 @@ from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
-from raysgd.train._ahead import Ahead
+from raysgd.train._ahead import MessageQueues
 from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._launch import Launch
-from raysgd.train._mailbox import Ended
+from raysgd.train._mailbox import FunctionEnded
 from raysgd.train._max_retries import MaxRetries
-from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
+from raysgd.train._messages import CheckpointRef, FunctionMessage, TrainingResultType
 from raysgd.train._stored_files import taken_names
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
+class FunctionStep:
     """What the functions on all workers handed over, in step.
 
     Attributes:
@@ -56,23 +56,23 @@ class Step:
     stored: Mapping[int, CheckpointRef] = field(default_factory=dict)
 
 
-def check_step(messages: Sequence[Message | Ended]) -> Step:
+def check_step(messages: Sequence[FunctionMessage | FunctionEnded]) -> FunctionStep:
     """One step out of the workers' messages.
 
     Raises:
         StepMismatchError: They are not of the same kind.
     """
-    ended = [message for message in messages if isinstance(message, Ended)]
+    ended = [message for message in messages if isinstance(message, FunctionEnded)]
     if len(ended) == len(messages):
-        return Step(None, tuple(end.value for end in ended))
+        return FunctionStep(None, tuple(end.value for end in ended))
     if ended:
-        ranks = [rank for rank, message in enumerate(messages) if isinstance(message, Ended)]
+        ranks = [rank for rank, message in enumerate(messages) if isinstance(message, FunctionEnded)]
         raise StepMismatchError(
             "The functions made a different number of calls: they ended on "
             f"{named(ranks)}, and still report or save on the others. Every worker has to call `report` and "
             "`save_checkpoint` equally often."
         )
-    found = [message for message in messages if isinstance(message, Message)]
+    found = [message for message in messages if isinstance(message, FunctionMessage)]
     kinds = {message.kind for message in found}
     if len(kinds) > 1:
         saving = [rank for rank, message in enumerate(found) if message.kind is TrainingResultType.CHECKPOINT]
@@ -85,7 +85,9 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
     source = min(sent or stored, default=0)
     refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
-    return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused, stored)
+    return FunctionStep(
+        kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused, stored
+    )
 
 
 class FunctionRun:
@@ -125,7 +127,7 @@ class FunctionRun:
         self._decode = decode
         self._checkpoints = checkpoints
         self._retries = retries
-        self._ahead = Ahead()
+        self._ahead = MessageQueues()
         self._max_workers = max_workers
         self._resize_check_s = resize_check_s
         self._now = now
@@ -145,7 +147,7 @@ class FunctionRun:
         with self._aborted_on_error():
             self._call(FunctionReplica.start)
 
-    def next_step(self) -> Step:
+    def next_step(self) -> FunctionStep:
         """The next step of all workers; its checkpoint, if any, is taken over.
 
         Raises:
@@ -163,13 +165,13 @@ class FunctionRun:
                 self._checkpoints.flush()
         return step
 
-    def _taken_step(self) -> Step:
+    def _taken_step(self) -> FunctionStep:
         step = check_step(self._next_messages())
         if step.checkpoint_ref is None or self._take(step, step.checkpoint_ref):
             return step
         return self._taken_step()  # the functions were started again, and come to this one once more
 
-    def _next_messages(self) -> Sequence[Message | Ended]:
+    def _next_messages(self) -> Sequence[FunctionMessage | FunctionEnded]:
         """The next message of each rank."""
         if not self._ahead.has_step(self._launch.started_on):
             self._ahead.add(self._call(FunctionReplica.take, self._told))
@@ -192,11 +194,11 @@ class FunctionRun:
             pass
         return None if step.kind is None else self.decoded(step)
 
-    def decoded(self, step: Step) -> list[dict[str, Any]]:
+    def decoded(self, step: FunctionStep) -> list[dict[str, Any]]:
         """The metrics in a step."""
         return [self._unpacked(data) for data in step.data]
 
-    def decoded_by(self, rank: int, step: Step) -> dict[str, Any]:
+    def decoded_by(self, rank: int, step: FunctionStep) -> dict[str, Any]:
         """The metrics of one rank in a step."""
         return self._unpacked(step.data[rank])
 
@@ -267,7 +269,7 @@ class FunctionRun:
         self._next_check = now + self._resize_check_s
         return True
 
-    def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> bool:
+    def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
         """Takes the checkpoint of a step; returns False where it was lost before it was stored."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)

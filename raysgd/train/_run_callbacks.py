@@ -11,7 +11,7 @@ from raysgd.callbacks.adapters import FunctionCalls
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import as_list
 from raysgd.callbacks.dispatcher import Dispatcher
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.storage import Folder
 from raysgd.train._run_folders import fetch_checkpoints, local_run_dir
 from raysgd.train.constants import ALL_RESERVED_KEYS, BASIC_AUTOFILLED_KEYS, DETAILED_AUTOFILLED_KEYS
@@ -68,7 +68,7 @@ class RunCallbacks:
                 self._finish(self._calls, failure)
 
     def process(
-        self, results: list[dict[str, Any]], events: Sequence[Event] = (), checkpoint: str | None = None
+        self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
     ) -> None:
         """Gives all callbacks what there is at one report.
 

@@ -14,7 +14,7 @@ from raysgd._state_codec import EncodedState, StateEncoder
 from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._mailbox import Mailbox
-from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
+from raysgd.train._messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 from raysgd.train._shards import with_to_torch
 from raysgd.train.constants import (
@@ -93,12 +93,14 @@ class Session:
 
     def _send_metrics(self, data: Any) -> None:
         """Sends metrics alone. The function waits with encoded ones: the next ones need their buffer."""
-        self.mailbox.offer(Message(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState))
+        self.mailbox.offer(
+            FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
+        )
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
         """Sends metrics with a checkpoint, which the driver takes only if no lower rank has one."""
         if self.world.rank == 0:
-            self.mailbox.offer(Message(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
+            self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
             return
         content = self._content(checkpoint)
         ref = CheckpointRef(content.get(self._spec.score_attribute))
@@ -107,7 +109,7 @@ class Session:
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
         """Sends metrics, and makes what they announce when the driver asks for it; see `PendingCheckpoints.settle`."""
         token = self._pending_checkpoints.announce()
-        self.mailbox.offer(Message(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
+        self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -139,7 +141,7 @@ class Session:
         """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
         self.checkpoint = checkpoint
         checkpoint_ref = self._checkpoint_ref(checkpoint) if self.world.rank == 0 else None
-        self.mailbox.offer(Message(TrainingResultType.CHECKPOINT, None, checkpoint_ref))
+        self.mailbox.offer(FunctionMessage(TrainingResultType.CHECKPOINT, None, checkpoint_ref))
 
     def _checkpoint_ref(self, checkpoint: Mapping[str, Any]) -> CheckpointRef:
         content = self._content(checkpoint)

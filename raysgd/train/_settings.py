@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_seconds
 from raysgd.engine.failures import Diagnosis
-from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.placement import Placement
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.types import Resources
@@ -16,9 +16,9 @@ from raysgd.train import constants
 from raysgd.train._arrivals import CheckpointTaker
 from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._max_retries import RETRY_ADVICE
-from raysgd.train.backend import Backend, BackendConfig, Connection, Placed
+from raysgd.train.backend import Backend, BackendConfig, Connection, PlacedConnection
 
-WORDS = Words(
+WORDS = FrontEndWords(
     when_shut_down="Call `start` again for new workers.",
     when_interrupted="Checkpoints that the functions saved are kept.",
     when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
@@ -53,7 +53,7 @@ class ExecutorRules:
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     checkpoints: CheckpointTaker | None = None
     on_failure: Callable[[Diagnosis], None] = _ignore
-    words: Words = WORDS
+    words: FrontEndWords = WORDS
     retry_advice: str = RETRY_ADVICE
     num_ahead: int | None = None
 
@@ -152,10 +152,10 @@ class WorkerSettings:
 
     def _connection(self, config: BackendConfig) -> Connection:
         connection = config.connection(self.resources.num_gpus)
-        if isinstance(connection, Placed):
+        if isinstance(connection, PlacedConnection):
             connection.shares_gpus = self.shares_gpus
         elif self.shares_gpus and self.resources.num_gpus > 0:
-            return Placed(connection, shares_gpus=True)
+            return PlacedConnection(connection, shares_gpus=True)
         return connection
 
 

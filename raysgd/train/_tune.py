@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd import _trials
-from raysgd._trials import Reported, TrialInfo
+from raysgd._trials import TrialInfo, TrialStepResult
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
 
@@ -73,7 +73,7 @@ class FunctionTrial:
         self._num_saved = 0
         self._has_ended = False
 
-    def step(self) -> Reported:
+    def step(self) -> TrialStepResult:
         """Rank 0's next report, and whether there is a checkpoint that Tune does not have yet.
 
         Raises:
@@ -88,8 +88,8 @@ class FunctionTrial:
         is_saved = self._num_taken > self._num_saved
         if results is None:
             self._has_ended = True
-            return Reported(None, is_saved, is_last=True)
-        return Reported(results[0], is_saved)
+            return TrialStepResult(None, is_saved, is_last=True)
+        return TrialStepResult(results[0], is_saved)
 
     def _begin(self) -> None:
         self._trainer = self._plan.make_trainer(logdir=self._logdir)

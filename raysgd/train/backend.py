@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.connection import Connection, Unconnected
+from raysgd.engine.connection import Connection, NoConnection
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 
@@ -86,11 +86,11 @@ class BackendConfig:
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
         """What connects the workers from within, as part of their start."""
-        return Unconnected()
+        return NoConnection()
 
 
 @dataclass
-class Placed(Connection):
+class PlacedConnection(Connection):
     """Another connection, joined also by a single worker, with environment variables that tell the worker its place.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._checks import check_seconds
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import Placement
 from raysgd.engine.policies import FailurePolicy
@@ -23,12 +23,12 @@ from raysgd.exceptions import (
     TrainingWorkerError,
 )
 from raysgd.storage import Folder
-from raysgd.train._launch import Launch, Shards
+from raysgd.train._launch import DataShards, Launch
 from raysgd.train._max_retries import MaxRetries, RenewingPolicy
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._run import FunctionRun, Step
+from raysgd.train._run import FunctionRun, FunctionStep
 from raysgd.train._settings import ExecutorRules, WorkerSettings
 from raysgd.train._shards import DividedData
 from raysgd.train._worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
@@ -98,9 +98,9 @@ class BackendExecutor:
         self._run: FunctionRun | None = None
 
     @property
-    def is_started(self) -> Flag:
+    def is_started(self) -> CallableFlag:
         """Whether there are workers; a property in some old versions, a method in others, and here both."""
-        return Flag(self._controller is not None)
+        return CallableFlag(self._controller is not None)
 
     def start(
         self,
@@ -239,7 +239,7 @@ class BackendExecutor:
     def launch(
         self,
         function: Callable[[], Any],
-        data: Shards | None = None,
+        data: DataShards | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> FunctionRun:
@@ -317,7 +317,7 @@ class BackendExecutor:
             return [TrainingResult(step.kind, data) for data in run.decoded(step)]
         return [TrainingResult(step.kind, self._saved_by(rank, step)) for rank in range(len(step.data))]
 
-    def _saved_by(self, rank: int, step: Step) -> dict[str, Any]:
+    def _saved_by(self, rank: int, step: FunctionStep) -> dict[str, Any]:
         is_source = step.checkpoint_ref is not None and rank == step.source
         return self.checkpoint_manager.latest_checkpoint or {} if is_source else {}
 
@@ -408,7 +408,7 @@ class BackendExecutor:
         return self._max_retries.num_losses
 
     @property
-    def history(self) -> History:
+    def history(self) -> GroupHistory:
         """What happened to the workers so far."""
         return self._active().history
 
@@ -437,7 +437,7 @@ class BackendExecutor:
         return self.checkpoint_manager.latest_checkpoint_path
 
 
-class Flag(int):
+class CallableFlag(int):
     """True or false; called, it says the same."""
 
     def __call__(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._lazy import lazy_names
 from raysgd.connections.horovod import HorovodConnection, import_horovod
 from raysgd.engine.connection import Connection
-from raysgd.train.backend import Backend, BackendConfig, Placed
+from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 
 import_horovod()
 
@@ -77,4 +77,6 @@ class HorovodConfig(BackendConfig):
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
         names = [self.nics] if isinstance(self.nics, str) else self.nics or ()
-        return Placed(HorovodConnection(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names))))
+        return PlacedConnection(
+            HorovodConnection(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names)))
+        )

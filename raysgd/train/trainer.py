@@ -15,7 +15,7 @@ from raysgd._checks import is_integer, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.placement import Placement
 from raysgd.engine.resources import cluster_view
 from raysgd.storage import Folder
@@ -29,7 +29,7 @@ from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
-from raysgd.train.executor import BackendExecutor, Flag
+from raysgd.train.executor import BackendExecutor, CallableFlag
 from raysgd.train.utils import without_arguments
 
 logger = logging.getLogger(__name__)
@@ -138,12 +138,12 @@ class Trainer:
         self._executor.shutdown()
 
     @property
-    def is_started(self) -> Flag:
+    def is_started(self) -> CallableFlag:
         """Whether there are workers."""
         return self._executor.is_started
 
     @property
-    def history(self) -> History:
+    def history(self) -> GroupHistory:
         """What happened to the workers since `start`.
 
         Raises:

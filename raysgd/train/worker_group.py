@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._checks import check_amount
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import num_fitting
@@ -108,7 +108,7 @@ class WorkerGroup:
             self.num_cpus_per_worker, self.num_gpus_per_worker, dict(self.additional_resources_per_worker or {})
         )
         self._check_room(resources, len(self) + num_workers)
-        spec = GroupSpec(Unconnected(), FunctionReplica, resources, captures=False, within=self._placement_group)
+        spec = GroupSpec(NoConnection(), FunctionReplica, resources, captures=False, within=self._placement_group)
         group = EngineGroup(spec, num_workers)
         report = group.start()
         if not report.ok:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 _MOST_CALLS = 64  # at a time, where their number is left open
 
 
-class Stage(Protocol):
+class ShardStage(Protocol):
     """What becomes of the elements of a shard."""
 
     def __call__(self, elements: Iterator[Any], /) -> Iterable[Any]:
@@ -30,7 +30,7 @@ class Shard:
     """
 
     source: Callable[[], Iterator[Any]]
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[ShardStage, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
         elements: Iterable[Any] = self.source()
@@ -38,7 +38,7 @@ class Shard:
             elements = stage(iter(elements))
         return iter(elements)
 
-    def then(self, stage: Stage) -> Shard:
+    def then(self, stage: ShardStage) -> Shard:
         """The same with one more stage."""
         return replace(self, stages=(*self.stages, stage))
 
@@ -52,12 +52,12 @@ class Shard:
             place -= 1
             stage = self.stages[place]
             size *= stage.size if isinstance(stage, Batch) else 1
-        pick = Every(step, start, size)
+        pick = EveryNthGroup(step, start, size)
         return replace(self, stages=(*self.stages[:place], pick, *self.stages[place:]))
 
 
 @dataclass(frozen=True)
-class Given:
+class ItemSource:
     """The items of an iterable, or of what a function without arguments returns; again and again if it repeats."""
 
     items: Any
@@ -86,7 +86,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class InTurn:
+class InterleavedShards:
     """One element of each shard after the other, until all have ended."""
 
     shards: Sequence[Shard]
@@ -178,7 +178,7 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class Every:
+class EveryNthGroup:
     """Of groups of `size` elements each `step`-th, from the one at `start` on."""
 
     step: int
@@ -192,7 +192,7 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Through:
+class IteratorFunction:
     """What a function makes of the whole iterator."""
 
     function: Callable[[Iterable[Any]], Iterable[Any]]

@@ -15,13 +15,13 @@ from raysgd.util._shard import (
     Batch,
     Filter,
     Flatten,
-    Given,
-    InTurn,
+    InterleavedShards,
+    ItemSource,
+    IteratorFunction,
     Map,
     Shard,
+    ShardStage,
     Shuffle,
-    Stage,
-    Through,
 )
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
@@ -68,14 +68,14 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
             there.
         name: For `repr`.
     """
-    shards = [Shard(Given(each, repeat)) for each in generators]
+    shards = [Shard(ItemSource(each, repeat)) for each in generators]
     return ParallelIterator(shards, name or f"from_iterators[shards={len(shards)}{_repeats(repeat)}]")
 
 
 class _Stages:
     """What can be done to elements, of one shard or of many."""
 
-    def _then(self: StagesT, stage: Stage, name: str) -> StagesT:
+    def _then(self: StagesT, stage: ShardStage, name: str) -> StagesT:
         raise NotImplementedError
 
     def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
@@ -110,7 +110,7 @@ class _Stages:
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
         """What a function makes of a whole shard: it takes an iterator, and returns one."""
-        return self._then(Through(fn), ".transform()")
+        return self._then(IteratorFunction(fn), ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
         size = check_count("shuffle_buffer_size", buffer_size, "Elements are drawn from a buffer of so many.")
@@ -141,7 +141,7 @@ class ParallelIterator(_Stages):
     def __repr__(self) -> str:
         return f"ParallelIterator[{self.name}]"
 
-    def _then(self, stage: Stage, name: str) -> ParallelIterator:
+    def _then(self, stage: ShardStage, name: str) -> ParallelIterator:
         return self._with([shard.then(stage) for shard in self._shards], self.name + name)
 
     def _with(self, shards: Sequence[Shard], name: str) -> ParallelIterator:
@@ -163,7 +163,9 @@ class ParallelIterator(_Stages):
             batch_ms: Accepted for compatibility: nothing travels.
         """
         number = _check_shards(num_partitions)
-        parts = [Shard(InTurn([shard.every(number, index) for shard in self._shards])) for index in range(number)]
+        parts = [
+            Shard(InterleavedShards([shard.every(number, index) for shard in self._shards])) for index in range(number)
+        ]
         if len(self._shards) == 1:
             parts = [self._shards[0].every(number, index) for index in range(number)]
         return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
@@ -206,11 +208,11 @@ class ParallelIterator(_Stages):
 
     def gather_sync(self) -> LocalIterator:
         """All elements: one of each shard after the other."""
-        return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_sync()")
+        return LocalIterator(Shard(InterleavedShards(self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
         """All elements, in an order that no one may rely on."""
-        return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_async()")
+        return LocalIterator(Shard(InterleavedShards(self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements."""
@@ -253,7 +255,7 @@ class LocalIterator(_Stages):
     def __repr__(self) -> str:
         return f"LocalIterator[{self.name}]"
 
-    def _then(self, stage: Stage, name: str) -> LocalIterator:
+    def _then(self, stage: ShardStage, name: str) -> LocalIterator:
         return LocalIterator(self._shard.then(stage), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
@@ -262,7 +264,7 @@ class LocalIterator(_Stages):
 
     def union(self, other: LocalIterator) -> LocalIterator:
         """The elements of both, one after the other in turn."""
-        return LocalIterator(Shard(InTurn([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
+        return LocalIterator(Shard(InterleavedShards([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements, from the first one on."""

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.callbacks.adapters import FunctionCalls, adapted
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
 from raysgd.train import TrainingCallback
@@ -17,7 +17,7 @@ from raysgd.train._run_callbacks import RunCallbacks as RunCallbacksOfTrainer
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.fit.callbacks import RunCallbacks
 from raysgd.train.fit.layout import new_trial
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 
 Make = Callable[..., TorchTrainer]
 
@@ -46,7 +46,7 @@ class Notes(Callback):
         if run.epoch == self.fails_at:
             raise OSError("disk full")
 
-    def on_event(self, run: Run, event: Event) -> None:
+    def on_event(self, run: Run, event: GroupEvent) -> None:
         self.calls.append(("event", event.kind))
 
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
@@ -69,7 +69,7 @@ class InWorkers(Callback):
         return WorkerCallback()
 
 
-LOSS = Event("rejoined", 2, 1, 0.1, "rank 1 died")
+LOSS = GroupEvent("rejoined", 2, 1, 0.1, "rank 1 died")
 
 
 class TestInTrainerRun:
@@ -103,18 +103,18 @@ class TestInTrainerRun:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
+def trial(tmp_path: Path) -> FitTrialView:
     from raysgd.storage import open_folder
 
     folder = new_trial(open_folder(tmp_path), "MyTrainer")
     folder.make()
-    return Trial(folder, {"train_loop_config": {"lr": 1}})
+    return FitTrialView(folder, {"train_loop_config": {"lr": 1}})
 
 
 class TestInRunConfig:
     """`RunConfig(callbacks=[...])`."""
 
-    def test_callbacks_see_reports_and_losses_and_stop_the_run(self, trial: Trial) -> None:
+    def test_callbacks_see_reports_and_losses_and_stop_the_run(self, trial: FitTrialView) -> None:
         notes = Notes(stops_at=2)
         callbacks = RunCallbacks([notes], trial)
         callbacks.setup(None)
@@ -132,7 +132,7 @@ class TestInRunConfig:
         assert notes.run is not None
         assert "pid" not in notes.run.history.metrics
 
-    def test_one_that_fails_is_named_once_and_the_others_hear_of_the_end(self, trial: Trial) -> None:
+    def test_one_that_fails_is_named_once_and_the_others_hear_of_the_end(self, trial: FitTrialView) -> None:
         first, last = Notes(), Notes(fails_at=1)
         callbacks = RunCallbacks([first, last], trial)
         callbacks.start(after_failure=False, restores=False)
@@ -143,7 +143,7 @@ class TestInRunConfig:
         callbacks.end(has_failed=True, error=info.value)
         assert first.calls[-1] == last.calls[-1] == ("end", info.value)
 
-    def test_their_state_is_kept_beside_checkpoints(self, trial: Trial) -> None:
+    def test_their_state_is_kept_beside_checkpoints(self, trial: FitTrialView) -> None:
         before, after = Notes(), Notes()
         callbacks = RunCallbacks([before], trial)
         callbacks.start(after_failure=False, restores=False)

@@ -8,7 +8,7 @@ import pytest
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.callbacks.calling import CallbackCalls, checked
 from raysgd.exceptions import CallbackError
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 
 
 class Noting(Callback):
@@ -26,7 +26,7 @@ class Noting(Callback):
     def on_run_begin(self, run: Run) -> None:
         self._note("begin")
 
-    def on_progress(self, run: Run, progress: Progress) -> None:
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
         self._note("progress", progress.num_steps)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class TestTheEnd:
 
 
 class TestProgress:
-    NEWS = Progress(1, 2, 0, None, None)
+    NEWS = CallProgress(1, 2, 0, None, None)
 
     def test_is_only_asked_for_if_someone_listens(self) -> None:
         assert not calls_of(Callback()).wants_progress

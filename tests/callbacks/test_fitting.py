@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
 from raysgd.replicas import recording
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.replicas.history import name_in_test
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
@@ -214,10 +214,10 @@ class TestEpochs:
             make_local(FailsToValidate).fit(1)
 
     def test_show_how_many_there_will_be(self, make_local: Make) -> None:
-        seen: list[Progress] = []
+        seen: list[CallProgress] = []
 
         class Watches(Callback):
-            def on_progress(self, run: Run, progress: Progress) -> None:
+            def on_progress(self, run: Run, progress: CallProgress) -> None:
                 seen.append(progress)
 
         make_local().fit(2, callbacks=[Watches()])

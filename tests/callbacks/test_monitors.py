@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
@@ -118,7 +118,7 @@ class TestGoodput:
     def test_of_functions_only_recoveries_are_known(self) -> None:
         run, monitor = Run(name="function"), GoodputMonitor()
         monitor.on_run_begin(run)
-        run.history.events.append(Event("rejoined", 2, 2, 1.0, "lost rank 1"))
+        run.history.events.append(GroupEvent("rejoined", 2, 2, 1.0, "lost rank 1"))
         for goodput, recovery_s in ((0.75, 1.0), (1.0, 0.0)):
             result = {"loss": 1.0, "time_this_iter_s": 4.0}
             monitor.on_result(run, result)

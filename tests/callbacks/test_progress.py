@@ -16,8 +16,8 @@ import pytest
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks import bars as bars_module
 from raysgd.callbacks.bars import LineBar, TqdmBar, make_bar
-from raysgd.engine.history import Event
-from raysgd.replicas.epochs import Progress
+from raysgd.engine.history import GroupEvent
+from raysgd.replicas.epochs import CallProgress
 from raysgd.replicas.progress import ProgressListeners
 
 
@@ -40,8 +40,8 @@ def make_run(epochs: int | None = 10, trainer: Any = object) -> Run:
     return run
 
 
-def news(done: int, kind: Any = "train", **metrics: float) -> Progress:
-    return Progress(done, 10, 2, 10, None, kind, metrics or {"train_loss": 0.5})
+def news(done: int, kind: Any = "train", **metrics: float) -> CallProgress:
+    return CallProgress(done, 10, 2, 10, None, kind, metrics or {"train_loss": 0.5})
 
 
 ROW = {
@@ -110,7 +110,7 @@ def test_a_call_that_is_done_takes_its_bar_away() -> None:
     stream, run = Terminal(), make_run()
     bar = ProgressBar("tqdm", stream=stream)
     bar.on_progress(run, news(4))
-    bar.on_progress(run, Progress(10, 10, 2, 10, None, is_done=True))
+    bar.on_progress(run, CallProgress(10, 10, 2, 10, None, is_done=True))
     assert screen(stream.getvalue()) == []
 
 
@@ -240,7 +240,7 @@ def test_a_row_tells_of_another_number_of_workers() -> None:
     stream, run = io.StringIO(), make_run()
     bar = ProgressBar("plain", stream=stream)
     bar.on_result(run, dict(ROW))
-    bar.on_event(run, Event("rejoined", 4, 3, 0.5, "rank 1 was lost"))
+    bar.on_event(run, GroupEvent("rejoined", 4, 3, 0.5, "rank 1 was lost"))
     bar.on_result(run, {**ROW, "num_workers": 3})
     bar.on_result(run, {**ROW, "num_workers": 3})
     assert ["3 workers" in line for line in stream.getvalue().splitlines()] == [False, True, False]
@@ -276,7 +276,7 @@ class TestAroundCalls:
         def __init__(self) -> None:
             self._listeners = ProgressListeners(cast("Any", None))
 
-        def tell(self, *news: Progress) -> None:
+        def tell(self, *news: CallProgress) -> None:
             for each in news:
                 self._listeners.tell(each)
 
@@ -284,11 +284,11 @@ class TestAroundCalls:
     def test_each_call_leaves_a_line(self, style: Any) -> None:
         trainer, stream = self.Trainer(), Terminal()
         with ProgressBar(style, stream=stream).around(trainer):
-            trainer.tell(Progress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
-            trainer.tell(Progress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
-            trainer.tell(Progress(500, 1000, 0, None, None, "predict"))
-            trainer.tell(Progress(1000, 1000, 0, None, None, "predict", is_done=True))
-        trainer.tell(Progress(3, 9, 1, 4, 0.5, "train"))
+            trainer.tell(CallProgress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
+            trainer.tell(CallProgress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
+            trainer.tell(CallProgress(500, 1000, 0, None, None, "predict"))
+            trainer.tell(CallProgress(1000, 1000, 0, None, None, "predict", is_done=True))
+        trainer.tell(CallProgress(3, 9, 1, 4, 0.5, "train"))
         train, predict = screen(stream.getvalue())
         assert train.startswith("epoch 2/4 train  9 batches  train_loss 0.2500  ")
         assert predict.startswith("predict  1000 batches  ")
@@ -298,7 +298,7 @@ class TestAroundCalls:
 
         def fail() -> None:
             with ProgressBar("tqdm", stream=stream).around(trainer):
-                trainer.tell(Progress(3, 9, 1, 4, 0.5))
+                trainer.tell(CallProgress(3, 9, 1, 4, 0.5))
                 assert "3/9" in screen(stream.getvalue())[0]
                 raise KeyError("user code")
 
@@ -318,7 +318,7 @@ def test_hostile_names_are_text() -> None:
 def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> None:
     stream, run = Terminal(), make_run()
     bar = ProgressBar("tqdm", stream=stream)
-    bar.on_progress(run, Progress(600_000, 1_000_000, 2, 10, None))
+    bar.on_progress(run, CallProgress(600_000, 1_000_000, 2, 10, None))
     [drawn] = screen(stream.getvalue())
     assert "600000/1000000" in drawn
     assert "?batch/s" in drawn

@@ -20,7 +20,7 @@ import pytest
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
 from raysgd.callbacks._page import DATA_ID, RunFacts, time_by_part
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.engine.time_spent import TimeLedger
 from raysgd.replicas.history import CallRecord, History
 
@@ -64,14 +64,14 @@ class Page(HTMLParser):
 
 def make_history() -> History:
     history = History()
-    history.events.append(Event("started", 0, 4, 1.0, "the trainer was created", at=99.0))
+    history.events.append(GroupEvent("started", 0, 4, 1.0, "the trainer was created", at=99.0))
     for epoch in range(1, 5):
         began = 100.0 + 10 * epoch
         workers = 4 if epoch < 3 else 3
         train = {"num_samples": 600, "batch_count": 10, "train_loss": 1 / epoch, "last_train_loss": 0.1, "lr": 0.1}
         history.add(CallRecord("train", epoch, train, began, 6.0, workers))
         history.add(CallRecord("validation", epoch, {"val_loss": 2 / epoch, "accuracy": 0.5}, began + 6, 2.0, workers))
-    history.events.append(Event("rejoined", 4, 3, 1.5, "rank 1 was lost", "no sample was lost", at=133.0))
+    history.events.append(GroupEvent("rejoined", 4, 3, 1.5, "rank 1 was lost", "no sample was lost", at=133.0))
     return history
 
 
@@ -170,7 +170,7 @@ def test_losses_are_marked_where_they_happened(tmp_path: Path) -> None:
 )
 def test_the_numbers_of_workers_are_named(tmp_path: Path, events: list[Any], told: str) -> None:
     history = make_history()
-    history.events[:] = [Event(kind, *sizes, 0.5, "lost", at=133.0) for kind, *sizes in events]
+    history.events[:] = [GroupEvent(kind, *sizes, 0.5, "lost", at=133.0) for kind, *sizes in events]
     assert told in written(make_run(tmp_path, history=history)).text
 
 
@@ -196,7 +196,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_names_values_and_reasons_are_text(tmp_path: Path) -> None:
-    history = History([Event("rebuilt", 2, 2, 1.0, HOSTILE, HOSTILE, at=101.0)])
+    history = History([GroupEvent("rebuilt", 2, 2, 1.0, HOSTILE, HOSTILE, at=101.0)])
     history.add(CallRecord("train", 1, {HOSTILE: 0.5, "note": HOSTILE}, 100.0, 5.0, 2))
     history.add(CallRecord("train", 2, {HOSTILE: 0.25}, 106.0, 5.0, 2))
     history.add(CallRecord(HOSTILE, 2, {}, 111.0, 5.0, 2))  # type: ignore[arg-type]  # out of a file

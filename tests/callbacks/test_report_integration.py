@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.callbacks import Callback, HTMLReport, ProgressBar, Run
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.callbacks.test_report import Page
 from tests.torch.operators_for_tests import LinearOperator
@@ -23,13 +23,13 @@ class LoseOne(Callback):
     """Loses a worker in the second epoch, and keeps the progress of all calls."""
 
     def __init__(self) -> None:
-        self.seen: list[Progress] = []
+        self.seen: list[CallProgress] = []
 
     def on_epoch_begin(self, run: Run) -> None:
         if run.epoch == 1:
             testing.kill_worker(run.trainer, 1, at="step:1")
 
-    def on_progress(self, run: Run, progress: Progress) -> None:
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
         self.seen.append(progress)
 
 

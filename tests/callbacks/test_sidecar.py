@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, location
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.replicas.history import CallRecord, History
 
 
@@ -52,7 +52,7 @@ class TestALongRun:
             history.add(CallRecord("train", epoch, {"train_loss": 1 / epoch}, 1.0, 2.0, 4))
             history.add(CallRecord("validation", epoch, {"accuracy": 1 - 1 / epoch}, 1.0, 2.0, 4))
             if epoch % 100 == 7:
-                history.events.append(Event("rejoined", 4, 4, 0.5, f"in {epoch}"))
+                history.events.append(GroupEvent("rejoined", 4, 4, 0.5, f"in {epoch}"))
             if epoch % 10 == 0:
                 sidecars.write(str(folder / "last.pt"), Sidecar(epoch, history))
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from raysgd.connections._board import Board
-from raysgd.connections._gloo import GlooConnections, Later, addresses_in, as_written
+from raysgd.connections._gloo import DelayedCalls, GlooConnections, addresses_in, as_written
 from tests.connections.test_board import boards_of
 
 ADDRESSES = ["127.0.0.1:80", "10.0.0.255:65535", "::1:29500", "fe80::1%2:258"]
@@ -151,7 +151,7 @@ def test_things_are_done_later_in_their_order_or_at_once() -> None:
         done.append("first")
         first_done.set()
 
-    later = Later(first, lambda: done.append("second"))
+    later = DelayedCalls(first, lambda: done.append("second"))
     assert not done
     assert not later.has_ended
     assert first_done.wait(20), "without being hurried"

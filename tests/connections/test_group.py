@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysgd.connections._mesh import MeshBroken
-from raysgd.connections.group import Group, Votes
+from raysgd.connections.group import EarlyVotes, Group
 from raysgd.engine.types import LOOPBACK, World
 from raysgd.replicas.division import even_counts
 from tests.connections.test_mesh import connected
@@ -154,7 +154,7 @@ def test_votes_that_nobody_wanted_to_hear_do_not_answer_later_questions(groups: 
     size = len(groups)
 
     def asked(group: Group) -> list[bool]:
-        votes = Votes(World(group.rank, size), group._mesh)
+        votes = EarlyVotes(World(group.rank, size), group._mesh)
         votes.ask(True)
         wanted = [votes.ask(group.rank == 0), votes.ask(False)]
         answers = [vote.result() for vote in wanted]

@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raysgd.connections._links import Letter, Links, Message, Received, taken_from
+from raysgd.connections._links import Links, PeerMessage, Received, RoutedMessage, taken_from
 from raysgd.connections._mesh import MeshBroken
 from raysgd.connections._routes import neighbors
 
-MESSAGES = [Message(1, "key", b"first", b"second", 7), Message(0, "", b""), Message(2, "\N{SNOWMAN}", b"x" * 300_000)]
+MESSAGES = [
+    PeerMessage(1, "key", b"first", b"second", 7),
+    PeerMessage(0, "", b""),
+    PeerMessage(2, "\N{SNOWMAN}", b"x" * 300_000),
+]
 
 
 def test_letters_are_taken_when_they_are_complete() -> None:
-    letters = [Letter.of(5, message) for message in MESSAGES] + [Letter.of(6, MESSAGES[0], 3)]
+    letters = [RoutedMessage.of(5, message) for message in MESSAGES] + [RoutedMessage.of(6, MESSAGES[0], 3)]
     sent, received, taken = b"".join(letter.encoded for letter in letters), bytearray(), []
     for start in range(0, len(sent), 777):
         received += sent[start : start + 777]
@@ -30,7 +34,7 @@ class End:
     """One rank: what it receives, and why it ended."""
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
-        self.received: list[tuple[int, Message]] = []
+        self.received: list[tuple[int, PeerMessage]] = []
         self.reasons: list[str] = []
         self.changed = threading.Condition()
         self.links = Links(rank, size, connections, self.take, self.end)
@@ -89,9 +93,9 @@ def test_a_rank_receives_what_another_sends_and_learns_that_it_left() -> None:
 def test_messages_to_one_and_to_all_come_in_the_order_in_which_they_were_sent(ring: list[End]) -> None:
     far = [0, *range(2, 9)]
     for number in range(100):
-        ring[1].links.send_to_all(Message(0, str(number), bytes(number * 100)))
+        ring[1].links.send_to_all(PeerMessage(0, str(number), bytes(number * 100)))
         for rank in far:
-            ring[1].links.send(rank, Message(1, str(number)))
+            ring[1].links.send(rank, PeerMessage(1, str(number)))
     for rank in far:
         ring[rank].wait(lambda rank=rank: len(ring[rank].received) == 200)
         assert [(each.kind, each.key) for _, each in ring[rank].received] == [
@@ -129,9 +133,9 @@ def test_sending_more_behind_what_is_left_fails_once_the_connections_were_cut() 
 @pytest.mark.parametrize(
     "says",
     [
-        Letter.of(1, MESSAGES[0], 7).encoded,  # for a rank that there is not
-        Letter.of(1, MESSAGES[0]).encoded.replace(b"key", b"\xff\xff\xff"),
-        Letter.of(1, MESSAGES[0]).encoded[:-1],  # and no more
+        RoutedMessage.of(1, MESSAGES[0], 7).encoded,  # for a rank that there is not
+        RoutedMessage.of(1, MESSAGES[0]).encoded.replace(b"key", b"\xff\xff\xff"),
+        RoutedMessage.of(1, MESSAGES[0]).encoded[:-1],  # and no more
     ],
 )
 def test_what_no_rank_sends_ends_all_connections(says: bytes) -> None:

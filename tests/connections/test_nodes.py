@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.connections._nodes import Folding, Nodes, folding, tree
+from raysgd.connections._nodes import Nodes, PowerOfTwoRole, folding, tree
 
 
 def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
@@ -54,4 +54,4 @@ def test_folding_leaves_a_power_of_two(size: int) -> None:
             taker = parts[rank].taker
             assert taker == rank - 1, "the order of ranks stays"
             assert parts[taker].giver == rank
-    assert folding((0, 1, 2), 2) == Folding((0, 2), 1)
+    assert folding((0, 1, 2), 2) == PowerOfTwoRole((0, 2), 1)

@@ -18,7 +18,7 @@ import pytest
 
 from raysgd.connections import _peers
 from raysgd.connections._handshake import ConnectFailed, Credentials, Peer
-from raysgd.connections._peers import Address, Call, Deadline, Endpoint, listen_at
+from raysgd.connections._peers import Address, ConnectionAttempt, Deadline, Endpoint, listen_at
 from raysgd.engine.types import LOOPBACK
 from tests.connections.strangers import connect_to
 
@@ -73,10 +73,12 @@ class Rank:
 
     def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Which ranks are connected, on which lane."""
-        calls = [Call(host.credentials.rank, lane, host.address) for host in hosts for lane in range(num_lanes)]
+        calls = [
+            ConnectionAttempt(host.credentials.rank, lane, host.address) for host in hosts for lane in range(num_lanes)
+        ]
         return sorted((one.rank, one.lane) for one in self.connect(calls, num_peers * num_lanes, deadline))
 
-    def connect(self, calls: list[Call], num_accepted: int, deadline: Deadline) -> list[Peer]:
+    def connect(self, calls: list[ConnectionAttempt], num_accepted: int, deadline: Deadline) -> list[Peer]:
         found = self.listener.connect_all(self.credentials, calls, num_accepted, deadline)
         for one in found:
             self._stack.enter_context(one.connection)
@@ -252,7 +254,7 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
             heard.extend(hello + heard_by(connection))
 
     address = impostor.getsockname()
-    failed, _ = at_once(lambda: peer.connect([Call(0, 0, address)], 0, Deadline(20)), pretend)
+    failed, _ = at_once(lambda: peer.connect([ConnectionAttempt(0, 0, address)], 0, Deadline(20)), pretend)
     assert isinstance(failed, ConnectFailed)
     assert len(heard) == 24, "only who it says it is, and a number that it drew"
     assert SECRET not in heard
@@ -298,7 +300,7 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
         switch.flip_in(0.3)
     began = time.monotonic()
     with pytest.raises(ConnectFailed):
-        Rank(stack, 1).connect([Call(0, 0, hole)], 0, deadline)
+        Rank(stack, 1).connect([ConnectionAttempt(0, 0, hole)], 0, deadline)
     assert time.monotonic() - began < SOON_S
 
 
@@ -307,7 +309,7 @@ def test_connecting_where_no_one_listens_says_why(stack: ExitStack, host: str) -
     closed = stack.enter_context(socket.socket())
     closed.bind((host, 0))  # and does not listen; nobody else can
     with pytest.raises(ConnectionRefusedError, match="Connection refused"):
-        Rank(stack, 1).connect([Call(0, 0, closed.getsockname())], 0, Deadline(20))
+        Rank(stack, 1).connect([ConnectionAttempt(0, 0, closed.getsockname())], 0, Deadline(20))
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:

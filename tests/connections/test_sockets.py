@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from raysgd.connections import _sockets
-from raysgd.connections._sockets import Opened, OpenSocket, between_ranks, open_sockets, opened_since
+from raysgd.connections._sockets import OpenedSockets, OpenSocket, between_ranks, open_sockets, opened_since
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -161,4 +161,4 @@ def test_a_number_that_was_given_to_another_socket_is_not_cut(sockets: Sockets) 
 def test_where_there_is_nothing_to_read_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sockets, "_FOLDER", "/no/such/folder")
     assert open_sockets() == {}
-    assert opened_since({}) == Opened([], [])
+    assert opened_since({}) == OpenedSockets([], [])

@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._sums import LEAST_PART_BYTES, MAX_WHOLE_BYTES, MOST
-from raysgd.connections.group import Group, Votes
+from raysgd.connections.group import EarlyVotes, Group
 from raysgd.engine.types import World
 
 SMALL, LARGE = MAX_WHOLE_BYTES // 8, MAX_WHOLE_BYTES // 8 + 1  # of numbers
@@ -203,7 +203,7 @@ def test_many_ranks_hear_of_each_vote_through_few_messages(make: Any, num_ranks:
     ranks = make(num_ranks)
 
     def asked(group: Group) -> list[bool]:
-        votes = Votes(World(group.rank, num_ranks), group._mesh)
+        votes = EarlyVotes(World(group.rank, num_ranks), group._mesh)
         votes.ask(True)  # and nobody waits for the answer
         wanted = [votes.ask(group.rank == yes) for yes in (0, num_ranks // 2, num_ranks)]
         return [vote.result() for vote in wanted]

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.connections._words import Words
+from raysgd.connections._words import RankStatements
 from tests.connections.test_board import boards_of
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[Words]]:
+def ranks() -> Iterator[list[RankStatements]]:
     boards = boards_of(3)
-    yield [Words(rank, len(boards), board, board.interrupt) for rank, board in enumerate(boards)]
+    yield [RankStatements(rank, len(boards), board, board.interrupt) for rank, board in enumerate(boards)]
     for board in boards:
         board.close()
 
 
-def test_all_hear_what_the_others_say_in_this_piece_of_work(ranks: list[Words]) -> None:
+def test_all_hear_what_the_others_say_in_this_piece_of_work(ranks: list[RankStatements]) -> None:
     for number in range(2):
         for words in ranks:
             words.begin(lambda word: None)
@@ -28,7 +28,7 @@ def test_all_hear_what_the_others_say_in_this_piece_of_work(ranks: list[Words]) 
         assert heard == [{other: b"%d of %d" % (other, number) for other in range(3) if other != me} for me in range(3)]
 
 
-def test_a_word_is_heard_as_it_comes_or_at_the_beginning_if_it_was_there_before(ranks: list[Words]) -> None:
+def test_a_word_is_heard_as_it_comes_or_at_the_beginning_if_it_was_there_before(ranks: list[RankStatements]) -> None:
     heard: list[bytes] = []
     ranks[0].begin(lambda word: None)
     ranks[1].begin(heard.append)
@@ -42,7 +42,7 @@ def test_a_word_is_heard_as_it_comes_or_at_the_beginning_if_it_was_there_before(
     assert sorted(heard) == [b"first", b"first", b"its own", b"second"]
 
 
-def test_in_a_broken_group_no_rank_waits(ranks: list[Words]) -> None:
+def test_in_a_broken_group_no_rank_waits(ranks: list[RankStatements]) -> None:
     for words in ranks:
         words.begin(lambda word: None)
     ranks[2].say(b"the last")

@@ -18,7 +18,7 @@ from raysgd.connections.torch import TorchConnection
 from raysgd.engine import resources, standby
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import choose_source, takers
-from raysgd.engine.types import GroupReport, Handover, Resources, World
+from raysgd.engine.types import GroupReport, Resources, StateHandover, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.failure_plan import FailurePlan
@@ -33,7 +33,7 @@ NUM_STEPS = 6
 class JoinedReplica(SteppingReplica):
     """A replica whose state is handed over through its process group."""
 
-    def regroup(self, world: World, handover: Handover) -> str:
+    def regroup(self, world: World, handover: StateHandover) -> str:
         import torch
 
         state = torch.tensor([self.total, float(self.num_done or 0)])
@@ -96,7 +96,7 @@ class Rig:
         joining = self.group.standby.take(num_new, PATIENCE_S)
         assert len(joining) == num_new
         new_ranks = range(len(survivors), len(survivors) + num_new)
-        handover = Handover(source, (*takers(progress_reports, source), *new_ranks))
+        handover = StateHandover(source, (*takers(progress_reports, source), *new_ranks))
         return self.group.regroup(survivors, joining, handover)
 
 
@@ -340,7 +340,7 @@ def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Mak
     wait_until(lambda: ready(rig, 1))
     [spare] = rig.group.standby.take(1)
     rig.group.leave_group([0])
-    report = rig.group.regroup([0], [spare], Handover(0, (1,)))
+    report = rig.group.regroup([0], [spare], StateHandover(0, (1,)))
     assert report.values == [f"rank {rank} of 2" for rank in range(2)]
     rig.group.kill(10)
     wait_until(lambda: not is_alive(spare.info.pid))

@@ -18,8 +18,8 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.snapshots import Snapshot
-from raysgd.engine.transfers import Stored
-from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World
+from raysgd.engine.transfers import SharedValue
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
 from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.replicas.restoring import load_into_all
@@ -56,8 +56,8 @@ class LightGroup(WorkerGroup):
         self._members.give_ranks([LightWorker() for _ in infos], infos)  # type: ignore[misc]
         return self._answered(dict.fromkeys(range(self.num_workers)))
 
-    def store(self, value: Any) -> Stored:
-        return Stored(value, "a reference")
+    def store(self, value: Any) -> SharedValue:
+        return SharedValue(value, "a reference")
 
     def kill(self, timeout_s: float = 5.0) -> None: ...
 
@@ -136,7 +136,7 @@ def test_only_rank_0_is_sent_the_progress_of_those_that_left() -> None:
         group = controller.group
         assert isinstance(group, LightGroup)
         left = MANY // 2
-        group.regroup(range(left), [], Handover(0, tuple(range(1, left)), own_states(MANY - left)))
+        group.regroup(range(left), [], StateHandover(0, tuple(range(1, left)), own_states(MANY - left)))
         first, *others = group.received
         assert first > (MANY - left) * OWN_BYTES
         assert max(others) < 100 * left

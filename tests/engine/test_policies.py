@@ -5,15 +5,15 @@ import pytest
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.policies import (
     FailurePolicy,
-    GiveUp,
-    Keep,
-    Raise,
+    GiveUpWaiting,
+    KeepGroup,
+    RaiseError,
     Rebuild,
     Rejoin,
     Resize,
     RetryBudget,
     ScalingPolicy,
-    Wait,
+    WaitForWorkers,
     are_alike,
     capacity,
     choose_source,
@@ -82,20 +82,20 @@ def test_capacity_counts_all_there_is_when_asked_to() -> None:
         (policy(4), 8, 0, Resize(4)),
         (policy(4), 3, 0, Resize(3)),
         (policy(4), 1.9, 0, Resize(1)),
-        (policy(4), 0, 0, Wait(1.0, "0 of at least 1 workers fit")),
-        (policy(4), 0, 3, Wait(8.0, "0 of at least 1 workers fit")),
-        (policy(4), 0.5, 0, Wait(1.0, "0 of at least 1 workers fit")),
-        (policy(4, min_workers=3), 2, 0, Wait(1.0, "2 of at least 3 workers fit")),
+        (policy(4), 0, 0, WaitForWorkers(1.0, "0 of at least 1 workers fit")),
+        (policy(4), 0, 3, WaitForWorkers(8.0, "0 of at least 1 workers fit")),
+        (policy(4), 0.5, 0, WaitForWorkers(1.0, "0 of at least 1 workers fit")),
+        (policy(4, min_workers=3), 2, 0, WaitForWorkers(1.0, "2 of at least 3 workers fit")),
         (policy(4, min_workers=3), 3, 0, Resize(3)),
-        (policy(4, num_attempts=3), 0, 1, Wait(2.0, "0 of at least 1 workers fit")),
+        (policy(4, num_attempts=3), 0, 1, WaitForWorkers(2.0, "0 of at least 1 workers fit")),
         (policy(4), 2, 9, Resize(2)),
         (policy(4, num_local=1), 0, 0, Resize(1)),
         (policy(4, num_local=1), 3, 0, Resize(3)),
-        (policy(4, num_local=1, min_workers=2), 0, 0, Wait(1.0, "1 of at least 2 workers fit")),
+        (policy(4, num_local=1, min_workers=2), 0, 0, WaitForWorkers(1.0, "1 of at least 2 workers fit")),
     ],
 )
 def test_a_new_group_is_as_large_as_fits_and_never_larger_than_asked_for(
-    scaling: ScalingPolicy, free_cpus: float, attempt: int, expected: Resize | Wait
+    scaling: ScalingPolicy, free_cpus: float, attempt: int, expected: Resize | WaitForWorkers
 ) -> None:
     assert scaling.decide(view(free_cpus), Resources(), attempt) == expected
 
@@ -103,7 +103,7 @@ def test_a_new_group_is_as_large_as_fits_and_never_larger_than_asked_for(
 @pytest.mark.parametrize(("num_attempts", "last"), [(10, 9), (3, 2), (1, 0)])
 def test_the_last_attempt_gives_up_and_says_what_would_fit(num_attempts: int, last: int) -> None:
     decision = policy(4, num_attempts=num_attempts, min_workers=2).decide(view(1), Resources(), last)
-    assert isinstance(decision, GiveUp)
+    assert isinstance(decision, GiveUpWaiting)
     assert f"1 of at least 2 workers fit after {num_attempts} attempts" in decision.reason
 
 
@@ -126,21 +126,21 @@ def test_waits_of_two_trainers_differ_by_default() -> None:
     [
         (1, 2, 2, Resize(3)),
         (8, 2, 2, Resize(4)),
-        (0, 2, 2, Keep()),
-        (0.5, 2, 2, Keep()),  # free, but not enough for another one
-        (8, 4, 4, Keep()),
-        (1, 1, 0, Keep()),  # the driver alone holds nothing: one free CPU would be for itself
+        (0, 2, 2, KeepGroup()),
+        (0.5, 2, 2, KeepGroup()),  # free, but not enough for another one
+        (8, 4, 4, KeepGroup()),
+        (1, 1, 0, KeepGroup()),  # the driver alone holds nothing: one free CPU would be for itself
         (2, 1, 0, Resize(2)),
     ],
 )
 def test_a_running_group_grows_only_when_it_gains_a_worker(
-    free_cpus: float, num_workers: int, num_reserved: int, expected: Resize | Keep
+    free_cpus: float, num_workers: int, num_reserved: int, expected: Resize | KeepGroup
 ) -> None:
     assert policy(4).grow(view(free_cpus), Resources(), num_workers, num_reserved) == expected
 
 
 def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
-    assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == Keep()
+    assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == KeepGroup()
 
 
 def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
@@ -156,17 +156,22 @@ def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
     [
         ("died", 0, 3, Rebuild()),
         ("died", 2, 3, Rebuild()),
-        ("died", 3, 3, Raise(lost=True)),
-        ("died", 0, 0, Raise(lost=True)),
+        ("died", 3, 3, RaiseError(lost=True)),
+        ("died", 0, 0, RaiseError(lost=True)),
         ("disconnected", 0, 1, Rebuild()),
-        ("disconnected", 1, 1, Raise(lost=True)),
-        ("user", 0, 3, Raise(lost=False)),
-        ("user", 3, 3, Raise(lost=False)),
+        ("disconnected", 1, 1, RaiseError(lost=True)),
+        ("user", 0, 3, RaiseError(lost=False)),
+        ("user", 3, 3, RaiseError(lost=False)),
     ],
 )
 @pytest.mark.parametrize(("rejoins", "can_rejoin"), [(False, True), (True, False)])
 def test_only_losses_are_retried_and_only_within_the_budget(
-    kind: FailureKind, num_restarts: int, max_restarts: int, expected: Rebuild | Raise, rejoins: bool, can_rejoin: bool
+    kind: FailureKind,
+    num_restarts: int,
+    max_restarts: int,
+    expected: Rebuild | RaiseError,
+    rejoins: bool,
+    can_rejoin: bool,
 ) -> None:
     budget = spent(max_restarts, num_restarts)
     assert FailurePolicy(rejoins).decide(Diagnosis(kind, (fault(),)), budget, can_rejoin) == expected
@@ -178,12 +183,12 @@ def test_only_losses_are_retried_and_only_within_the_budget(
         ("died", 0, 3, Rejoin()),
         ("disconnected", 0, 3, Rejoin()),
         ("died", 3, 3, Rejoin()),  # it may be free; that is known only when the survivors say how far they are
-        ("died", 0, 0, Raise(lost=True)),
-        ("user", 0, 3, Raise(lost=False)),
+        ("died", 0, 0, RaiseError(lost=True)),
+        ("user", 0, 3, RaiseError(lost=False)),
     ],
 )
 def test_survivors_are_kept_where_they_can_go_on(
-    kind: FailureKind, num_spent: int, max_restarts: int, expected: Rejoin | Raise
+    kind: FailureKind, num_spent: int, max_restarts: int, expected: Rejoin | RaiseError
 ) -> None:
     decision = FailurePolicy(rejoins=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
     assert decision == expected
@@ -191,10 +196,10 @@ def test_survivors_are_kept_where_they_can_go_on(
 
 @pytest.mark.parametrize(
     ("num_spent", "max_restarts", "expected"),
-    [(0, 1, Rebuild()), (1, 1, Raise(lost=False)), (0, 0, Raise(lost=False)), (9, float("inf"), Rebuild())],
+    [(0, 1, Rebuild()), (1, 1, RaiseError(lost=False)), (0, 0, RaiseError(lost=False)), (9, float("inf"), Rebuild())],
 )
 def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
-    num_spent: int, max_restarts: float, expected: Rebuild | Raise
+    num_spent: int, max_restarts: float, expected: Rebuild | RaiseError
 ) -> None:
     budget = RetryBudget(max_restarts)
     for _ in range(num_spent):

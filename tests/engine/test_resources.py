@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.engine.resources import explain, impossibility
-from raysgd.engine.types import ClusterView, Holder, NodeView, Resources
+from raysgd.engine.types import ClusterView, NodeView, PlacementGroupHolder, Resources
 
 NEED = Resources(num_cpus=2)
 
@@ -13,7 +13,9 @@ def node(free: float, total: float = 8, name: str = "1") -> NodeView:
 
 
 def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None:
-    view = ClusterView((node(1), node(8, name="2")), (Holder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),))
+    view = ClusterView(
+        (node(1), node(8, name="2")), (PlacementGroupHolder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),)
+    )
     assert explain(NEED, 5, view).splitlines() == [
         "  requested:  5 x {'CPU': 2.0}",
         "  node 10.0.0.1:  free {'CPU': 1} of {'CPU': 8}",
@@ -25,7 +27,7 @@ def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None
 
 @pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
 def test_a_group_that_waits_for_resources_does_not_hold_them(state: str) -> None:
-    view = ClusterView((node(6),), (Holder("other", state, ({"CPU": 99.0},)),))
+    view = ClusterView((node(6),), (PlacementGroupHolder("other", state, ({"CPU": 99.0},)),))
     lines = explain(NEED, 1, view).splitlines()
     assert lines[2:] == [
         f"  waited for by placement group other ({state}):  [{{'CPU': 99.0}}]",
@@ -34,7 +36,7 @@ def test_a_group_that_waits_for_resources_does_not_hold_them(state: str) -> None
 
 
 def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
-    view = ClusterView((node(4),), (Holder("own", "CREATED", ({"CPU": 4.0},)),))
+    view = ClusterView((node(4),), (PlacementGroupHolder("own", "CREATED", ({"CPU": 4.0},)),))
     assert "other tasks" not in explain(NEED, 1, view)
 
 

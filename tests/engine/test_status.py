@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.status import TrainerStatus, compose, find_straggler
@@ -19,7 +19,7 @@ INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
 
 def status(**changes: Any) -> TrainerStatus:
-    history = History(now=lambda: 0.0)
+    history = GroupHistory(now=lambda: 0.0)
     history.record("started", 0, 2, 1.0, "a new trainer")
     values: dict[str, Any] = {
         "infos": INFOS,
@@ -113,7 +113,7 @@ def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:
 
 
 def test_losses_are_counted_by_how_they_ended() -> None:
-    history = History()
+    history = GroupHistory()
     history.record("rejoined", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
     history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
     history.record("restarted", 2, 2, 3.0, "the last workers were stopped", "from the last completed call")
@@ -146,7 +146,7 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
 
 
 def test_the_card_shows_the_same_and_escapes_what_comes_from_outside() -> None:
-    history = History()
+    history = GroupHistory()
     history.record("rebuilt", 2, 2, 3.0, "<script>alert(1)</script>")
     card = status(history=history)._repr_html_()
     assert "1234 samples/s" in card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.policies import Keep
+from raysgd.engine.policies import KeepGroup
 from raysgd.engine.step_hold import Hold, HoldFacts, StartStandby, decide_hold
 
 ROOM = "there is room for more workers"
@@ -13,17 +13,17 @@ ROOM = "there is room for more workers"
 @pytest.mark.parametrize(
     ("facts", "decision"),
     [
-        (HoldFacts(), Keep()),
+        (HoldFacts(), KeepGroup()),
         (HoldFacts(is_leaving=True), Hold("a node is going away")),
         (HoldFacts(is_leaving=True, may_grow=True, is_growth_due=True), Hold("a node is going away")),
-        (HoldFacts(is_growth_due=True, num_ready=1), Keep()),
-        (HoldFacts(may_grow=True), Keep()),
+        (HoldFacts(is_growth_due=True, num_ready=1), KeepGroup()),
+        (HoldFacts(may_grow=True), KeepGroup()),
         (HoldFacts(may_grow=True, is_growth_due=True), StartStandby()),
         (HoldFacts(may_grow=True, is_growth_due=True, num_ready=1), StartStandby()),
         (HoldFacts(may_grow=True, num_ready=2), Hold(ROOM, step_in=True)),
-        (HoldFacts(may_grow=True, num_ready=2, num_coming=1), Keep()),
-        (HoldFacts(may_grow=True, regroups=False), Keep()),
-        (HoldFacts(may_grow=True, regroups=False, num_ready=1), Keep()),
+        (HoldFacts(may_grow=True, num_ready=2, num_coming=1), KeepGroup()),
+        (HoldFacts(may_grow=True, regroups=False), KeepGroup()),
+        (HoldFacts(may_grow=True, regroups=False, num_ready=1), KeepGroup()),
         (HoldFacts(may_grow=True, regroups=False, num_more=2), Hold(ROOM)),
     ],
 )

@@ -7,7 +7,15 @@ import pytest
 
 from raysgd.engine import transfers
 from raysgd.engine.local_worker import LocalCall
-from raysgd.engine.transfers import FetchedParts, LostPartError, Parts, Placed, Relay, Stored, transfer
+from raysgd.engine.transfers import (
+    DividedValue,
+    FetchedParts,
+    LostPartError,
+    PartRelay,
+    SharedValue,
+    StoredPart,
+    transfer,
+)
 from raysgd.engine.worker import node_here
 
 
@@ -40,7 +48,7 @@ def test_parts_are_there_when_all_are() -> None:
     parts = fetched.result(None)
     assert slow.waits == [0.0, None]
     assert (len(parts), parts[0], parts[1]) == (2, "a", "b")
-    assert parts.places == ((), (Placed("a", "reference"),))
+    assert parts.places == ((), (StoredPart("a", "reference"),))
 
 
 def test_parts_that_wait_together_wait_no_longer_than_one() -> None:
@@ -55,8 +63,8 @@ def test_parts_that_wait_together_wait_no_longer_than_one() -> None:
 
 
 def test_parts_travel_as_references_but_for_those_that_have_none() -> None:
-    places = ((), (Placed("a", "reference"),))
-    parts = Parts(("in the driver", "large"), places)
+    places = ((), (StoredPart("a", "reference"),))
+    parts = DividedValue(("in the driver", "large"), places)
     arrived = pickle.loads(pickle.dumps(parts))
     assert (arrived.values, arrived.places) == (("in the driver", None), places)
     assert (parts[1], arrived[0]) == ("large", "in the driver")
@@ -65,18 +73,18 @@ def test_parts_travel_as_references_but_for_those_that_have_none() -> None:
 def test_a_part_is_there_when_its_partner_has_a_copy() -> None:
     sent, arrival = Slow(), Slow()
     sent.value = "never asked for"
-    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: Relay(arrival, Placed("b", "copy"))})
+    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: PartRelay(arrival, StoredPart("b", "copy"))})
     with pytest.raises(TimeoutError):
         fetched.result(0.0)
     arrival.value = "has arrived"
     parts = fetched.result(None)
     assert (sent.waits, parts.values) == ([], ("a", None))
-    assert parts.places == ((), (Placed("a", "reference"), Placed("b", "copy")))
+    assert parts.places == ((), (StoredPart("a", "reference"), StoredPart("b", "copy")))
 
 
 def test_parts_are_read_from_nodes_that_are_in_use() -> None:
-    first, second = Placed("a", 1), Placed("b", 2)
-    parts = Parts((None, None, "own"), ((first, second), (second, first), ()))
+    first, second = StoredPart("a", 1), StoredPart("b", 2)
+    parts = DividedValue((None, None, "own"), ((first, second), (second, first), ()))
     assert parts.best_on({"a", "b"}) == parts
     assert parts.best_on({"b"}).places == ((second, first), (second, first), ())
     assert parts.best_on({"c"}) == parts
@@ -85,9 +93,9 @@ def test_parts_are_read_from_nodes_that_are_in_use() -> None:
 def test_what_only_the_driver_has_beside_a_lost_node_is_read_from_the_node_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "store", lambda value: Stored(f"{value} in the store", f"reference to {value}"))
-    home, lost, alive = Placed(node_here()[0], "reference to part"), Placed("a", 1), Placed("b", 2)
-    parts = Parts(("part", "read", "own", None), ((lost,), (alive,), (), (lost,)))
+    monkeypatch.setattr(transfers, "store", lambda value: SharedValue(f"{value} in the store", f"reference to {value}"))
+    home, lost, alive = StoredPart(node_here()[0], "reference to part"), StoredPart("a", 1), StoredPart("b", 2)
+    parts = DividedValue(("part", "read", "own", None), ((lost,), (alive,), (), (lost,)))
     best = parts.best_on({"b"})
     assert best.values == ("part in the store", "read", "own", None)
     assert best.places == ((home,), (alive,), (), (lost,))
@@ -103,8 +111,8 @@ def test_a_part_is_read_where_it_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
         return f"what {reference} names"
 
     monkeypatch.setattr(ray, "get", get)
-    lost, copy = Placed("a", "lost"), Placed("b", "copy")
-    parts = Parts((None, None), ((lost, copy), (lost, Placed("b", "lost too"))))
+    lost, copy = StoredPart("a", "lost"), StoredPart("b", "copy")
+    parts = DividedValue((None, None), ((lost, copy), (lost, StoredPart("b", "lost too"))))
     assert parts[0] == "what copy names"
     with pytest.raises(LostPartError, match="what rank 1 had of it"):
         parts[1]

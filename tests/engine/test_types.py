@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from raysgd.engine import types
-from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World, hosts_of
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, Resources, StateHandover, WorkerInfo, World, hosts_of
 from tests.fakes import failure
 
 
@@ -93,11 +93,11 @@ def test_everything_that_passes_between_the_parts_is_frozen() -> None:
 def test_a_state_enters_each_node_once_beginning_with_that_of_its_source() -> None:
     nodes = [0, 1, 1, 2, 0, 2, 1]
     worlds = [World(rank, len(nodes), node_rank=node) for rank, node in enumerate(nodes)]
-    handover = Handover(source=2, takers=(0, 3, 1, 4, 5, 6)).by_node(worlds)
-    assert handover == Handover(2, (1, 6, 0, 4, 3, 5))
+    handover = StateHandover(source=2, takers=(0, 3, 1, 4, 5, 6)).by_node(worlds)
+    assert handover == StateHandover(2, (1, 6, 0, 4, 3, 5))
 
 
 def test_only_rank_0_is_told_how_far_those_were_that_left() -> None:
-    handover = Handover(1, (0, 2), orphans=("a", "b"))
+    handover = StateHandover(1, (0, 2), orphans=("a", "b"))
     assert handover.for_rank(0) == handover
-    assert [handover.for_rank(rank) for rank in (1, 2)] == [Handover(1, (0, 2))] * 2
+    assert [handover.for_rank(rank) for rank in (1, 2)] == [StateHandover(1, (0, 2))] * 2

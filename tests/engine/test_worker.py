@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raysgd.engine.faults import describe_fault
-from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
-from raysgd.engine.worker import HasLeft, WorkerFailed, WorkerProcess, _HostedProcess
+from raysgd.engine.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
+from raysgd.engine.worker import LeftGroup, WorkerFailed, WorkerProcess, _HostedProcess
 from tests.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 
@@ -114,7 +114,7 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.leave_group("10.0.0.1") == HasLeft(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
+    assert worker.leave_group("10.0.0.1") == LeftGroup(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
     assert worker.leave_group("10.0.0.1").progress.progress == 5
     assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
 
@@ -131,7 +131,7 @@ def test_a_survivor_listens_for_the_next_group_at_once_where_that_takes_no_rank(
 def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> None:
     worker, diary = hosted(SECOND)
     assert worker.open_endpoint("10.0.0.1", 1) == 7
-    facts = worker.regroup(World(rank=1, size=2), MEETING, Handover())
+    facts = worker.regroup(World(rank=1, size=2), MEETING, StateHandover())
     assert diary.steps == ["leave", "open 10.0.0.1 as 1", "join 10.0.0.1:7 as 1 of 2, True"]
     assert facts == "rank 1 of 2"
 
@@ -146,7 +146,7 @@ def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_fre
     worker, diary = hosted(SECOND)
     diary.fails_with = ConnectionError("refused")
     with pytest.raises(WorkerFailed) as caught:
-        worker.regroup(World(rank=2, size=4), MEETING, Handover())
+        worker.regroup(World(rank=2, size=4), MEETING, StateHandover())
     assert (caught.value.failure.kind, caught.value.failure.fault.rank) == ("disconnected", 2)
     assert diary.steps[-1] == "interrupt"
 
@@ -159,12 +159,12 @@ def test_in_a_process_of_its_own_it_answers_that_a_connection_is_lost_and_raises
     worker = _HostedProcess(diary, num_threads=None, is_remote=False)
     worker.build(SECOND, MEETING, SteppingReplica, capture=False)
     diary.fails_with = ConnectionError("refused")
-    found: Any = worker.regroup(World(rank=2, size=4), MEETING, Handover())
+    found: Any = worker.regroup(World(rank=2, size=4), MEETING, StateHandover())
     assert isinstance(found, Failure)
     assert (found.kind, found.fault.rank, found.fault.message) == ("disconnected", 2, "refused")
     diary.fails_with = ValueError("odd")
     with pytest.raises(WorkerFailed):
-        worker.regroup(World(rank=2, size=4), MEETING, Handover())
+        worker.regroup(World(rank=2, size=4), MEETING, StateHandover())
 
 
 def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() -> None:
@@ -173,7 +173,7 @@ def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() ->
     assert isinstance(replica, SteppingReplica)
     replica.holds_at = 2
     answer = worker.on_replica(walk, True, None, 4)
-    assert isinstance(answer.value, Held)
+    assert isinstance(answer.value, HeldAtStep)
     assert answer.capture is None
     replica.holds_at = None
     assert worker.on_replica(walk_on, True, None, 4).capture is not None

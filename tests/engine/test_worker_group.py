@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalWorker
@@ -18,7 +18,7 @@ from raysgd.engine.members import Members
 from raysgd.engine.platform import RayPlatform
 from raysgd.engine.slots import Slots
 from raysgd.engine.standby import StandbyWorkers
-from raysgd.engine.transfers import Stored
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import WorkerFault
@@ -39,7 +39,7 @@ class Listens(NullConnection):
         raise OSError("no port was free")
 
 
-class Joining(Unconnected):
+class Joining(NoConnection):
     """Notes the groups that it leaves; the other rank of the first one is gone by the time this one joins."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class AnsweringPlatform(RayPlatform):
     def outcome(self, rank: int, reference: Any) -> Outcome:
         return reference
 
-    def store(self, value: Any) -> Stored:
-        return Stored(value, f"reference to {value}")
+    def store(self, value: Any) -> SharedValue:
+        return SharedValue(value, f"reference to {value}")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.placement import Placement
 from raysgd.replicas import controlling
@@ -21,7 +21,7 @@ def spec_of(use_gpu: bool, **options: Any) -> GroupSpec:
     make_replica = ReplicaMaker(None, SimpleNamespace(use_gpu=use_gpu))
     with patch.object(controlling, "ElasticController") as made:
         controlling.make_controller(
-            settings, make_replica, Unconnected(), 10.0, keeps_survivors=True, renews_survivors=True
+            settings, make_replica, NoConnection(), 10.0, keeps_survivors=True, renews_survivors=True
         )
     spec: GroupSpec = made.call_args.args[0]
     return spec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.replicas.division import Division, Shards, even_counts, even_shares, proportional_counts
+from raysgd.replicas.division import Division, ShardedJointBatch, even_counts, even_shares, proportional_counts
 
 
 def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int, list[float]]]:
@@ -133,11 +133,11 @@ def test_logical_shards_are_cut_alike_for_any_number_of_workers() -> None:
         joint_size, num_shards, cap = draw.randint(1, 50), draw.randint(1, 8), draw.choice([None, 1, 2])
         num_samples = draw.randint(1, joint_size)
         num_shards = max(num_shards, -(-joint_size // cap)) if cap else num_shards
-        alone = Shards(joint_size, 1, num_shards, cap).parts(num_samples, 0)
+        alone = ShardedJointBatch(joint_size, 1, num_shards, cap).parts(num_samples, 0)
         assert [at for part in alone for at in range(part.start, part.stop)] == list(range(num_samples))
         assert num_samples == 1 or cap or all(part.stop - part.start > 1 for part in alone)
         world_size = draw.randint(1, 10)
-        shards = Shards(joint_size, world_size, num_shards, cap)
+        shards = ShardedJointBatch(joint_size, world_size, num_shards, cap)
         parts = [shards.parts(num_samples, rank) for rank in range(world_size)]
         assert [part for of_rank in parts for part in of_rank if part.start < part.stop] == alone
         assert max(len(of_rank) for of_rank in parts) <= shards.num_batches(num_samples)

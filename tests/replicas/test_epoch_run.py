@@ -15,8 +15,8 @@ from raysgd.engine.replica import Capture
 from raysgd.replicas.copies import MidCallSnapshots
 from raysgd.replicas.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.sampling import ShardedLoader, shard_loader
-from raysgd.torch.step import Step
-from raysgd.torch.streams import BatchStream, DividedSource
+from raysgd.torch.step import BatchStep
+from raysgd.torch.streams import DividedLoaderSource, TorchBatchStream
 from raysgd.utils import BATCH_COUNT
 
 PATIENCE_S = 60.0
@@ -207,17 +207,17 @@ def test_another_call_knows_nothing_of_the_parts_of_the_last_one() -> None:
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def stream_of(num_samples: int = 10, batch_size: int = 1) -> BatchStream:
+def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
     sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    return BatchStream(DividedSource(sharded, 7), Step(), lambda: 0)
+    return TorchBatchStream(DividedLoaderSource(sharded, 7), BatchStep(), lambda: 0)
 
 
 def a_run(num_steps: int | None = None) -> EpochRun:
     return EpochRun(epoch_idx=2, num_steps=num_steps, meters=AverageMeterCollection())
 
 
-def begun(run: EpochRun, stream: BatchStream) -> Iterator[Any]:
+def begun(run: EpochRun, stream: TorchBatchStream) -> Iterator[Any]:
     """The batches of a run that begins, or goes on, with `stream`."""
     run.attach(stream)
     return stream.take(run.num_steps_left)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.history import History
+from raysgd.engine.history import GroupHistory
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
@@ -38,7 +38,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
 
 
 def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger | None = None) -> TrainerStatus:
-    history = History()
+    history = GroupHistory()
     for event in events:
         history.record(*event)
     return compose(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.replicas.charts import Series, line_chart, nice_ticks, time_ticks, whole_ticks
 from raysgd.replicas.history import CallRecord, History
 from raysgd.replicas.history_views import as_text
@@ -29,7 +29,7 @@ def make_history(num_epochs: int = 3) -> History:
 
 def test_a_line_has_the_last_metrics() -> None:
     history = make_history()
-    history.events.append(Event("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
+    history.events.append(GroupEvent("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
     history.stop_reason = "good enough"
     assert repr(history) == (
         "<History: 3 epochs, 1 loss of workers, stopped: good enough; "
@@ -40,8 +40,8 @@ def test_a_line_has_the_last_metrics() -> None:
 
 def test_the_text_is_a_table_with_what_happened() -> None:
     history = make_history()
-    history.events.append(Event("started", 0, 2, 1.0, "the trainer was created", at=1.0))
-    history.events.append(Event("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
+    history.events.append(GroupEvent("started", 0, 2, 1.0, "the trainer was created", at=1.0))
+    history.events.append(GroupEvent("rebuilt", 2, 2, 1.0, "rank 1 was lost", at=15.0))
     history.stop_reason = "good enough"
     lines = str(history).splitlines()
     assert lines[:2] == [
@@ -67,7 +67,7 @@ def test_a_long_history_shows_its_end() -> None:
 
 
 def test_the_card_escapes_what_comes_from_outside() -> None:
-    history = History([Event("rebuilt", 2, 2, 1.0, HOSTILE, at=15.0)])
+    history = History([GroupEvent("rebuilt", 2, 2, 1.0, HOSTILE, at=15.0)])
     for epoch in (1, 2):
         history.add(CallRecord("train", epoch, {HOSTILE: 0.5}, 10.0, 1.0, 2))
     history.stop_reason = HOSTILE

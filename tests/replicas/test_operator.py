@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.replicas.operator import BaseOperator, Internals, View, required, take_place
+from raysgd.replicas.operator import BaseOperator, Internals, ReadOnlyView, required, take_place
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Context:
 
 
 class Empty(BaseOperator):
-    _use_gpu = View("use_gpu", "Ask the trainer.")
+    _use_gpu = ReadOnlyView("use_gpu", "Ask the trainer.")
 
     def setup(self, config: dict[str, Any]) -> None:
         self.heard = config
@@ -52,7 +52,7 @@ def test_without_a_setup_there_is_nothing_to_train() -> None:
 def test_a_view_shows_what_the_library_keeps() -> None:
     operator = make()
     assert (operator._use_gpu, operator._config) == (False, {"a": 1})
-    assert isinstance(Empty._use_gpu, View), "the class has the view itself"
+    assert isinstance(Empty._use_gpu, ReadOnlyView), "the class has the view itself"
 
 
 def test_an_assignment_to_a_view_is_refused_with_a_way_out() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.replicas.parts import Parts, refuse_unknown
+from raysgd.replicas.parts import RegisteredParts, refuse_unknown
 
 
 @pytest.mark.parametrize(("container", "mirrored"), [(None, 3), (list, [3]), (tuple, (3,))])
 def test_what_is_made_of_the_parts_comes_back_in_their_container(container: type | None, mirrored: object) -> None:
-    assert Parts([1], container).mirror([3]) == mirrored
+    assert RegisteredParts([1], container).mirror([3]) == mirrored
 
 
 def test_unknown_keywords_are_named() -> None:

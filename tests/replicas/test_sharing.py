@@ -11,7 +11,7 @@ import ray
 from raysgd.engine.types import World
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayBatches
-from raysgd.replicas.sharing import Sharing
+from raysgd.replicas.sharing import DataSharing
 from raysgd.utils import BATCH_SIZE
 from tests.replicas.rows import Rows
 
@@ -31,11 +31,11 @@ def requests(number: int) -> list[tuple[EpochRequest]]:
     return [(EpochRequest(None, {}, False, 0),)] * number
 
 
-def sharing_with(**config: Any) -> Sharing:
-    return Sharing(config, lambda rank, share: {rank: share})
+def sharing_with(**config: Any) -> DataSharing:
+    return DataSharing(config, lambda rank, share: {rank: share})
 
 
-def shares_of(sharing: Sharing, batches: RayBatches, worlds: Sequence[World], name: str = "train") -> list[Any]:
+def shares_of(sharing: DataSharing, batches: RayBatches, worlds: Sequence[World], name: str = "train") -> list[Any]:
     made = sharing.with_registered(requests(len(worlds)), name, batches, worlds)
     return [share[rank].iterator.rows for rank, (_, *shares) in enumerate(made) for share in shares]
 
@@ -72,7 +72,7 @@ def test_workers_that_hold_all_cpus_are_mentioned_once(
     assert "Ray Data reads and transforms in tasks that need a CPU each" in caplog.text
 
 
-def given(sharing: Sharing, dataset: Any, worlds: Sequence[World]) -> tuple[set[str | None], list[Any]]:
+def given(sharing: DataSharing, dataset: Any, worlds: Sequence[World]) -> tuple[set[str | None], list[Any]]:
     made = sharing.with_data_of_call(requests(len(worlds)), "train", dataset, worlds)
     shares = [share[rank] for rank, (_, *shares) in enumerate(made) for share in shares]
     return {each.shard_key for each, *_ in made}, shares

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd.replicas import streams
 from raysgd.replicas.epochs import EpochRequest
-from raysgd.replicas.streams import NO_BATCH, BatchStream, Remainder, WatchedBatches, redrawing
+from raysgd.replicas.streams import NO_BATCH, BatchStream, LeftoverBatches, WatchedBatches, redrawing
 
 
 class Place:
@@ -154,7 +154,7 @@ def request(num_steps: int | None, starts_over: bool = False) -> EpochRequest:
 
 def test_only_a_call_that_takes_some_batches_and_returns_leaves_the_others() -> None:
     opened: list[EpochRequest] = []
-    remainder = Remainder(lambda request: opened.append(request) or len(opened))  # type: ignore[func-returns-value]
+    remainder = LeftoverBatches(lambda request: opened.append(request) or len(opened))  # type: ignore[func-returns-value]
     found = []
     for each in (request(1), request(1), request(None), request(1), request(1, starts_over=True)):
         with remainder.stream(each) as stream:

@@ -7,16 +7,16 @@ from dataclasses import fields
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.engine.group_spec import Words
+from raysgd.engine.group_spec import FrontEndWords
 from raysgd.replicas import controlling as class_based
 from raysgd.train import Trainer, _settings
 from raysgd.train.executor import BackendExecutor
 
 
 @pytest.mark.parametrize("words", [class_based.WORDS, _settings.WORDS])
-def test_each_front_end_has_words_for_everything(words: Words) -> None:
+def test_each_front_end_has_words_for_everything(words: FrontEndWords) -> None:
     assert all(getattr(words, field.name) for field in fields(words))
-    assert words.restart_point != Words().restart_point
+    assert words.restart_point != FrontEndWords().restart_point
 
 
 def test_advice_for_classes_names_what_their_trainers_have() -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.types import Handover, Rendezvous
+from raysgd.engine.types import Rendezvous, StateHandover
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import SimConnection
 from tests.simulator.processes import Call, Process
@@ -131,7 +131,7 @@ class Crowd(Simulation):
             process.freeze()
             self.kernel.after(STALL_S, process.thaw)
 
-    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+    def check_formed(self, replica: SimReplica, handover: StateHandover) -> None:
         """Checks some, for each is compared with all others."""
         if replica.world.rank % ONE_OF == 0:
             super().check_formed(replica, handover)

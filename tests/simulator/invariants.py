@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.group_hooks import GroupHooks
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.engine.policies import RetryBudget
-from raysgd.engine.types import Handover
+from raysgd.engine.types import StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica, State, used_until
@@ -100,7 +100,7 @@ class Invariants:
         if state.used != wanted:
             self.fail(f"the passes have used {_as_bits(state.used)} instead of {_as_bits(wanted)}: {state}")
 
-    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+    def check_formed(self, replica: SimReplica, handover: StateHandover) -> None:
         """A rank is in its new group: it knows no less than the most advanced of those that are there."""
         if replica.world.rank == handover.source:
             self._formed_progress.pop(replica.name, None)  # it comes last now
@@ -229,7 +229,7 @@ class Invariants:
         befalling = self._simulation.befalling
         return befalling.num_incidents, *(befalling.kinds[kind] for kind in (*LOSSES, "slow", "poison", "load long"))
 
-    def check_reasons(self, before: tuple[int, ...], events: Sequence[Event], is_training: bool) -> None:
+    def check_reasons(self, before: tuple[int, ...], events: Sequence[GroupEvent], is_training: bool) -> None:
         """Workers are lost for a reason: something befell them since the beginning of the last training call."""
         processes = self._simulation.cluster.processes
         has_frozen = any(each.outlives_kill or (each.is_frozen and not each.is_dead) for each in processes)

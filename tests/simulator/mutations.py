@@ -19,7 +19,7 @@ from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck, PollResult
 from raysgd.engine.members import Members
 from raysgd.engine.monitoring import Monitoring
-from raysgd.engine.policies import FailurePolicy, Raise, Rebuild, Resize, RetryBudget, ScalingPolicy
+from raysgd.engine.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
 from raysgd.engine.slots import Slots
 from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
@@ -119,7 +119,7 @@ def _retry_user_errors(real: Any) -> Any:
 
 def _lose_user_errors(real: Any) -> Any:
     def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
-        return Raise(lost=True) if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
+        return RaiseError(lost=True) if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
 
     return decide
 

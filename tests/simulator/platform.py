@@ -12,7 +12,7 @@ from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
 from raysgd.engine.snapshots import Transfer
-from raysgd.engine.transfers import Stored
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
 from raysgd.engine.worker import RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
@@ -296,8 +296,8 @@ class SimPlatform:
     def transfer(self, call: Call | LocalCall) -> Transfer:
         return Arrived(call.function()) if isinstance(call, LocalCall) else SimTransfer(self._kernel, call)
 
-    def store(self, value: Any) -> Stored:
-        return Stored(value, value)
+    def store(self, value: Any) -> SharedValue:
+        return SharedValue(value, value)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.engine.types import LOOPBACK, Failure, Handover, Held, Outcome, Rendezvous, WorkerInfo, World
-from raysgd.engine.worker import Answer, HasLeft, StandbyReady, WorkerFailed
+from raysgd.engine.types import LOOPBACK, Failure, HeldAtStep, Outcome, Rendezvous, StateHandover, WorkerInfo, World
+from raysgd.engine.worker import Answer, LeftGroup, StandbyReady, WorkerFailed
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -344,9 +344,9 @@ class Process:
         self.connection.leave()
         assert self.replica is not None
         self.host.check_left(self.replica)
-        return HasLeft(self.replica.replica_progress(), self.connection.open_endpoint(host, 0))
+        return LeftGroup(self.replica.replica_progress(), self.connection.open_endpoint(host, 0))
 
-    def _regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Task:
+    def _regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Task:
         self.world = world
         yield from self._point("join")
         yield from self.connection.joining(rendezvous, world, even_alone=True)
@@ -366,7 +366,7 @@ class Process:
             value = yield from value
         else:
             yield self.host.work_s()
-        is_over = not isinstance(value, Held)
+        is_over = not isinstance(value, HeldAtStep)
         part = None
         if capture and is_over:
             part = replace(self.replica.capture(landed), seconds=self.host.copy_s)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
+from raysgd.engine.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.division import Division
 from raysgd.torch.pass_plan import PassPlan
@@ -115,7 +115,7 @@ class Surroundings(Protocol):
     def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
         """When a rank hears which of its copies has landed."""
 
-    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+    def check_formed(self, replica: SimReplica, handover: StateHandover) -> None:
         """After a rank has taken its place in another group."""
 
 
@@ -216,7 +216,7 @@ class SimReplica:
 
     def warm_up(self) -> None: ...
 
-    def regroup(self, world: World, handover: Handover) -> Task:
+    def regroup(self, world: World, handover: StateHandover) -> Task:
         self.inside.clear()
         self.world = world
         if self.run is not None:
@@ -307,7 +307,7 @@ class SimReplica:
                 if self.inside.is_due(run.steps):
                     self.inside.keep(run.steps, self._capture_inside(run))
                 if (yield from self._stops(run)):
-                    return Held(run.steps, self._capture_inside(run))
+                    return HeldAtStep(run.steps, self._capture_inside(run))
         finally:
             self.is_walking = False
         yield from self.around.point("last", self)

@@ -15,7 +15,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import Clock, ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.types import Handover, World
+from raysgd.engine.types import StateHandover, World
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
 from tests.simulator.kernel import Kernel, Lock, Stopped
@@ -200,7 +200,7 @@ class Simulation:
     def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
         self.invariants.check_landed(self.process_of(replica), token, newest)
 
-    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+    def check_formed(self, replica: SimReplica, handover: StateHandover) -> None:
         self.invariants.check_formed(replica, handover)
 
 

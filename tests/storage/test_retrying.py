@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raysgd.storage._retrying import Patience, may_pass, storage_error
+from raysgd.storage._retrying import RetryLimit, may_pass, storage_error
 
 PASSES = [
     ConnectionResetError("reset"),
@@ -56,7 +56,7 @@ class Clock:
         self.slept.append(seconds)
         self.now += seconds
 
-    def call(self, patience: Patience, attempt: Callable[[], str]) -> str:
+    def call(self, patience: RetryLimit, attempt: Callable[[], str]) -> str:
         return patience.call(attempt, "read `x`", clock=lambda: self.now, sleep=self.sleep)
 
 
@@ -74,7 +74,7 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 def test_what_passes_is_tried_again_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with caplog.at_level(logging.WARNING):
-        assert clock.call(Patience(first_s=1, longest_s=4), failing(4, ConnectionResetError("gone"))) == "done"
+        assert clock.call(RetryLimit(first_s=1, longest_s=4), failing(4, ConnectionResetError("gone"))) == "done"
     assert [pause <= limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
     assert [pause >= 0.75 * limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
     assert "could not read `x`, trying again in" in caplog.text
@@ -84,33 +84,33 @@ def test_what_passes_is_tried_again_with_growing_pauses(caplog: pytest.LogCaptur
 def test_what_lasts_is_raised_at_once() -> None:
     clock = Clock()
     with pytest.raises(PermissionError):
-        clock.call(Patience(), failing(1, PermissionError("x")))
+        clock.call(RetryLimit(), failing(1, PermissionError("x")))
     assert clock.slept == []
 
 
 def test_what_does_not_pass_in_time_is_raised() -> None:
     clock = Clock()
     with pytest.raises(ConnectionResetError):
-        clock.call(Patience(total_s=10), failing(1000, ConnectionResetError("gone")))
+        clock.call(RetryLimit(total_s=10), failing(1000, ConnectionResetError("gone")))
     assert 2 < sum(clock.slept) <= 10
 
 
 def test_without_patience_there_is_one_attempt() -> None:
     clock = Clock()
     with pytest.raises(ConnectionResetError):
-        clock.call(Patience(total_s=0), failing(1, ConnectionResetError("gone")))
+        clock.call(RetryLimit(total_s=0), failing(1, ConnectionResetError("gone")))
     assert clock.slept == []
 
 
 def test_the_environment_says_for_how_long() -> None:
-    assert Patience.from_environment({}) == Patience()
-    assert Patience.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": "2.5"}).total_s == 2.5
+    assert RetryLimit.from_environment({}) == RetryLimit()
+    assert RetryLimit.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": "2.5"}).total_s == 2.5
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf"])
 def test_the_environment_has_to_say_a_number(text: str) -> None:
     with pytest.raises(ValueError, match=f"`RAYSGD_STORAGE_TIMEOUT_S='{text}'`: need a number of seconds"):
-        Patience.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": text})
+        RetryLimit.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": text})
 
 
 def test_an_error_says_what_why_and_what_to_do() -> None:

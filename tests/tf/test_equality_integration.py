@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from raysgd.engine.types import Handover, World
+from raysgd.engine.types import StateHandover, World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochRequest
@@ -390,7 +390,7 @@ def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> Non
         runner.setup()
         runner.train_epoch(request(2))
         replica_progress = runner.replica_progress()
-        runner.regroup(World(0, 1), Handover())
+        runner.regroup(World(0, 1), StateHandover())
         answer = runner.train_epoch(request(None))
         return replica_progress.obstacle, answer.metrics.values["num_samples"], runner.state()["models"]
 

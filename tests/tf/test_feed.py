@@ -10,7 +10,7 @@ import pytest
 from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.epochs import EpochRequest
-from raysgd.tf.feed import Feed
+from raysgd.tf.feed import TFFeed
 from raysgd.tf.internals import Registered, RegisteredData
 from raysgd.tf.keras_sync import Synchronizer
 
@@ -31,17 +31,17 @@ class Operator:
 ALONE = World(0, 1)
 
 
-def feed_of(shuffle: bool = True, seed: int = 3) -> Feed:
+def feed_of(shuffle: bool = True, seed: int = 3) -> TFFeed:
     import tensorflow as tf
 
     dataset = tf.data.Dataset.range(12)
     if shuffle:
         dataset = dataset.shuffle(12, seed=1)
     operator: Any = Operator(dataset.batch(2))
-    return Feed(lambda: operator, Synchronizer(ALONE), ALONE, seed, None)
+    return TFFeed(lambda: operator, Synchronizer(ALONE), ALONE, seed, None)
 
 
-def take(feed: Feed, num_steps: int | None = None) -> list[int]:
+def take(feed: TFFeed, num_steps: int | None = None) -> list[int]:
     return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.numpy().tolist()]
 
 
@@ -92,7 +92,7 @@ def test_the_index_of_the_pass_and_the_books() -> None:
 
 def test_data_that_were_not_registered_are_an_error_where_a_batch_is_drawn() -> None:
     operator: Any = Operator(None)
-    feed = Feed(lambda: operator, Synchronizer(World(0, 1)), World(0, 1), 3, None)
+    feed = TFFeed(lambda: operator, Synchronizer(World(0, 1)), World(0, 1), 3, None)
     stream = feed.training(REQUEST)
     assert feed.obstacle("train") is feed.obstacle("validation") is feed.position() is None
     with pytest.raises(NotRegisteredError, match="`train_dataset` was not registered"):

@@ -8,14 +8,14 @@ import pytest
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.gradient_averager import GradientAverager
 from raysgd.tf.sample_weights import SampleWeights
-from raysgd.tf.step import Step
+from raysgd.tf.step import TFStep
 from raysgd.tf.traced_step import TracedStep
 from tests.tf.alike import TwoAlike
 
 
-def averager() -> tuple[GradientAverager, ExchangeRecord, Step]:
-    exchanges, traced, step = ExchangeRecord(TwoAlike()), TracedStep(), Step()
-    return GradientAverager(exchanges, traced, SampleWeights(exchanges, traced, step, Step())), exchanges, step
+def averager() -> tuple[GradientAverager, ExchangeRecord, TFStep]:
+    exchanges, traced, step = ExchangeRecord(TwoAlike()), TracedStep(), TFStep()
+    return GradientAverager(exchanges, traced, SampleWeights(exchanges, traced, step, TFStep())), exchanges, step
 
 
 @pytest.mark.parametrize("num_samples", [4, 1])

@@ -11,7 +11,7 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf import losses
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.sample_weights import SampleWeights
-from raysgd.tf.step import Step
+from raysgd.tf.step import TFStep
 from raysgd.tf.traced_step import TracedStep, UsualStep
 from tests.tf.alike import TwoAlike
 
@@ -20,7 +20,7 @@ class Replica:
     """The parts of one of two replicas that always have the same."""
 
     def __init__(self) -> None:
-        self.traced, self.step, self.validation_step = TracedStep(), Step(), Step()
+        self.traced, self.step, self.validation_step = TracedStep(), TFStep(), TFStep()
         self.weights = SampleWeights(ExchangeRecord(TwoAlike()), self.traced, self.step, self.validation_step)
 
 

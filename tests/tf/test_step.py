@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.tf.step import Step
-from raysgd.tf.streams import BatchStream, Item
+from raysgd.tf.step import TFStep
+from raysgd.tf.streams import StreamItem, TFBatchStream
 
 
 @pytest.mark.parametrize(
@@ -25,20 +25,20 @@ from raysgd.tf.streams import BatchStream, Item
 def test_what_a_batch_says_about_its_loss(
     num_samples: int | None, weights: tuple[float, float], divisor: float | None, factor: float
 ) -> None:
-    assert Step(num_samples, num_joint=8, weights=weights).factor(divisor) == factor
+    assert TFStep(num_samples, num_joint=8, weights=weights).factor(divisor) == factor
 
 
-def tensors(*sizes: int) -> tuple[BatchStream, Step]:
+def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
     """A stream of batches of so many samples of each of two ranks, and its step."""
     import tensorflow as tf
 
     class Tensors:
-        def open(self, consumed: int) -> Iterator[Item]:
+        def open(self, consumed: int) -> Iterator[StreamItem]:
             for size in sizes:
-                yield Item((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
+                yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
 
-    step = Step()
-    return BatchStream(Tensors(), step, lambda: 0), step
+    step = TFStep()
+    return TFBatchStream(Tensors(), step, lambda: 0), step
 
 
 def test_a_step_is_for_the_batch_that_was_drawn_and_not_for_one_that_was_skipped_or_kept() -> None:

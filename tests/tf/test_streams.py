@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raysgd.engine.types import DataLedger, World
-from raysgd.tf.step import Step
-from raysgd.tf.streams import BatchStream, DividedSource, Item, OwnSource, in_lockstep, lockstep_dataset
+from raysgd.tf.step import TFStep
+from raysgd.tf.streams import OwnSource, StreamItem, TFBatchStream, TFDividedSource, in_lockstep, lockstep_dataset
 from raysgd.tf.streams import Passes as StreamPasses
 
 
@@ -19,9 +19,9 @@ class Numbers:
     def __init__(self, total: int = 10) -> None:
         self.total = total
 
-    def open(self, consumed: int) -> Iterator[Item]:
+    def open(self, consumed: int) -> Iterator[StreamItem]:
         for number in range(consumed, self.total):
-            yield Item(number, 1, 1)
+            yield StreamItem(number, 1, 1)
 
     def num_steps(self) -> int:
         return self.total
@@ -38,9 +38,9 @@ class Passes:
         return self.epoch - 1
 
 
-def stream_of(source: Any) -> tuple[BatchStream, Passes]:
+def stream_of(source: Any) -> tuple[TFBatchStream, Passes]:
     passes = Passes()
-    return BatchStream(source, Step(), passes), passes
+    return TFBatchStream(source, TFStep(), passes), passes
 
 
 def test_calls_go_on_where_the_last_one_stopped() -> None:
@@ -124,7 +124,7 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
     import tensorflow as tf
 
     passes = StreamPasses(tf.data.Dataset.range(10).batch(4))
-    stream, _ = stream_of(DividedSource(passes, "global", World(1, 2), pads=True))
+    stream, _ = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
     ledgers = []
     stream.at_boundary = lambda: ledgers.append(stream.ledger())
     batches = stream.take(None)
@@ -142,19 +142,19 @@ def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
 
 
 class WithPadding(Numbers):
-    def open(self, consumed: int) -> Iterator[Item]:
-        yield Item("real", 2, 3)
-        yield Item("padding", 0, 1)
+    def open(self, consumed: int) -> Iterator[StreamItem]:
+        yield StreamItem("real", 2, 3)
+        yield StreamItem("padding", 0, 1)
 
 
 def test_what_a_step_without_samples_changes_is_undone_when_it_is_over() -> None:
-    step, log = Step(), []
+    step, log = TFStep(), []
 
     def undo() -> Any:
         log.append("before")
         return lambda: log.append("after")
 
-    for batch in BatchStream(WithPadding(), step, Passes(), undo).take(None):
+    for batch in TFBatchStream(WithPadding(), step, Passes(), undo).take(None):
         log.append((batch, step.is_padding))
         step.use()
     assert log == [("real", False), "before", ("padding", True), "after"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysgd._state_codec import StateEncoder
-from raysgd.engine.transfers import Parts
+from raysgd.engine.transfers import DividedValue
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer
 from raysgd.torch.divided_snapshot import DividedSnapshot, content_of
@@ -106,7 +106,7 @@ def test_parameters_that_nothing_saves_stay_where_they_are(trained: TorchTrainer
 
 def test_a_divided_snapshot_fits_a_replica_that_lacks_them(trained: TorchTrainer) -> None:
     state = trained.state_dict()
-    parts = Parts((StateEncoder().encode(content_of(state, rank=0)),), ((),))
+    parts = DividedValue((StateEncoder().encode(content_of(state, rank=0)),), ((),))
     runner = TorchRunner(TorchSettings(Unfreezes, {}), World(0, 1))
     runner.setup()
     assert equal(DividedSnapshot(parts).taken(runner._hosted.state, NoParallel()), state)

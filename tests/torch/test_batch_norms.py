@@ -13,8 +13,8 @@ from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch.batch_norms import leave_out, refusing_single_samples
 from raysgd.torch.batch_sampler import JointBatches
 from raysgd.torch.sampling import ShardedLoader, shard_loader
-from raysgd.torch.step import Step
-from raysgd.torch.streams import BatchStream, DividedSource
+from raysgd.torch.step import BatchStep
+from raysgd.torch.streams import DividedLoaderSource, TorchBatchStream
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import BatchNormOperator, dataset
 
@@ -35,9 +35,9 @@ def train(model: nn.Module, shape: tuple[int, ...], num_samples: int, taken: lis
     loader = DataLoader(torch.rand(num_samples, *shape), 16)  # type: ignore[arg-type]
     sharded = shard_loader(loader, rank=0, world_size=2, training=True, joint=JointBatches())
     assert isinstance(sharded, ShardedLoader)
-    source, step = DividedSource(sharded, seed=0), Step()
+    source, step = DividedLoaderSource(sharded, seed=0), BatchStep()
     with refusing_single_samples([model], source, step):
-        for batch in BatchStream(source, step, lambda: 0).take(None):
+        for batch in TorchBatchStream(source, step, lambda: 0).take(None):
             model(batch)
             taken.append(len(batch))
 

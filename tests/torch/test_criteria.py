@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raysgd.torch.criteria import Comparison, Labels, LossCalls, means_over_labels
+from raysgd.torch.criteria import Comparison, CountedLabels, LossCalls, means_over_labels
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
 SCORES = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -88,7 +88,7 @@ def test_what_a_criterion_is_told_is_found_inside_it() -> None:
     found = {name: [labels.are_chosen for labels in means_over_labels(each)] for name, each in told.items()}
     assert found == {"plain": [False], "told": [True]}
     assert means_over_labels(torch.nn.CrossEntropyLoss(reduction="none")) == means_over_labels(None) == []
-    assert Labels.of(torch.nn.Linear(2, 2)).class_weights is None, "parameters are no settings"
+    assert CountedLabels.of(torch.nn.Linear(2, 2)).class_weights is None, "parameters are no settings"
 
 
 class Reversed(torch.nn.CrossEntropyLoss):

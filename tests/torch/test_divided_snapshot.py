@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raysgd._state_codec import StateEncoder
-from raysgd.engine.transfers import Parts
+from raysgd.engine.transfers import DividedValue
 from raysgd.torch import divided_snapshot, shared_state
 from raysgd.torch.divided_snapshot import overlaps
 from tests.torch.operators_for_tests import equal
@@ -24,7 +24,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def parts_of(content: dict[str, Any], num_ranks: int) -> Parts:
+def parts_of(content: dict[str, Any], num_ranks: int) -> DividedValue:
     """As ranks keep them that divide what has five rows."""
     kept = []
     for rank in range(num_ranks):
@@ -36,7 +36,7 @@ def parts_of(content: dict[str, Any], num_ranks: int) -> Parts:
             if not rank or own["dims"][path] == 0
         }
         kept.append(StateEncoder().encode({**own, "rest": None if rank else own["rest"]}))
-    return Parts(tuple(kept), ((),) * num_ranks)
+    return DividedValue(tuple(kept), ((),) * num_ranks)
 
 
 def chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:

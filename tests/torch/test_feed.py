@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader, Sampler
 
 from raysgd._fitting import check_progress
 from raysgd.replicas.epochs import EpochRequest
-from raysgd.torch.feed import Feed
+from raysgd.torch.feed import TorchFeed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.sample_order import ShuffledOrder
-from raysgd.torch.sampling import Unsharded, shard_loader
+from raysgd.torch.sampling import UndividedLoader, shard_loader
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
 
 
-def feed_of(num_samples: int = 12, size: int = 1, batch_size: int = 2, shuffle: bool = True) -> Feed:
+def feed_of(num_samples: int = 12, size: int = 1, batch_size: int = 2, shuffle: bool = True) -> TorchFeed:
     loader = DataLoader(range(num_samples), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
     data = {"train": shard_loader(loader, rank=0, world_size=size, training=True)}
-    return Feed(data.get, NoParallel(), size)
+    return TorchFeed(data.get, NoParallel(), size)
 
 
-def take(feed: Feed, num_steps: int | None = None) -> list[int]:
+def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
     return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.tolist()]
 
 
@@ -41,13 +41,13 @@ def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
     assert second.epoch == first.epoch == 2
 
 
-def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> Feed:
+def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> TorchFeed:
     """Shuffled as data of a million samples are, or as small data."""
     loader = DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     data = shard_loader(loader, rank=rank, world_size=size, training=True)
-    assert not isinstance(data, Unsharded)
+    assert not isinstance(data, UndividedLoader)
     data.sampler.order = ShuffledOrder(12, drawn_below)
-    return Feed({"train": data}.get, NoParallel(), size, rank=rank)
+    return TorchFeed({"train": data}.get, NoParallel(), size, rank=rank)
 
 
 def test_a_position_in_a_computed_order_leads_to_the_rest_of_that_order() -> None:
@@ -124,11 +124,11 @@ class Counts(Sampler[int]):
         return iter([(number * 5 + self.num_drawn) % 12 for number in range(12)])
 
 
-def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> Feed:
+def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> TorchFeed:
     sampler = Counts()
     sampler.num_drawn = num_drawn
     loader = DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    return Feed({"train": shard_loader(loader, rank=0, world_size=size, training=True)}.get, parallel, size)
+    return TorchFeed({"train": shard_loader(loader, rank=0, world_size=size, training=True)}.get, parallel, size)
 
 
 def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +150,7 @@ class Pair(NoParallel):
 
     synchronizes = True
 
-    def __init__(self, theirs: Feed | None) -> None:
+    def __init__(self, theirs: TorchFeed | None) -> None:
         super().__init__()
         self.theirs = theirs
 
@@ -181,8 +181,8 @@ def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None
 
 
 def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
-    data: dict[str, Any] = {"validation": Unsharded([1, 2], "not a torch DataLoader", warn=False)}
-    feed = Feed(data.get, NoParallel(), 1)
+    data: dict[str, Any] = {"validation": UndividedLoader([1, 2], "not a torch DataLoader", warn=False)}
+    feed = TorchFeed(data.get, NoParallel(), 1)
     assert feed.obstacle("train") is None
     assert feed.obstacle("validation") == "the validation loader is not divided by the library (not a torch DataLoader)"
     with feed.validation.stream(REQUEST) as stream:

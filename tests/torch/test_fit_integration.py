@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd import testing
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import LinearOperator
@@ -49,7 +49,7 @@ class Watches(Callback):
     def worker_callback(self) -> WorkerCallback:
         return Steps()
 
-    def on_event(self, run: Run, event: Event) -> None:
+    def on_event(self, run: Run, event: GroupEvent) -> None:
         self.events.append(event.kind)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:

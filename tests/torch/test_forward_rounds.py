@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.torch.forward_rounds import Round, Rounds
+from raysgd.torch.forward_rounds import ForwardRound, ForwardRounds
 
 NUM_PARTS = 3  # the model, and two blocks inside of it
 TIMEOUT_S = 60.0
@@ -43,7 +43,7 @@ class Rank:
         self.together = together
         self.num_exchanges = 0
         self.parts = [FakePart(self, index) for index in range(NUM_PARTS)]
-        self.rounds = Rounds()
+        self.rounds = ForwardRounds()
 
     def maximum(self, numbers: torch.Tensor) -> None:
         for other in self.together.exchange(numbers.clone()):
@@ -179,9 +179,9 @@ def test_outside_of_an_evaluation_there_are_no_rounds() -> None:
 def test_the_first_part_that_nobody_is_inside_of_is_chosen(
     wanted: tuple[int, ...], held: tuple[int, ...], chosen: int | None
 ) -> None:
-    assert Round([*map(bool, wanted)], [*map(bool, held)], is_awaited=False).chosen == chosen
+    assert ForwardRound([*map(bool, wanted)], [*map(bool, held)], is_awaited=False).chosen == chosen
 
 
 def test_ranks_that_wait_for_one_another_are_told() -> None:
     with pytest.raises(RuntimeError, match=r"wait for one another.*Call models by `self.model\(x\)`"):
-        _ = Round([True, True], [True, True], is_awaited=False).chosen
+        _ = ForwardRound([True, True], [True, True], is_awaited=False).chosen

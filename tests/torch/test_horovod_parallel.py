@@ -16,7 +16,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, arguments
 from raysgd.torch.horovod_parallel import HorovodParallel, _Outgoing
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 from tests.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
@@ -227,7 +227,7 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 
 
 def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
-    step = Step()
+    step = BatchStep()
     step.weight = 0.5
     outgoing = _Outgoing(step)
     gradient = torch.ones(3)
@@ -241,7 +241,7 @@ def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
 
 def test_a_gradient_with_another_layout_is_sent_as_horovod_wants_it() -> None:
     gradient = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert _Outgoing(Step()).compress(gradient)[0].is_contiguous()
+    assert _Outgoing(BatchStep()).compress(gradient)[0].is_contiguous()
 
 
 def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel) -> None:

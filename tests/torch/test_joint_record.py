@@ -13,7 +13,7 @@ from raysgd.connections._board import Board
 from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._peers import Deadline, Endpoint
 from raysgd.connections._routes import neighbors, others
-from raysgd.connections._words import Words
+from raysgd.connections._words import RankStatements
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch.joint_record import JointRecord
 from tests.fakes import meeting
@@ -26,7 +26,7 @@ class Rank:
         self.other = 1 - rank
         self.board, self.mesh = Board(rank, 2, on_board), Mesh(in_mesh, timeout_s=600)
         self.record = JointRecord(lambda: words)
-        words = Words(rank, 2, self.board, self.leave)
+        words = RankStatements(rank, 2, self.board, self.leave)
 
     def exchange(self, what: str, num_bytes: int = 8) -> None:
         self.record.note(what)

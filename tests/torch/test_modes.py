@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysgd.torch.modes import Modes, begin_training
+from raysgd.torch.modes import ModuleModes, begin_training
 
 
 def student_and_teacher() -> tuple[torch.nn.Sequential, torch.nn.Module]:
@@ -20,7 +20,7 @@ def modes_of(*models: torch.nn.Module) -> list[bool]:
 
 
 def test_all_models_evaluate_and_get_back_the_mode_of_each_part() -> None:
-    models, modes = student_and_teacher(), Modes()
+    models, modes = student_and_teacher(), ModuleModes()
     before = modes_of(*models)
     modes.evaluate([*models, None])
     assert not any(modes_of(*models))
@@ -29,7 +29,7 @@ def test_all_models_evaluate_and_get_back_the_mode_of_each_part() -> None:
 
 
 def test_evaluating_twice_gives_back_what_was_before_the_first_time() -> None:
-    models, modes = student_and_teacher(), Modes()
+    models, modes = student_and_teacher(), ModuleModes()
     before = modes_of(*models)
     modes.evaluate(models)
     modes.evaluate(models)
@@ -38,7 +38,7 @@ def test_evaluating_twice_gives_back_what_was_before_the_first_time() -> None:
 
 
 def test_an_evaluation_that_sets_modes_by_itself_does_not_change_what_comes_back() -> None:
-    models, modes = student_and_teacher(), Modes()
+    models, modes = student_and_teacher(), ModuleModes()
     before = modes_of(*models)
     modes.evaluate(models)
     models[0].train()
@@ -48,7 +48,7 @@ def test_an_evaluation_that_sets_modes_by_itself_does_not_change_what_comes_back
 
 
 def test_what_user_code_changes_after_the_evaluation_stays() -> None:
-    (student, teacher), modes = student_and_teacher(), Modes()
+    (student, teacher), modes = student_and_teacher(), ModuleModes()
     modes.evaluate([student, teacher])
     student[1].train()  # thawed
     modes.give_back()
@@ -70,7 +70,7 @@ class Merging(torch.nn.Linear):
 
 
 def test_a_part_that_does_more_than_note_its_mode_is_asked_to() -> None:
-    model, modes = torch.nn.Sequential(Merging(1, 1)), Modes()
+    model, modes = torch.nn.Sequential(Merging(1, 1)), ModuleModes()
     layer = model[0]
     assert isinstance(layer, Merging)
     modes.evaluate([model])

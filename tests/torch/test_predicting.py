@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data import Arrays
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 NUM_ROWS = 23
@@ -302,7 +302,7 @@ def test_training_goes_on_as_if_nothing_had_been_predicted(make_local: Callable[
 
 
 def test_listeners_hear_how_far_it_is(stock: TorchTrainer) -> None:
-    heard: list[Progress] = []
+    heard: list[CallProgress] = []
     with stock._listeners.listening(heard.append):
         stock.predict(X, batch_size=5)
     assert [each.kind for each in heard] == ["predict"] * len(heard)

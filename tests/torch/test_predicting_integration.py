@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.data import RayBatches
-from raysgd.replicas.predicting import Pace, dealt
+from raysgd.replicas.predicting import RoundSize, dealt
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 pytestmark = pytest.mark.integration
@@ -97,7 +97,7 @@ def test_three_workers_give_the_results_of_one_process_also_when_one_dies(ray_cl
 
 
 def test_rounds_are_long_enough_and_fit_in_memory() -> None:
-    pace = Pace()
+    pace = RoundSize()
     for _ in range(20):
         pace.note(seconds=0.01, num_bytes=1, num_batches=1, num_workers=2)
     assert pace.num_batches == 1024

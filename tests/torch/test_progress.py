@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from raysgd.replicas.epochs import Progress
+from raysgd.replicas.epochs import CallProgress
 from raysgd.torch.progress import EpochBar
 
 
@@ -17,8 +17,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def news(num_steps: int, loss: float | None = 0.5, num_epochs: int | None = None) -> Progress:
-    return Progress(num_steps=num_steps, total=10, epoch_idx=2, num_epochs=num_epochs, loss=loss)
+def news(num_steps: int, loss: float | None = 0.5, num_epochs: int | None = None) -> CallProgress:
+    return CallProgress(num_steps=num_steps, total=10, epoch_idx=2, num_epochs=num_epochs, loss=loss)
 
 
 def test_a_file_gets_one_line_for_an_epoch() -> None:
@@ -39,7 +39,7 @@ def test_a_file_gets_one_line_for_an_epoch() -> None:
 def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
     stream = io.StringIO()
     with EpochBar(stream) as bar:
-        bar.show(Progress(4, 4, 0, None, None))
+        bar.show(CallProgress(4, 4, 0, None, None))
     assert stream.getvalue().count("\n") == 1
     assert "4/4" in stream.getvalue()
     assert "loss" not in stream.getvalue()
@@ -104,6 +104,6 @@ def test_the_label_counts_epochs_from_one(num_epochs: int | None, label: str) ->
 def test_an_unknown_total_is_no_obstacle() -> None:
     stream = io.StringIO()
     with EpochBar(stream) as bar:
-        bar.show(Progress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
+        bar.show(CallProgress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
     assert "6" in stream.getvalue()
     assert stream.getvalue().count("\n") == 1

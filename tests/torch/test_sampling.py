@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from raysgd.torch._loader_process import EndsWithParent
 from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from raysgd.torch.sampling import DataSignature, ShardedLoader, Unsharded, shard_loader
+from raysgd.torch.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs, as_list
 
 
@@ -116,7 +116,7 @@ FOUR = Squares(4)
 )
 def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str, warn: bool) -> None:
     left_alone = shard_loader(loader, rank=0, world_size=2, training=True)
-    assert isinstance(left_alone, Unsharded)
+    assert isinstance(left_alone, UndividedLoader)
     assert left_alone.loader is loader
     assert reason in left_alone.reason
     assert left_alone.warn is warn

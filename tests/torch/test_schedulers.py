@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from raysgd._once import Once
 from raysgd.torch.precision import Precision
 from raysgd.torch.schedulers import IdleSchedulers, SchedulerSteps
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 from tests.torch.operators_for_tests import an_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no optimizer is needed here
@@ -31,7 +31,7 @@ def no_mean(name: str, metrics: Any) -> None:
 def test_the_frequency_says_when_they_step(freq: str, after_step: int, after_epoch: int) -> None:
     scheduler = a_scheduler()
     steps = SchedulerSteps(scheduler, freq, None)
-    steps.after_step(Precision(), Step())
+    steps.after_step(Precision(), BatchStep())
     assert scheduler.last_epoch == after_step
     steps.after_epoch({}, no_mean)
     assert scheduler.last_epoch == after_epoch
@@ -49,9 +49,9 @@ def test_a_step_that_was_left_out_is_none_for_a_scheduler() -> None:
         def has_skipped(self) -> bool:
             return True
 
-    scheduler, idle = a_scheduler(), Step()
+    scheduler, idle = a_scheduler(), BatchStep()
     idle.leave_out(an_optimizer())
-    SchedulerSteps(scheduler, "batch", None).after_step(Skips(), Step())
+    SchedulerSteps(scheduler, "batch", None).after_step(Skips(), BatchStep())
     SchedulerSteps(scheduler, "batch", None).after_step(Precision(), idle)
     assert scheduler.last_epoch == 0
 

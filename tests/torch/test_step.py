@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 import pytest
 
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 
 OPTIMIZER, OTHER = object(), object()
 
 
-def joint(window: int) -> Step:
-    step = Step()
+def joint(window: int) -> BatchStep:
+    step = BatchStep()
     step.is_joint = True
     step.open_call(window)
     return step
 
 
-def backward(step: Step, optimizer: object) -> bool:
+def backward(step: BatchStep, optimizer: object) -> bool:
     keeps = step.waits_for(optimizer)
     step.note_backward([optimizer])
     step.factor_of(optimizer)
     return keeps
 
 
-def run(step: Step, totals: list[int], last: int | None = None) -> tuple[list[bool], list[float]]:
+def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[list[bool], list[float]]:
     """Batches of so many samples of all ranks, with a backward pass each; boundaries, and factors corrected."""
     boundaries, factors, window = [], [], []
     for index, total in enumerate(totals):
@@ -41,7 +41,7 @@ def run(step: Step, totals: list[int], last: int | None = None) -> tuple[list[bo
 
 
 def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -> None:
-    step = Step()
+    step = BatchStep()
     for _ in range(3):
         step.begin(0.5, 4)
         assert step.is_boundary
@@ -52,7 +52,7 @@ def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -
 
 
 def test_a_step_without_samples_is_padding_and_an_unknown_number_is_not() -> None:
-    step = Step()
+    step = BatchStep()
     assert not step.is_padding
     step.begin(0.0, 0)
     assert step.is_padding
@@ -92,7 +92,7 @@ def test_a_rank_counts_by_its_share_of_all_samples() -> None:
 
 
 def test_a_replica_by_itself_counts_its_own_samples_only() -> None:
-    step = Step()
+    step = BatchStep()
     step.open_call(2)
     step.begin(1.5, 3, 4, is_last=False)
     step.note_backward([OPTIMIZER])
@@ -181,7 +181,7 @@ class Batch:
     """Something that user code holds, or lets go of."""
 
 
-def hand_out(step: Step, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> Batch:
+def hand_out(step: BatchStep, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> Batch:
     batch = Batch()
     step.begin(weight, num_samples, 8, is_last, batch)
     return batch
@@ -287,7 +287,7 @@ def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last:
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
-    step = Step()
+    step = BatchStep()
     kept = [hand_out(step), hand_out(step, 1.5)]
     step.use()
     assert kept

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.feed import Feed
+from raysgd.torch.feed import TorchFeed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step_loop import StepLoop
 from raysgd.torch.training_operator import TrainingOperator
@@ -30,7 +30,7 @@ class OwnBatch(Plain):
 
 
 def loop_of(operator: Plain) -> StepLoop:
-    loop = StepLoop(operator, NoParallel(), Feed(lambda name: None, NoParallel(), 1))
+    loop = StepLoop(operator, NoParallel(), TorchFeed(lambda name: None, NoParallel(), 1))
     loop.note_boundary()
     return loop
 

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from raysgd.connections.torch import end_process_group
 from raysgd.torch.ddp import DDP
 from raysgd.torch.sampling import ShardedLoader, shard_loader
-from raysgd.torch.step import Step
+from raysgd.torch.step import BatchStep
 from raysgd.torch.streams import (
     Agreement,
-    BatchStream,
-    DividedSource,
+    DividedLoaderSource,
+    LoaderSource,
     LockstepSource,
     PlainSource,
-    Source,
+    TorchBatchStream,
     length_of,
     tell_epoch,
 )
@@ -67,27 +67,27 @@ def divided(
     return sharded
 
 
-def plain_source(num_samples: int) -> Source:
+def plain_source(num_samples: int) -> LoaderSource:
     return PlainSource(list(range(num_samples)))
 
 
-def one_shot_source(num_samples: int) -> Source:
+def one_shot_source(num_samples: int) -> LoaderSource:
     return PlainSource(OneShot(list(range(num_samples))))
 
 
-def divided_source(num_samples: int) -> Source:
-    return DividedSource(divided(num_samples), SEED)
+def divided_source(num_samples: int) -> LoaderSource:
+    return DividedLoaderSource(divided(num_samples), SEED)
 
 
-def lockstep_source(num_samples: int) -> Source:
+def lockstep_source(num_samples: int) -> LoaderSource:
     return LockstepSource(
         [torch.tensor([i]) for i in range(num_samples)], world_size=1, agreement=Agreement(DDP().summation())
     )
 
 
-def make_stream(source: Source) -> tuple[BatchStream, Passes]:
+def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
     passes = Passes()
-    return BatchStream(source, Step(), passes), passes
+    return TorchBatchStream(source, BatchStep(), passes), passes
 
 
 def numbers(batches: Any) -> list[Any]:
@@ -106,7 +106,7 @@ def _bare(batch: Any) -> Any:
     params=[plain_source, one_shot_source, divided_source, lockstep_source],
     ids=["plain", "one shot", "divided", "lockstep"],
 )
-def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Source]]:
+def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], LoaderSource]]:
     if request.param is lockstep_source:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield request.param
@@ -116,7 +116,7 @@ def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Sour
 # ------------------------------------------------------------------------------------------------ every source
 
 
-def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], Source]) -> None:
+def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], LoaderSource]) -> None:
     stream, passes = make_stream(make_source(10))
     found = []
     for num_steps in (None, 5, 3, 5, None):
@@ -132,7 +132,7 @@ def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], Sou
 
 @pytest.mark.parametrize("num_steps", [10, None])
 def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
-    make_source: Callable[[int], Source], num_steps: int | None
+    make_source: Callable[[int], LoaderSource], num_steps: int | None
 ) -> None:
     stream, passes = make_stream(make_source(10))
     for index in range(3):
@@ -140,13 +140,13 @@ def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
         assert passes.num_begun == index + 1
 
 
-def test_a_full_pass_follows_a_call_that_ended_with_the_pass(make_source: Callable[[int], Source]) -> None:
+def test_a_full_pass_follows_a_call_that_ended_with_the_pass(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(4))
     assert numbers(stream.take(4)) == [0, 1, 2, 3]
     assert numbers(stream.take(None)) == [0, 1, 2, 3]
 
 
-def test_one_call_may_take_several_passes(make_source: Callable[[int], Source]) -> None:
+def test_one_call_may_take_several_passes(make_source: Callable[[int], LoaderSource]) -> None:
     stream, passes = make_stream(make_source(3))
     assert numbers(stream.take(8)) == [0, 1, 2, 0, 1, 2, 0, 1]
     assert passes.num_begun == 3
@@ -155,7 +155,7 @@ def test_one_call_may_take_several_passes(make_source: Callable[[int], Source]) 
 
 @pytest.mark.parametrize("num_steps", [None, 1, 5])
 def test_an_empty_source_ends_the_iteration_every_time(
-    make_source: Callable[[int], Source], num_steps: int | None
+    make_source: Callable[[int], LoaderSource], num_steps: int | None
 ) -> None:
     stream, _ = make_stream(make_source(0))
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_an_empty_source_ends_the_iteration_every_time(
     assert stream.num_steps_taken == 0
 
 
-def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], Source]) -> None:
+def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(3))
     assert list(stream.take(0)) == []
     assert numbers(stream.take(1)) == [0]
@@ -171,7 +171,7 @@ def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], So
     assert numbers(stream.take(None)) == [1, 2]
 
 
-def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Callable[[int], Source]) -> None:
+def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(5))
     for batch in stream.take(None):
         if _bare(batch) == 1:
@@ -237,18 +237,18 @@ def test_a_loader_over_an_iterable_dataset_without_length_has_none() -> None:
 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
-    step = Step()
-    stream = BatchStream(DividedSource(divided(7, batch_size=2, world_size=2), SEED), step, Passes())
+    step = BatchStep()
+    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), step, Passes())
     shares = [(_bare(batch), step.weight, step.num_samples) for batch in stream.take(None)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
-    second = BatchStream(DividedSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), step, Passes())
+    second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), step, Passes())
     shares = [(_bare(batch), step.weight, step.num_samples) for batch in second.take(None)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
-    step = Step()
-    stream = BatchStream(DividedSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
+    step = BatchStep()
+    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
     assert [(step.weight, step.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
 
 
@@ -258,13 +258,13 @@ def without_the_third(samples: list[Any]) -> Any:
 
 def of_a_collator(num_samples: int, rank: int = 0, world_size: int = 1, collate_fn: Any = without_the_third) -> Any:
     loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=4, collate_fn=collate_fn)
-    return DividedSource(shard_loader(loader, rank=rank, world_size=world_size, training=True), SEED)  # type: ignore[arg-type]
+    return DividedLoaderSource(shard_loader(loader, rank=rank, world_size=world_size, training=True), SEED)  # type: ignore[arg-type]
 
 
 def test_a_batch_counts_by_the_samples_that_the_collator_returns(caplog: pytest.LogCaptureFixture) -> None:
-    step = Step()
+    step = BatchStep()
     step.open_call(3)
-    stream = BatchStream(of_a_collator(12), step, Passes())
+    stream = TorchBatchStream(of_a_collator(12), step, Passes())
     assert [step.num_samples for _ in stream.take(None)] == [2, 3, 3]
     list(stream.take(None))
     assert caplog.text.count("a `collate_fn` made 2 samples of 4: gradients and metrics count what it returns") == 1
@@ -282,10 +282,10 @@ class OfOtherRank:
 
 
 def test_ranks_tell_each_other_what_collators_return() -> None:
-    source, step = of_a_collator(14, rank=1, world_size=2), Step()
+    source, step = of_a_collator(14, rank=1, world_size=2), BatchStep()
     together = OfOtherRank([[1, 0], [1, 2], [1, 2]])
     source.agreement = Agreement(together)
-    stream = BatchStream(source, step, Passes())
+    stream = TorchBatchStream(source, step, Passes())
     assert [(step.num_samples, step.weight) for _ in stream.take(None)] == [(3, 2 * 3 / 5), (2, 2 * 2 / 4)]
     assert together.asked == [[1, 1], [1, 3], [1, 2]]
 
@@ -303,7 +303,7 @@ def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample()
     calls = (1, 1, None, 3, None, None)
     found = []
     for rank in range(2):
-        source = DividedSource(divided(5, batch_size=2, rank=rank, world_size=2, training=False), SEED)
+        source = DividedLoaderSource(divided(5, batch_size=2, rank=rank, world_size=2, training=False), SEED)
         stream, passes = make_stream(source)
         found.append(([numbers(stream.take(num_steps)) for num_steps in calls], passes.num_begun, source.num_steps()))
     assert found[0] == ([[[0, 1]], [4], [[0, 1], 4], [[0, 1], 4, [0, 1]], [4], [[0, 1], 4]], 5, 2)
@@ -311,7 +311,7 @@ def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample()
 
 
 def test_the_position_counts_the_samples_of_all_ranks() -> None:
-    stream, _ = make_stream(DividedSource(divided(11, batch_size=2, world_size=2), SEED))
+    stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, world_size=2), SEED))
     positions = [(stream.is_mid_pass, stream.completed)]
     for _ in range(4):
         list(stream.take(1))
@@ -321,9 +321,9 @@ def test_the_position_counts_the_samples_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
-    first, _ = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
+    first, _ = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
     begun = numbers(first.take(14))
-    second, passes = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
+    second, passes = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
     second.resume(first.pass_index, first.completed)
     assert (second.is_mid_pass, second.completed) == (True, 4)
     rest = numbers(second.take(None))
@@ -333,11 +333,11 @@ def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
 
 
 def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
-    first, _ = make_stream(DividedSource(divided(11, batch_size=2), SEED))
+    first, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2), SEED))
     begun = [number for batch in numbers(first.take(2)) for number in batch]
     rest = []
     for rank in range(3):
-        stream, _ = make_stream(DividedSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
+        stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
         stream.resume(first.pass_index, first.completed)
         for batch in numbers(stream.take(None)):
             rest += batch if isinstance(batch, list) else [batch]
@@ -347,7 +347,7 @@ def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
 
 
 def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() -> None:
-    stream, _ = make_stream(DividedSource(divided(10), SEED))
+    stream, _ = make_stream(DividedLoaderSource(divided(10), SEED))
     stream.resume(0, 4)
     list(stream.take(3))
     assert stream.completed == 7
@@ -357,7 +357,7 @@ def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() ->
 # ------------------------------------------------------------------------------------------------ breaking off
 
 
-def taken(stream: BatchStream, num_batches: int, num_steps: int | None = None) -> list[Any]:
+def taken(stream: TorchBatchStream, num_batches: int, num_steps: int | None = None) -> list[Any]:
     """Takes so many batches and leaves the last one in flight."""
     batches = stream.take(num_steps)
     return [_bare(next(batches)) for _ in range(num_batches)]
@@ -422,7 +422,7 @@ def test_breaking_off_in_the_second_pass_of_a_call_keeps_that_pass() -> None:
 def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> None:
     """Three ranks, the second of which is lost in the third step; the others go on with what is left."""
     loaders = [divided(20, batch_size=2, shuffle=shuffle, rank=rank, world_size=3) for rank in range(3)]
-    streams = [make_stream(DividedSource(loader, SEED))[0] for loader in loaders]
+    streams = [make_stream(DividedLoaderSource(loader, SEED))[0] for loader in loaders]
     seen = [number for stream in streams for batch in taken(stream, 3)[:2] for number in batch]
     assert [stream.ledger() for stream in streams] == [(20, 12, 6)] * 3
     for rank, index in enumerate((0, 2)):
@@ -434,7 +434,7 @@ def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> N
 
 
 def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
-    stream, _ = make_stream(DividedSource(divided(11, batch_size=2, world_size=2), SEED))
+    stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, world_size=2), SEED))
     batches = stream.take(None)
     ledgers = []
     for _ in batches:
@@ -456,7 +456,7 @@ class Stop(Exception):
     """Raised between two steps."""
 
 
-def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int], Source]) -> None:
+def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(5))
     looks: list[int] = []
 
@@ -477,7 +477,7 @@ def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int
 def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
     orders = []
     for seed in (SEED, SEED, SEED + 1):
-        stream, _ = make_stream(DividedSource(divided(10, shuffle=True), seed))
+        stream, _ = make_stream(DividedLoaderSource(divided(10, shuffle=True), seed))
         orders.append([numbers(stream.take(None)) for _ in range(2)])
     assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
@@ -488,7 +488,9 @@ def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
 
 
 def test_alone_every_batch_has_full_weight(process_group: None) -> None:
-    step = Step()
+    step = BatchStep()
     batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
-    stream = BatchStream(LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes())
+    stream = TorchBatchStream(
+        LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes()
+    )
     assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from raysgd._state_codec import StateEncoder, decode
-from raysgd.engine.types import DataLedger, Handover, Held, World
+from raysgd.engine.types import DataLedger, HeldAtStep, StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import copies
 from raysgd.replicas.batch_options import BatchOptions
@@ -462,7 +462,7 @@ def drawn_at(*places: World, **options: Any) -> list[float]:
     runner.setup()
     for place in places[1:]:
         torch.rand(3)  # the step ahead of time of a standby worker, for example
-        runner.regroup(place, Handover())
+        runner.regroup(place, StateHandover())
     drawn: list[float] = torch.rand(3).tolist()
     return drawn
 
@@ -489,7 +489,7 @@ class WithoutData(LinearOperator):
 def test_the_order_of_data_of_a_call_does_not_change_with_who_is_the_first_rank(seed: int | None) -> None:
     runner = TorchRunner(TorchSettings(WithoutData, {}, parallel="none", seed=seed), World(1, 2))
     facts = runner.setup()
-    assert runner.regroup(World(0, 2), Handover()).seed == facts.seed
+    assert runner.regroup(World(0, 2), StateHandover()).seed == facts.seed
 
 
 class SeedsNumPy(LinearOperator):
@@ -505,7 +505,7 @@ def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(see
         runner.setup()
         for place in places[1:]:
             train(runner, num_steps=1)  # without a random number
-            runner.regroup(place, Handover())
+            runner.regroup(place, StateHandover())
         return float(torch.rand(())), float(numpy.random.rand())
 
     kept, moved = drawn_after(World(1, 2), World(1, 2)), drawn_after(World(1, 2), World(0, 2))
@@ -877,7 +877,7 @@ def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_ste
 def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_group: None) -> None:
     runner = broken_off(survivor(), in_step=2)
     model = runner.operator.model  # type: ignore[attr-defined]
-    facts = runner.regroup(ALONE, Handover())
+    facts = runner.regroup(ALONE, StateHandover())
     assert facts.train_data is not None
     answer = resume(runner)
     assert runner.operator.model is model  # type: ignore[attr-defined]
@@ -895,7 +895,7 @@ def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: 
 
     runner = broken_off(survivor(InPairs), in_step=3)
     assert runner.replica_progress().progress == 2
-    runner.regroup(ALONE, Handover())
+    runner.regroup(ALONE, StateHandover())
     assert runner.operator.global_step == 2
     answer = resume(runner)
     assert answer.num_steps == values(answer)["batch_count"] == runner.operator.global_step == 2 + 6
@@ -904,14 +904,14 @@ def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: 
 
 def test_a_call_that_broke_off_before_its_first_step_is_begun(process_group: None) -> None:
     runner = survivor()
-    runner.regroup(ALONE, Handover())
+    runner.regroup(ALONE, StateHandover())
     assert resume(runner).num_steps == 10
     assert samples(runner) == list(range(20))
 
 
 def test_a_call_of_several_passes_goes_on_in_the_one_it_was_in(process_group: None) -> None:
     runner = broken_off(survivor(), in_step=7, num_steps=9)
-    runner.regroup(ALONE, Handover())
+    runner.regroup(ALONE, StateHandover())
     answer = resume(runner, 9)
     assert (answer.num_steps, answer.epoch_idx, runner.epoch) == (9, 0, 2)
     assert samples(runner)[14:] == [8, 9, 10, 11], "two steps in the second pass, of which eight samples were used"
@@ -920,7 +920,7 @@ def test_a_call_of_several_passes_goes_on_in_the_one_it_was_in(process_group: No
 def test_a_survivor_that_had_answered_answers_the_same_again(process_group: None) -> None:
     runner = survivor()
     answer = train(runner)
-    runner.regroup(ALONE, Handover())
+    runner.regroup(ALONE, StateHandover())
     assert resume(runner) is answer
 
 
@@ -1092,7 +1092,7 @@ def test_a_beat_tells_where_the_replica_is(process_group: None) -> None:
 # ------------------------------------------------------------------------------------------------ held
 
 
-def held_after(runner: TorchRunner, num_steps: int) -> Held:
+def held_after(runner: TorchRunner, num_steps: int) -> HeldAtStep:
     """What a call comes to that all ranks agreed to stop after so many steps, as they did in its first one."""
 
     class Proposing:
@@ -1104,7 +1104,7 @@ def held_after(runner: TorchRunner, num_steps: int) -> Held:
     handle = runner.operator.model.register_forward_pre_hook(Proposing())  # type: ignore[attr-defined]
     held = runner.train_epoch(EpochRequest(None, {}, False, seed=0))
     handle.remove()
-    assert isinstance(held, Held)
+    assert isinstance(held, HeldAtStep)
     return held
 
 
@@ -1356,7 +1356,7 @@ def test_modes_survive_evaluation_and_the_loss_of_a_worker(process_group: None) 
     runner = survivor(Distiller)
     validate(runner)
     broken_off(runner, in_step=2)
-    runner.regroup(ALONE, Handover())
+    runner.regroup(ALONE, StateHandover())
     resume(runner)
     assert runner.operator.modes_in_forward == runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
     assert all(model.training for model in runner.operator._models[::2])

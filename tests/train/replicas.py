@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import FunctionMessage, FunctionSpec
 from raysgd.train.constants import TIMESTAMP
 
 
@@ -18,6 +18,6 @@ def begin(replica: FunctionReplica, function: Any, checkpoint: Any = None, shard
     replica.begin(spec(function, **options), checkpoint, shard)
 
 
-def user_keys(message: Message | Ended) -> dict[str, Any]:
-    assert isinstance(message, Message)
+def user_keys(message: FunctionMessage | FunctionEnded) -> dict[str, Any]:
+    assert isinstance(message, FunctionMessage)
     return {key: value for key, value in message.data.items() if not key.startswith("_")}

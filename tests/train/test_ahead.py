@@ -10,22 +10,22 @@ import pytest
 
 from raysgd.engine.types import World
 from raysgd.train import session
-from raysgd.train._ahead import Ahead
+from raysgd.train._ahead import MessageQueues
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import CheckpointRef, FunctionMessage, TrainingResultType
 from raysgd.train._session import current_session
 from tests.train.replicas import begin, user_keys
 
 TWO, OTHER_TWO = ["one", "another"], ["one", "another"]
 
 
-def report(number: int, checkpoint: CheckpointRef | None = None) -> Message:
-    return Message(TrainingResultType.REPORT, number, checkpoint)
+def report(number: int, checkpoint: CheckpointRef | None = None) -> FunctionMessage:
+    return FunctionMessage(TrainingResultType.REPORT, number, checkpoint)
 
 
 def test_a_step_is_there_when_each_rank_has_a_message() -> None:
-    ahead = Ahead()
+    ahead = MessageQueues()
     assert not ahead.has_step(None)
     ahead.begin(TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
@@ -34,12 +34,12 @@ def test_a_step_is_there_when_each_rank_has_a_message() -> None:
     assert ahead.take_step() == [report(1), report(1)]
     assert not ahead.has_step(TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
-    ahead.add([[], [report(2), Ended()]])
+    ahead.add([[], [report(2), FunctionEnded()]])
     assert ahead.take_step() == [report(2), report(2)]
 
 
 def test_messages_of_workers_that_were_replaced_are_dropped() -> None:
-    ahead = Ahead()
+    ahead = MessageQueues()
     ahead.begin(TWO)
     ahead.add([[report(1), report(2)], [report(1)]])
     assert not ahead.has_step(OTHER_TWO)
@@ -50,13 +50,13 @@ def test_messages_of_workers_that_were_replaced_are_dropped() -> None:
 
 
 def test_where_reports_are_not_read_any_more_checkpoints_and_the_end_stay() -> None:
-    ahead, saved = Ahead(), report(2, CheckpointRef())
+    ahead, saved = MessageQueues(), report(2, CheckpointRef())
     ahead.begin(TWO)
-    ahead.add([[report(1), saved, Ended()], [report(1)]])
+    ahead.add([[report(1), saved, FunctionEnded()], [report(1)]])
     ahead.drop_reports()
-    ahead.add([[], [saved, Ended()]])
+    ahead.add([[], [saved, FunctionEnded()]])
     assert ahead.take_step() == [saved, saved]
-    assert ahead.take_step() == [Ended(), Ended()]
+    assert ahead.take_step() == [FunctionEnded(), FunctionEnded()]
 
 
 def take_into(found: list[Any], replica: FunctionReplica) -> None:
@@ -68,7 +68,7 @@ def take_into(found: list[Any], replica: FunctionReplica) -> None:
 def take_all(replica: FunctionReplica) -> list[Any]:
     """All messages to the end, as they come."""
     found: list[Any] = []
-    while not found or not isinstance(found[-1], Ended):
+    while not found or not isinstance(found[-1], FunctionEnded):
         messages = replica.take(None, True)
         assert messages
         found += messages
@@ -85,7 +85,7 @@ def test_a_function_sends_all_that_waits_at_once_and_nothing_where_nothing_is_ne
     assert replica.take(None, False) == []
     *reports, end = take_all(replica)
     assert [user_keys(each) for each in reports] == [{"number": number} for number in range(5)]
-    assert end == Ended()
+    assert end == FunctionEnded()
 
 
 def test_an_exception_comes_behind_all_reports() -> None:
@@ -132,7 +132,7 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
     begin(replica, train, num_ahead=9)
     assert is_behind.wait(120)  # the first checkpoint imports Ray
     [checkpoint] = replica.take(None, True)
-    assert isinstance(checkpoint, Message)
+    assert isinstance(checkpoint, FunctionMessage)
     assert checkpoint.checkpoint_ref is not None
     behind = take_all(replica)
     assert user_keys(behind[0]) == {"a": 2}
@@ -141,5 +141,5 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
 def test_a_function_whose_end_was_sent_already_can_be_muted() -> None:
     replica = FunctionReplica(World(0, 1))
     begin(replica, lambda: None, num_ahead=9)
-    assert take_all(replica) == [Ended()]
+    assert take_all(replica) == [FunctionEnded()]
     replica.mute()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.types import Rendezvous, World
-from raysgd.train.backend import Backend, BackendConfig, Placed, backend_of, resolve
+from raysgd.train.backend import Backend, BackendConfig, PlacedConnection, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig
 from tests.fakes import meeting
 
@@ -45,7 +45,7 @@ def test_a_backend_is_found_however_the_config_gives_it(config: BackendConfig) -
 
 def test_a_config_by_itself_connects_nothing() -> None:
     assert type(backend_of(BackendConfig())) is Backend
-    assert isinstance(BackendConfig().connection(0), Unconnected)
+    assert isinstance(BackendConfig().connection(0), NoConnection)
 
 
 def test_something_else_is_no_backend() -> None:
@@ -73,7 +73,7 @@ def test_anything_else_is_refused(backend: Any, error: type[Exception], message:
 
 
 @dataclass
-class Noting(Unconnected):
+class Noting(NoConnection):
     """Notes what the environment says when it is joined."""
 
     seen: dict[str, str | None] | None = None
@@ -90,7 +90,7 @@ def test_a_worker_learns_its_place_before_it_is_connected_and_forgets_it_afterwa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("RANK", raising=False)
     inner = Noting()
-    placed = Placed(inner, shares_gpus=True, names_address=True, names_place=True)
+    placed = PlacedConnection(inner, shares_gpus=True, names_address=True, names_place=True)
     placed.join(MEETING, World(rank=3, size=4, gpu_ids=("1",), node_gpu_ids=("0", "1")))
     assert inner.seen == {"CUDA_VISIBLE_DEVICES": "0,1", "RANK": "3", "MASTER_PORT": "77"}
     assert inner.even_alone
@@ -113,11 +113,11 @@ def test_a_worker_learns_its_place_before_it_is_connected_and_forgets_it_afterwa
 )
 def test_what_a_worker_is_told(options: dict[str, bool], expected: dict[str, str]) -> None:
     world = World(1, 2, local_rank=0, local_size=1, node_rank=1, num_nodes=2, node_gpu_ids=("0", "1", "10"))
-    assert Placed(Unconnected(), **options).variables(MEETING, world) == expected
+    assert PlacedConnection(NoConnection(), **options).variables(MEETING, world) == expected
 
 
 def test_a_worker_without_gpus_is_told_of_none() -> None:
-    assert Placed(Unconnected(), shares_gpus=True).variables(MEETING, World(0, 1)) == {}
+    assert PlacedConnection(NoConnection(), shares_gpus=True).variables(MEETING, World(0, 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_worker_without_gpus_is_told_of_none() -> None:
 )
 def test_torch_chooses_its_transport(config: TorchConfig, num_gpus: float, transport: str, names_address: bool) -> None:
     connection = config.connection(num_gpus)
-    assert isinstance(connection, Placed)
+    assert isinstance(connection, PlacedConnection)
     assert connection.inner.transport == transport  # type: ignore[attr-defined]
     assert connection.inner.timeout_s == config.timeout_s  # type: ignore[attr-defined]
     assert connection.names_address is names_address

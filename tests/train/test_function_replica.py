@@ -11,7 +11,7 @@ from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
+from raysgd.train._mailbox import FunctionEnded
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend
 from tests.train.replicas import begin, spec, user_keys
@@ -28,7 +28,7 @@ class TestTheReplica:
     def test_tells_the_function_its_place(self) -> None:
         replica = FunctionReplica(World(rank=3, size=4, local_rank=1))
         begin(replica, lambda: (session.world_rank(), session.local_rank(), session.world_size()))
-        assert replica.next() == Ended((3, 1, 4))
+        assert replica.next() == FunctionEnded((3, 1, 4))
         assert (session.world_rank(), session.local_rank(), session.world_size()) == (0, 0, 1)
 
     def test_runs_one_function_at_a_time(self, replica: FunctionReplica) -> None:
@@ -52,7 +52,7 @@ class TestTheReplica:
             replica.next()
         assert session.current_session() is None
         begin(replica, lambda: "next")
-        assert replica.next() == Ended("next")
+        assert replica.next() == FunctionEnded("next")
 
     @pytest.mark.usefixtures("unhurried")
     def test_ends_a_function_that_nobody_listens_to(self, replica: FunctionReplica) -> None:
@@ -63,7 +63,7 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert replica.take(None, True, spec(session.load_checkpoint), packed, None) == [Ended({"epoch": 2})]
+        assert replica.take(None, True, spec(session.load_checkpoint), packed, None) == [FunctionEnded({"epoch": 2})]
 
     def test_gives_signs_of_life(self, replica: FunctionReplica) -> None:
         assert replica.heartbeat() == Heartbeat()

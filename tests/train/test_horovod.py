@@ -7,13 +7,13 @@ import pytest
 
 import raysgd.v2
 from raysgd.connections.horovod import HorovodConnection
-from raysgd.train.backend import Placed, resolve
+from raysgd.train.backend import PlacedConnection, resolve
 from raysgd.train.horovod import HorovodConfig
 
 
 def connection_of(config: HorovodConfig) -> HorovodConnection:
     placed = config.connection(0)
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, PlacedConnection)
     assert isinstance(placed.inner, HorovodConnection)
     return placed.inner
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from raysgd.train._mailbox import Ended, Mailbox
+from raysgd.train._mailbox import FunctionEnded, Mailbox
 
 
 def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
@@ -23,8 +23,8 @@ def test_messages_come_in_order_and_then_the_end_with_its_value() -> None:
         return "done"
 
     mailbox = start(function)
-    assert [mailbox.take() for _ in range(4)] == [0, 1, 2, Ended("done")]
-    assert mailbox.take() == Ended("done")
+    assert [mailbox.take() for _ in range(4)] == [0, 1, 2, FunctionEnded("done")]
+    assert mailbox.take() == FunctionEnded("done")
 
 
 def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
@@ -43,7 +43,7 @@ def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
     assert second_is_out.wait(60)
     assert passed == [0]
     assert mailbox.take() == 1
-    assert mailbox.take() == Ended()
+    assert mailbox.take() == FunctionEnded()
     assert passed == [0, 1]
 
 
@@ -61,7 +61,7 @@ def test_what_the_function_raises_comes_after_its_messages() -> None:
 def test_none_is_a_message_like_any_other() -> None:
     mailbox = start(lambda mailbox: mailbox.offer(None))
     assert mailbox.take() is None
-    assert mailbox.take() == Ended()
+    assert mailbox.take() == FunctionEnded()
 
 
 def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions() -> None:
@@ -108,7 +108,7 @@ def test_a_function_runs_ahead_of_messages_that_may_wait_but_not_too_far() -> No
     mailbox = start(function, num_ahead=2)
     assert is_ahead.wait(60)
     assert [mailbox.take() for _ in range(2)] == [0, 1]
-    assert [mailbox.take() for _ in range(3)] == [2, 3, Ended()]
+    assert [mailbox.take() for _ in range(3)] == [2, 3, FunctionEnded()]
     assert passed == [0, 1, 2, 3]
 
 
@@ -140,7 +140,7 @@ def test_a_message_that_may_not_wait_is_taken_before_the_function_goes_on() -> N
     assert mailbox.take() == "report"
     assert not passed
     assert mailbox.take() == "checkpoint"
-    assert mailbox.take() == Ended()
+    assert mailbox.take() == FunctionEnded()
     assert passed == ["checkpoint"]
 
 

@@ -15,8 +15,8 @@ from raysgd._state_codec import decode
 from raysgd.engine.types import World
 from raysgd.train import session
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import Message, TrainingResultType
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import FunctionMessage, TrainingResultType
 from raysgd.train.constants import (
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,
@@ -40,8 +40,8 @@ class TestReports:
     def test_carry_the_metrics_and_what_every_report_has(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: [session.report(loss=number) for number in (3, 2)])
         first, second = replica.next(), replica.next()
-        assert isinstance(first, Message)
-        assert isinstance(second, Message)
+        assert isinstance(first, FunctionMessage)
+        assert isinstance(second, FunctionMessage)
         assert first.kind is REPORT
         assert set(first.data) == {"loss"} | BASIC_AUTOFILLED_KEYS
         assert [first.data["loss"], second.data["loss"]] == [3, 2]
@@ -51,7 +51,7 @@ class TestReports:
     def test_say_more_if_they_are_to(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(loss=1), is_detailed=True)
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert set(message.data) == {"loss"} | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
 
     def test_keep_the_time_that_the_function_measured_itself_and_nothing_else_of_ours(
@@ -59,7 +59,7 @@ class TestReports:
     ) -> None:
         begin(replica, lambda: session.report(**{TIME_THIS_ITER_S: 7.0, TRAINING_ITERATION: 70}))
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert (message.data[TIME_THIS_ITER_S], message.data[TRAINING_ITERATION]) == (7.0, 1)
 
     def test_may_be_one_dict_and_leave_it_as_it_was(self, replica: FunctionReplica) -> None:
@@ -71,13 +71,13 @@ class TestReports:
         begin(replica, lambda: session.report(loss=1, checkpoint=5))
         message = replica.next()
         assert user_keys(message) == {"loss": 1, "checkpoint": 5}
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is None
 
     def test_take_a_keyword_called_metrics_for_a_metric(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(metrics={"loss": 1}, checkpoint={"weight": 2}), encode=dict)
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         metrics = decode(message.data, copy=True)
         assert (metrics["metrics"], metrics["checkpoint"]) == ({"loss": 1}, {"weight": 2})
 
@@ -88,11 +88,11 @@ class TestReports:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert (message.kind, user_keys(message)) == (REPORT, {"loss": 1})
         assert message.checkpoint_ref is not None
         assert decode(message.checkpoint_ref.data, copy=True)["weight"] == 2
-        assert replica.next() == Ended({"weight": 2})
+        assert replica.next() == FunctionEnded({"weight": 2})
 
     @pytest.mark.parametrize(
         "call",
@@ -111,7 +111,7 @@ class TestReports:
     def test_are_encoded_in_the_worker(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(loss=1), encode=lambda data: ("encoded", data["loss"]))
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert decode(message.data, copy=True) == ("encoded", 1)
 
     def test_with_arrays_arrive_as_they_were_when_they_were_reported(self, replica: FunctionReplica) -> None:
@@ -124,8 +124,8 @@ class TestReports:
 
         begin(replica, function)
         first, second = replica.next(), replica.next()
-        assert isinstance(first, Message)
-        assert isinstance(second, Message)
+        assert isinstance(first, FunctionMessage)
+        assert isinstance(second, FunctionMessage)
         assert [decode(message.data, copy=True)["curve"].max() for message in (first, second)] == [0, 1]
 
     def test_that_are_muted_are_not_waited_for_but_checkpoints_are(self, replica: FunctionReplica) -> None:
@@ -138,16 +138,16 @@ class TestReports:
         begin(replica, function)
         replica.mute()
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.kind is CHECKPOINT
-        assert replica.next() == Ended("end")
+        assert replica.next() == FunctionEnded("end")
 
 
 class TestCheckpoints:
     def test_of_rank_0_go_to_the_driver_with_their_score(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.save_checkpoint(loss=2.0, epoch=1), score_attribute="loss")
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.kind is CHECKPOINT
         assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.score == 2.0
@@ -164,9 +164,9 @@ class TestCheckpoints:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is None
-        assert replica.next() == Ended({"epoch": 1})
+        assert replica.next() == FunctionEnded({"epoch": 1})
 
     def test_that_are_large_wait_as_a_copy_until_they_are_fetched(self, replica: FunctionReplica) -> None:
         weights = np.zeros(1 << 18)
@@ -177,10 +177,10 @@ class TestCheckpoints:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.data is None
-        assert replica.next() == Ended()
+        assert replica.next() == FunctionEnded()
         assert message.checkpoint_ref.token is not None
         assert decode(replica.fetch(message.checkpoint_ref.token), copy=True)["weights"].max() == 0
         assert weights.max() == 1
@@ -192,7 +192,7 @@ class TestCheckpoints:
         function = partial(session.save_checkpoint, weights=weights)
         begin(replica, function, encode=lambda content: ("encoded", content["weights"]))
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.token is not None
         weights[:] = 1
@@ -215,12 +215,12 @@ class TestCheckpoints:
 
         begin(replica, function, {"epoch": 3})
         replica.next()
-        assert replica.next() == Ended(True)
+        assert replica.next() == FunctionEnded(True)
 
     def test_without_a_score_say_so(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.save_checkpoint(epoch=1), score_attribute="loss")
         message = replica.next()
-        assert isinstance(message, Message)
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.score is None
 
@@ -234,8 +234,8 @@ class TestCheckpointsThatSeveralRanksReport:
         yield made
         made.end()
 
-    def token_of(self, message: Message | Ended) -> int:
-        assert isinstance(message, Message)
+    def token_of(self, message: FunctionMessage | FunctionEnded) -> int:
+        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.data is None
         assert message.checkpoint_ref.token is not None
@@ -251,7 +251,7 @@ class TestCheckpointsThatSeveralRanksReport:
         begin(second, function, encode=lambda data: asked.append(data) if "weights" in data else data)
         token = self.token_of(second.next())
         second.refuse(token)
-        assert second.next() == Ended("went on")
+        assert second.next() == FunctionEnded("went on")
         assert asked == []
         with pytest.raises(KeyError):
             second.fetch(token)
@@ -267,7 +267,7 @@ class TestCheckpointsThatSeveralRanksReport:
         message = second.next()
         assert weights.max() == 0
         assert decode(second.fetch(self.token_of(message)), copy=True)["weights"].max() == 0
-        assert second.next() == Ended()
+        assert second.next() == FunctionEnded()
         assert weights.max() == 1
 
     def test_that_cannot_be_copied_fail_on_both_sides(self, second: FunctionReplica) -> None:
@@ -291,10 +291,10 @@ class TestShards:
         return replica.next()
 
     def test_a_single_one_is_returned_whatever_it_is_called(self, replica: FunctionReplica) -> None:
-        assert self.shard(replica, [1, 2], "any") == Ended([1, 2])
+        assert self.shard(replica, [1, 2], "any") == FunctionEnded([1, 2])
 
     def test_one_of_several_is_found_by_its_name(self, replica: FunctionReplica) -> None:
-        assert self.shard(replica, {"train": [1], "val": [2]}, "val") == Ended([2])
+        assert self.shard(replica, {"train": [1], "val": [2]}, "val") == FunctionEnded([2])
 
     def test_one_of_several_needs_a_name(self, replica: FunctionReplica) -> None:
         with pytest.raises(RuntimeError, match=r"choose one of \['train'\]"):
@@ -306,7 +306,7 @@ class TestShards:
 
     def test_no_data_is_none_with_a_warning(self, replica: FunctionReplica) -> None:
         with pytest.warns(UserWarning, match="No dataset"):
-            assert self.shard(replica, None) == Ended(None)
+            assert self.shard(replica, None) == FunctionEnded(None)
 
 
 class TestOutsideOfARun:

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 import pytest
 
-from raysgd.engine.connection import Unconnected
+from raysgd.engine.connection import NoConnection
 from raysgd.engine.placement import Placement
 from raysgd.train._settings import WORDS, ExecutorRules, WorkerSettings
-from raysgd.train.backend import Backend, BackendConfig, Placed
+from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 from raysgd.train.torch import TorchConfig
 
 
@@ -52,12 +52,12 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
     made = settings(num_gpus=num_gpus)
     alone = made.group_spec(BackendConfig(), None).connection
     if shares == "1" and num_gpus:
-        assert isinstance(alone, Placed)
+        assert isinstance(alone, PlacedConnection)
         assert alone.shares_gpus
     else:
-        assert isinstance(alone, Unconnected)
+        assert isinstance(alone, NoConnection)
     of_torch = made.group_spec(TorchConfig(), None).connection
-    assert isinstance(of_torch, Placed)
+    assert isinstance(of_torch, PlacedConnection)
     assert of_torch.shares_gpus is (shares == "1")
 
 

@@ -35,10 +35,10 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
+from raysgd.train._mailbox import FunctionEnded
 from raysgd.train._messages import FunctionSpec
 from raysgd.train._torch.accelerator import Accelerator
-from raysgd.train._torch.models import InContext
+from raysgd.train._torch.models import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train.session import current_session
 
@@ -48,7 +48,7 @@ def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     replica = FunctionReplica(World(rank, size))
     replica.begin(FunctionSpec(function, dict, "_timestamp"), None, None)
     ended = replica.next()
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, FunctionEnded)
     return ended.value
 
 
@@ -178,7 +178,7 @@ class TestForwardInAContext:
             log.append("out")
 
         model = Picky(2, 1)
-        model.forward = InContext(model, context)  # type: ignore[method-assign]
+        model.forward = ForwardInContext(model, context)  # type: ignore[method-assign]
         return model, log
 
     def test_runs_there(self) -> None:
@@ -507,7 +507,7 @@ def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     config = {"batch_size": 16, "num_epochs": 2}
     replica.begin(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
     messages = [replica.next() for _ in range(5)]
-    assert isinstance(messages[-1], Ended)
+    assert isinstance(messages[-1], FunctionEnded)
     assert messages[-1].value < 0.1
 
 

@@ -14,7 +14,7 @@ from raysgd.train._settings import as_range
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.checkpoint import load_checkpoint
-from raysgd.train.executor import Flag
+from raysgd.train.executor import CallableFlag
 from raysgd.train.trainer import amounts_for_each
 
 BUCKET = "s3://bucket/results"
@@ -192,7 +192,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [True, False])
 def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
-    flag = Flag(value)
+    flag = CallableFlag(value)
     assert bool(flag) is flag() is value
     assert repr(flag) == repr(value)
 

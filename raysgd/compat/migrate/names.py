@@ -9,10 +9,10 @@ from libcst import helpers
 from libcst.metadata import PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from raysgd.compat.migrate.findings import Findings
-from raysgd.compat.paths import Paths, Place
+from raysgd.compat.paths import NewPlace, Paths
 
 
-class Names(cst.CSTTransformer):
+class ImportedNames(cst.CSTTransformer):
     """The first walk through a program.
 
     Args:
@@ -128,7 +128,7 @@ class Names(cst.CSTTransformer):
         return new.rpartition(".")[0]
 
     def _place(self, old: str, line: int) -> str | None:
-        place: Place | None = self._paths.find(old)
+        place: NewPlace | None = self._paths.find(old)
         if place is None:
             return None
         if place.new is None:

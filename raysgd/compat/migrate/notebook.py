@@ -42,7 +42,7 @@ def migrate_notebook(text: bytes, ray_train: bool = False) -> Migrated:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CellCode:
     """A cell as a part of a program.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Program:
             return Migrated(self._notebook.encode(), findings)
         return Migrated(with_sources(self._notebook, self._sources(found.text.decode())).encode(), findings)
 
-    def _part(self, cell: Cell) -> _Part | None:
+    def _part(self, cell: Cell) -> _CellCode | None:
         """The cell as a part; None for one in another language."""
         head, code = "", cell.source
         if code.startswith("%%"):
@@ -97,7 +97,7 @@ class _Program:
             first, newline, code = code.partition("\n")
             head = first + newline
         code = code if code.endswith("\n") else f"{code}\n"
-        part = _Part(cell, head, code)
+        part = _CellCode(cell, head, code)
         if not (problem := _problem(code)):
             return part
         names: dict[str, str] = {}

@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from raysgd.compat.migrate.arguments import Arguments
 from raysgd.compat.migrate.findings import Finding, Findings
-from raysgd.compat.migrate.names import Names
+from raysgd.compat.migrate.names import ImportedNames
 from raysgd.compat.paths import Paths
 
 _MARKS = ("ray.util.sgd", "ray.tune.integration")
@@ -70,7 +70,7 @@ def _is_of_sgd(module: cst.Module) -> bool:
 def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Module:
     wrapper = MetadataWrapper(module)
     wrapper.visit(_Texts(paths, findings))
-    names = Names(paths, findings)
+    names = ImportedNames(paths, findings)
     renamed = wrapper.visit(names)
     wrapper = MetadataWrapper(renamed)
     arguments = Arguments(findings)

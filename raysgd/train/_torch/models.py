@@ -55,7 +55,7 @@ def prepare_model(
     if move_to_device:
         model = model.to(device)
     if accelerator.precision.is_mixed:
-        model.forward = InContext(model, accelerator.precision.forward)
+        model.forward = ForwardInContext(model, accelerator.precision.forward)
     if world.size == 1 or strategy is None:
         return model
     if strategy == "fsdp":
@@ -115,7 +115,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
         parallel.load_optimizer(part, state)
 
 
-class InContext:
+class ForwardInContext:
     """A model's `forward` inside of a context. A copy of the model, also by way of a pickle, has the plain one."""
 
     def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:

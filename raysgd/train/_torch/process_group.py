@@ -11,7 +11,7 @@ from raysgd._checks import check_seconds
 from raysgd.connections.torch import TorchConnection, end_process_group
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
 from raysgd.train._session import current_session
-from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed
+from raysgd.train.backend import Backend, BackendConfig, EncodedData, PlacedConnection
 
 if TYPE_CHECKING:
     from raysgd.train.worker_group import WorkerGroup
@@ -49,7 +49,7 @@ class TorchConfig(BackendConfig):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
         transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
         group = TorchConnection(transport, float(self.timeout_s), float(self.form_timeout_s))
-        return Placed(group, names_address=self.init_method == "env", names_place=True)
+        return PlacedConnection(group, names_address=self.init_method == "env", names_place=True)
 
 
 class TorchBackend(Backend):

@@ -12,9 +12,9 @@ from typing import Any
 from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.callbacks.adapters import TUNE_HOOKS, FunctionCalls, InTrial, as_own
 from raysgd.callbacks.dispatcher import Dispatcher
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.exceptions import CallbackError
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 
 _ADVICE = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
@@ -34,14 +34,14 @@ class RunCallbacks:
         TypeError: One of them is not a callback.
     """
 
-    def __init__(self, callbacks: Sequence[Any] | None, trial: Trial, advice: str = _ADVICE) -> None:
+    def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView, advice: str = _ADVICE) -> None:
         given = list(callbacks or ())
         own = [own for each in given if (own := as_own(each)) is not None]
         config = trial.config.get("train_loop_config", trial.config)
         self._calls = FunctionCalls(own, trial.trainable_name, config, trial.local_path)
         of_tune = [_checked(each) for each in given if as_own(each) is None]
         self._dispatcher = Dispatcher([*of_tune, InTrial(self._calls)] if own else of_tune, advice)
-        self._events: Callable[[], Sequence[Event]] = tuple
+        self._events: Callable[[], Sequence[GroupEvent]] = tuple
         self._trial = trial
         self._iteration = 0
         self._has_failed = False
@@ -56,7 +56,7 @@ class RunCallbacks:
         """Whether a callback has called `run.stop`."""
         return self._calls.is_stopping
 
-    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Lets callbacks see what happens to the workers."""
         self._events = events
 

@@ -23,7 +23,7 @@ from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
 
 
 @dataclass
-class Landing:
+class CheckpointLanding:
     """The checkpoint of a step, on its way.
 
     Attributes:
@@ -69,7 +69,7 @@ class FitCheckpoints(CheckpointTaker):
         self._metadata = dict(metadata or {})
         self._preprocessor = preprocessor
         self._on_attempt = on_attempt
-        self.landing: Landing | None = None
+        self.landing: CheckpointLanding | None = None
 
     def begin_attempt(self) -> None:
         """Removes what the last attempt left half stored, and says that there is another one."""
@@ -91,7 +91,7 @@ class FitCheckpoints(CheckpointTaker):
         """
         self.flush()
         index, self.next_index = self.next_index, self.next_index + 1
-        self.landing = landing = Landing()
+        self.landing = landing = CheckpointLanding()
         if receive is None:
             committed = self._commit(index)
             self._note_landing(committed)
@@ -114,7 +114,7 @@ class FitCheckpoints(CheckpointTaker):
             staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
         return self._folder.commit(name)
 
-    def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
+    def _keep(self, index: int, landing: CheckpointLanding, content: dict[str, Any]) -> None:
         """Writes a dict that has arrived; where nothing is written, keeps it."""
         own = content.pop(METADATA_KEY, {})
         content = {PREPROCESSOR_KEY: self._preprocessor, **content, TUNE_CHECKPOINT_ID: index}

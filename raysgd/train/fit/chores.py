@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _UPLOAD_EVERY_S = 5.0
 
 
-class Chores:
+class BackgroundTasks:
     """Does one thing after the other in a thread, which lives from the first one until `close`. Failures are logged."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Logs:
         chores: Copies them.
     """
 
-    def __init__(self, folder: TrialFolder, chores: Chores) -> None:
+    def __init__(self, folder: TrialFolder, chores: BackgroundTasks) -> None:
         self._folder = folder
         self._chores = chores
         self._last = time.monotonic()

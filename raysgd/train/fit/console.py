@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from raysgd.air.result import flattened
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 
 _TABLES = 3  # how much reporters of Ray Tune print by default
 _FILLED_IN = frozenset(
@@ -33,7 +33,7 @@ _FILLED_IN = frozenset(
 )
 
 
-class Narrator:
+class ConsoleReporter:
     """A callback that prints what happens: `RunConfig(verbose=...)`.
 
     Args:
@@ -44,28 +44,28 @@ class Narrator:
         self._verbose = verbose
         self._num_starts = 0
 
-    def on_trial_start(self, trial: Trial) -> None:
+    def on_trial_start(self, trial: FitTrialView) -> None:
         self._num_starts += 1
         if self._num_starts == 1:
             self._say(1, trial, f"running; results in {trial.path}")
         else:
             self._say(2, trial, f"attempt {self._num_starts}")
 
-    def on_trial_result(self, trial: Trial, result: Mapping[str, Any]) -> None:
+    def on_trial_result(self, trial: FitTrialView, result: Mapping[str, Any]) -> None:
         shown = {key: value for key, value in result.items() if key not in _FILLED_IN and key != "config"}
         text = ", ".join(f"{name}={_short(value)}" for name, value in flattened(shown).items())
         self._say(3, trial, f"report {result['training_iteration']}: {text}")
 
-    def on_checkpoint(self, trial: Trial, checkpoint: Any) -> None:
+    def on_checkpoint(self, trial: FitTrialView, checkpoint: Any) -> None:
         self._say(2, trial, f"checkpoint {Path(str(checkpoint.path)).name}")
 
-    def on_trial_complete(self, trial: Trial) -> None:
+    def on_trial_complete(self, trial: FitTrialView) -> None:
         self._say(1, trial, f"finished after {trial.last_result.get('training_iteration', 0)} reports")
 
-    def on_trial_error(self, trial: Trial) -> None:
+    def on_trial_error(self, trial: FitTrialView) -> None:
         self._say(1, trial, f"failed; see {trial.error_file}")
 
-    def _say(self, verbose: int, trial: Trial, text: str) -> None:
+    def _say(self, verbose: int, trial: FitTrialView, text: str) -> None:
         if self._verbose >= verbose:
             print(f"{trial}: {text}", flush=True)
 
@@ -99,16 +99,16 @@ class Reporter:
         if hasattr(self.adapted, "setup"):
             self.adapted.setup(start_time=time.time(), total_samples=1)
 
-    def on_step_end(self, trials: list[Trial]) -> None:
+    def on_step_end(self, trials: list[FitTrialView]) -> None:
         self._report(trials, done=False)
 
-    def on_trial_complete(self, trials: list[Trial]) -> None:
+    def on_trial_complete(self, trials: list[FitTrialView]) -> None:
         self._report(trials, done=True)
 
-    def on_trial_error(self, trials: list[Trial]) -> None:
+    def on_trial_error(self, trials: list[FitTrialView]) -> None:
         self._report(trials, done=True)
 
-    def _report(self, trials: list[Trial], done: bool) -> None:
+    def _report(self, trials: list[FitTrialView], done: bool) -> None:
         if self.adapted.should_report(trials, done=done):
             self.adapted.report(trials, done)
 

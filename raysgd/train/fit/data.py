@@ -107,7 +107,7 @@ class DataConfig:
         return given.get(name) if isinstance(given, Mapping) else given
 
 
-class Shards:
+class DatasetShards:
     """Divides the datasets of a run whenever workers start.
 
     Args:
@@ -227,7 +227,7 @@ def make_shards(
     *,
     place: Callable[[Any], Any] = lambda part: part,
     workers: Callable[[], Sequence[Any]] = tuple,
-) -> Shards:
+) -> DatasetShards:
     """What divides datasets over workers.
 
     Args:
@@ -245,7 +245,7 @@ def make_shards(
     if isinstance(config, DataConfig) and type(config).configure is DataConfig.configure:
         for name, dataset in datasets.items():
             _check_can_be_divided(name, dataset, config)
-    return Shards(datasets, config, place, workers)
+    return DatasetShards(datasets, config, place, workers)
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:

@@ -14,9 +14,9 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.result import by_checkpoint, value_at
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
-from raysgd.train.fit.chores import Chores
+from raysgd.train.fit.chores import BackgroundTasks
 from raysgd.train.fit.layout import TrialFolder, checkpoint_index
-from raysgd.train.fit.metrics import Progress
+from raysgd.train.fit.metrics import RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class KeptCheckpoints:
         progress: How far the run was when it was reported.
     """
 
-    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: Chores) -> None:
+    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: BackgroundTasks) -> None:
         self._folder = folder
         self._attribute = config.checkpoint_score_attribute
         self._ranking = Ranking(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
@@ -44,7 +44,7 @@ class KeptCheckpoints:
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
-        self.progress = Progress()
+        self.progress = RunProgress()
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Takes over what a run that this one continues has left, with its reports."""
@@ -53,7 +53,7 @@ class KeptCheckpoints:
             report = by_name.get(name)
             self.add(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
 
-    def add(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: Progress) -> None:
+    def add(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress) -> None:
         """Takes a new checkpoint in, and deletes those that it replaces."""
         name = name_of(checkpoint)
         index = (checkpoint_index(name) if name is not None else None) or self._next
@@ -109,8 +109,8 @@ def number_of(checkpoint: Checkpoint) -> int:
     return number if is_integer(number) and number >= 0 else 0
 
 
-def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> Progress:
+def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
     """How far a run was at a checkpoint whose report was the last thing that the driver did not write any more."""
     if report is not None:
-        return Progress.of(report)
-    return Progress.of(reports[-1]).after(0.0) if reports else Progress(iteration=1)
+        return RunProgress.of(report)
+    return RunProgress.of(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)

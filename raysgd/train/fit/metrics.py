@@ -20,7 +20,7 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Attributes:
@@ -32,14 +32,14 @@ class Progress:
     time_total_s: float = 0.0
 
     @classmethod
-    def of(cls, result: Mapping[str, Any]) -> Progress:
+    def of(cls, result: Mapping[str, Any]) -> RunProgress:
         """The progress at one report, from its line in `result.json`. What is missing there counts as 0."""
         return cls(
             int(_number(result.get(TRAINING_ITERATION))),
             float(_number(result.get(TIME_TOTAL_S))),
         )
 
-    def after(self, time_this_iter_s: float) -> Progress:
+    def after(self, time_this_iter_s: float) -> RunProgress:
         """The progress after one more report."""
         return replace(self, iteration=self.iteration + 1, time_total_s=self.time_total_s + time_this_iter_s)
 
@@ -69,10 +69,10 @@ class MetricsFiller:
         self._trial_id = trial_id
         self._clock = clock
         self._last = clock()
-        self._began_at = Progress()
-        self.progress = Progress()
+        self._began_at = RunProgress()
+        self.progress = RunProgress()
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: RunProgress) -> None:
         """Begins an attempt that continues from `progress`."""
         self._began_at = self.progress = progress
         self._last = self._clock()

@@ -18,16 +18,16 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.air.result import Result, read_reports
-from raysgd.engine.history import Event
+from raysgd.engine.history import GroupEvent
 from raysgd.train.fit.callbacks import RunCallbacks
-from raysgd.train.fit.chores import Chores, Logs
-from raysgd.train.fit.console import LogFiles, Narrator, Reporter
+from raysgd.train.fit.chores import BackgroundTasks, Logs
+from raysgd.train.fit.console import ConsoleReporter, LogFiles, Reporter
 from raysgd.train.fit.kept_checkpoints import KeptCheckpoints, name_of
 from raysgd.train.fit.layout import EXPERIMENT_TAG, TrialFolder
 from raysgd.train.fit.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller
 from raysgd.train.fit.shown_config import shown_config
 from raysgd.train.fit.stopping import make_stop
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 from raysgd.train.fit.writers import open_writers, write_error
 from raysgd.writers.sink import SafeSink
 
@@ -62,7 +62,7 @@ class Recorder:
         resources: Any = None,
     ) -> None:
         self._folder = folder
-        self._trial = Trial(folder, masked(config), resources)
+        self._trial = FitTrialView(folder, masked(config), resources)
         self._trial.trainable_name = trainer_name
         self._stop = make_stop(run_config.stop)
         self._given_stop = run_config.stop
@@ -71,7 +71,7 @@ class Recorder:
         self._trial.log_to_file = self._log_files.names
         self._config = shown_config(config)
         self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
-        self._chores = Chores()
+        self._chores = BackgroundTasks()
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[SafeSink] = []
@@ -95,7 +95,7 @@ class Recorder:
             restores=self._checkpoints.latest is not None,
             num_reports=self._filler.progress.iteration,
         )
-        self._trial.set_status(Trial.RUNNING)
+        self._trial.set_status(FitTrialView.RUNNING)
 
     def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
         """There is a report.
@@ -126,7 +126,7 @@ class Recorder:
         self._logs.upload_soon()
         return bool(result[DONE])
 
-    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Lets callbacks see what happens to the workers."""
         self._callbacks.watch(events)
 
@@ -152,7 +152,7 @@ class Recorder:
             self.fail(error)
         if not self._is_open:
             self._open()
-        self._trial.set_status(Trial.ERROR if error is not None else Trial.TERMINATED)
+        self._trial.set_status(FitTrialView.ERROR if error is not None else FitTrialView.TERMINATED)
         if error is None:
             self._trial.last_result[DONE] = True
         try:
@@ -167,7 +167,7 @@ class Recorder:
         self._is_open = True
         self._folder.make()
         self._logs.fetch()
-        self._note(Trial.RUNNING)
+        self._note(FitTrialView.RUNNING)
         self._trial.last_result |= self._filler.initial()
         if not self._folder.is_new:
             self._take_over()
@@ -244,5 +244,5 @@ class Recorder:
 
 def _console(run_config: RunConfig) -> list[Any]:
     """What shows the run on the screen."""
-    shown: list[Any] = [Narrator(run_config.verbose)] if run_config.verbose else []
+    shown: list[Any] = [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
     return [*shown, Reporter(run_config.progress_reporter)] if run_config.progress_reporter is not None else shown

@@ -24,7 +24,7 @@ from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 from raysgd.train.fit.layout import TrialFolder
 from raysgd.train.fit.recorder import RUN_FILE
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 
 logger = logging.getLogger(__name__)
 
@@ -282,4 +282,4 @@ def _run_in(experiment: Folder) -> RestoredRun:
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s in %s is damaged, so a new trial is started: %s", RUN_FILE, experiment, error)
         return RestoredRun(experiment, None, is_finished=False)
-    return RestoredRun(experiment, folder, is_finished=note.get("status") == Trial.TERMINATED)
+    return RestoredRun(experiment, folder, is_finished=note.get("status") == FitTrialView.TERMINATED)

@@ -24,7 +24,7 @@ from raysgd.train._max_retries import RenewingPolicy
 from raysgd.train._run import FunctionRun
 from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
+from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
 from raysgd.train.fit.data import make_shards
 from raysgd.train.fit.session import FitSession
 
@@ -100,8 +100,8 @@ class FitRun:
         )
         self._executor = _executor(plan, job.run_config, rules)
         self._run: FunctionRun | None = None
-        self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
-        self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
+        self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
+        self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
 
@@ -205,7 +205,7 @@ class FitRun:
         self._recorder.begin()
 
 
-def _is_complete(landing: Landing | None) -> bool:
+def _is_complete(landing: CheckpointLanding | None) -> bool:
     return landing is None or landing.is_over
 
 

@@ -17,7 +17,7 @@ from raysgd.air.config import ScalingConfig
 from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
-from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
+from raysgd.train._messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 from raysgd.train._session import Session
 from raysgd.train._stored_files import names_in, store_beside
@@ -143,7 +143,7 @@ class FitSession(Session):
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             target.upload(source)
-            self.mailbox.offer(Message(TrainingResultType.REPORT, data, ref))
+            self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
             self._announce(data, ref, lambda taken: store_beside(source, target, self.world.rank, taken))
 

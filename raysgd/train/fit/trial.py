@@ -11,7 +11,7 @@ from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.train.fit.layout import EXPERIMENT_TAG, TrialFolder
 
 
-class Trial:
+class FitTrialView:
     """A run of `fit()`, as callbacks that are written for Ray Tune see it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trial:
         self.custom_dirname: str | None = None
         self.run_metadata = SimpleNamespace(num_failures=0, error_filename=None, pickled_error_filename=None)
         self.temporary_state = SimpleNamespace(location=_Location("", ""))
-        self.storage = _Storage(folder)
+        self.storage = _TrialStorage(folder)
 
     def __str__(self) -> str:
         return self._folder.name
@@ -170,7 +170,7 @@ class _Location:
         return f"{self.hostname}:{self.pid}" if self.pid else ""
 
 
-class _Storage:
+class _TrialStorage:
     """The storage of a trial, by the names that loggers of Ray Tune use."""
 
     def __init__(self, folder: TrialFolder) -> None:

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd import _trials
-from raysgd._trials import Reported, TrialInfo
+from raysgd._trials import TrialInfo, TrialStepResult
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
-from raysgd.train._mailbox import Ended, Mailbox, RunCancelled
+from raysgd.train._mailbox import FunctionEnded, Mailbox, RunCancelled
 from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
 from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.session import TrialFacts
 from raysgd.train.fit.space import merged_arguments
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import Event
+    from raysgd.engine.history import GroupEvent
     from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
 
@@ -77,7 +77,7 @@ class TrialRecorder:
     def begin(self) -> None:
         """An attempt starts."""
 
-    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """What happens to the workers is nothing that Ray Tune asks for."""
 
     def fail(self, error: BaseException) -> None:
@@ -112,18 +112,18 @@ class FitTrial:
         self._keeps_files = True
         self._has_ended = False
 
-    def step(self) -> Reported:
+    def step(self) -> TrialStepResult:
         """The next report of rank 0."""
         if self._has_ended:
-            return Reported(None, is_last=True)
+            return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
         found = mailbox.take()
-        if isinstance(found, Ended):
+        if isinstance(found, FunctionEnded):
             self._has_ended = True
-            return Reported(None, is_last=True)
+            return TrialStepResult(None, is_last=True)
         metrics, checkpoint = found
         self._newest = checkpoint or self._newest
-        return Reported(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
+        return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
     def _begun(self) -> Mailbox:
         """Starts the trainer, in a thread."""

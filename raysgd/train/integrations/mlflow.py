@@ -16,16 +16,16 @@ from ray.air.integrations.mlflow import setup_mlflow as _setup_of_ray  # noqa: E
 __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
 
-class Nothing:
+class NoLogging:
     """What ranks get that do not log: everything in it can be called and does nothing."""
 
-    def __getattr__(self, name: str) -> Nothing:
+    def __getattr__(self, name: str) -> NoLogging:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> NoLogging:
         return self
 
-    def __enter__(self) -> Nothing:
+    def __enter__(self) -> NoLogging:
         return self
 
     def __exit__(self, *info: Any) -> None:
@@ -47,6 +47,6 @@ def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: boo
     if current_session() is None:
         return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)
     if rank_zero_only and get_world_rank() != 0:
-        return Nothing()
+        return NoLogging()
     options["experiment_name"] = options.get("experiment_name") or get_trial_name()
     return _setup_of_ray(dict(config or {}), rank_zero_only=False, **options)

@@ -8,15 +8,15 @@ import pytest
 from raysgd.exceptions import CallbackError
 from raysgd.train.callbacks import JsonLoggerCallback, TrainingCallback
 from raysgd.train.fit.callbacks import RunCallbacks
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 from tests.train.fit.notes import CONFIG, Noting, make_folder
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
+def trial(tmp_path: Path) -> FitTrialView:
     folder = make_folder(tmp_path)
     folder.make()
-    return Trial(folder, CONFIG)
+    return FitTrialView(folder, CONFIG)
 
 
 def filled(**metrics: Any) -> dict[str, Any]:
@@ -25,15 +25,15 @@ def filled(**metrics: Any) -> dict[str, Any]:
 
 class TestWhatIsACallback:
     @pytest.mark.parametrize("callback", [7, "x", object(), print, Noting, TrainingCallback])
-    def test_other_objects_are_refused(self, callback: Any, trial: Trial) -> None:
+    def test_other_objects_are_refused(self, callback: Any, trial: FitTrialView) -> None:
         with pytest.raises(TypeError, match=r"need objects of subclasses of `ray\.tune\.Callback`"):
             RunCallbacks([callback], trial)
 
-    def test_a_class_is_told_how_to_make_an_object(self, trial: Trial) -> None:
+    def test_a_class_is_told_how_to_make_an_object(self, trial: FitTrialView) -> None:
         with pytest.raises(TypeError, match=r"did you mean `Noting\(\)`"):
             RunCallbacks([Noting], trial)
 
-    def test_an_object_may_have_some_hooks_only(self, trial: Trial) -> None:
+    def test_an_object_may_have_some_hooks_only(self, trial: FitTrialView) -> None:
         class OnlyResults:
             seen: ClassVar[list[float]] = []
 
@@ -48,7 +48,7 @@ class TestWhatIsACallback:
         assert OnlyResults.seen == [1.5]
 
 
-def test_a_callback_cannot_change_what_is_kept(trial: Trial) -> None:
+def test_a_callback_cannot_change_what_is_kept(trial: FitTrialView) -> None:
     class Changing:
         def on_trial_result(self, result: dict[str, Any]) -> None:
             result["loss"] = "changed"
@@ -60,7 +60,7 @@ def test_a_callback_cannot_change_what_is_kept(trial: Trial) -> None:
 
 class TestFailures:
     @pytest.mark.parametrize("hook", ["on_trial_start", "on_trial_result", "on_step_begin"])
-    def test_name_the_callback_and_the_hook(self, hook: str, trial: Trial) -> None:
+    def test_name_the_callback_and_the_hook(self, hook: str, trial: FitTrialView) -> None:
         callbacks = RunCallbacks([Noting(fails_in=hook)], trial)
 
         def play() -> None:
@@ -72,17 +72,17 @@ class TestFailures:
         assert isinstance(info.value.__cause__, ZeroDivisionError)
 
     @pytest.mark.parametrize("hook", ["on_trial_complete", "on_experiment_end"])
-    def test_at_the_end_come_after_all_were_called(self, hook: str, trial: Trial) -> None:
+    def test_at_the_end_come_after_all_were_called(self, hook: str, trial: FitTrialView) -> None:
         last = Noting()
         with pytest.raises(CallbackError, match=hook):
             RunCallbacks([Noting(fails_in=hook), last], trial).end(has_failed=False)
         assert [call.split()[0] for call in last.calls] == ["on_trial_complete", "on_experiment_end"]
 
-    def test_at_the_end_of_a_failed_run_are_logged(self, trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+    def test_at_the_end_of_a_failed_run_are_logged(self, trial: FitTrialView, caplog: pytest.LogCaptureFixture) -> None:
         RunCallbacks([Noting(fails_in="on_trial_error")], trial).end(has_failed=True)
         assert "`Noting` failed in `on_trial_error`" in caplog.text
 
-    def test_of_a_training_callback_name_its_class(self, trial: Trial) -> None:
+    def test_of_a_training_callback_name_its_class(self, trial: FitTrialView) -> None:
         class Broken(TrainingCallback):
             def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
                 raise KeyError("loss")
@@ -92,7 +92,7 @@ class TestFailures:
 
 
 class TestTrainingCallbacks:
-    def test_see_the_reports_of_rank_0_under_their_keys(self, trial: Trial) -> None:
+    def test_see_the_reports_of_rank_0_under_their_keys(self, trial: FitTrialView) -> None:
         seen: list[Any] = []
 
         class Mine(TrainingCallback):
@@ -116,7 +116,7 @@ class TestTrainingCallbacks:
         assert (report["_training_iteration"], report["_timestamp"], report["_time_this_iter_s"]) == (1, 2, 0.5)
         assert has_failed is True
 
-    def test_write_where_the_run_writes(self, trial: Trial) -> None:
+    def test_write_where_the_run_writes(self, trial: FitTrialView) -> None:
         callbacks = RunCallbacks([JsonLoggerCallback()], trial)
         callbacks.start(after_failure=False, restores=False)
         callbacks.report(filled(loss=1))
@@ -125,7 +125,7 @@ class TestTrainingCallbacks:
 
 
 class TestRayTune:
-    def test_its_default_loggers_are_known_also_as_base_classes(self, trial: Trial) -> None:
+    def test_its_default_loggers_are_known_also_as_base_classes(self, trial: FitTrialView) -> None:
         from ray.tune.logger import CSVLoggerCallback
         from ray.tune.logger import JsonLoggerCallback as TuneJson
 
@@ -142,7 +142,7 @@ class TestRayTune:
         theirs = {name for name in vars(Callback) if name.startswith("on_") or name == "setup"}
         assert {name for name in vars(Noting) if name.startswith("on_") or name == "setup"} == theirs
 
-    def test_states_go_back_to_the_callback_at_their_place(self, trial: Trial) -> None:
+    def test_states_go_back_to_the_callback_at_their_place(self, trial: FitTrialView) -> None:
         from ray.tune import Callback
 
         class Counting(Callback):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.metrics import MetricsFiller, Progress
+from raysgd.train.fit.metrics import MetricsFiller, RunProgress
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 def make_filler() -> MetricsFiller:
     filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
-    filler.begin(Progress())
+    filler.begin(RunProgress())
     return filler
 
 
@@ -78,11 +78,11 @@ def test_a_function_can_say_that_it_is_done() -> None:
 @pytest.mark.parametrize(
     ("line", "progress"),
     [
-        ({"training_iteration": 3, "time_total_s": 1.5}, Progress(3, 1.5)),
-        ({}, Progress()),
-        ({"training_iteration": "many", "time_total_s": None}, Progress()),
-        ({"training_iteration": float("nan"), "time_total_s": float("inf")}, Progress()),
+        ({"training_iteration": 3, "time_total_s": 1.5}, RunProgress(3, 1.5)),
+        ({}, RunProgress()),
+        ({"training_iteration": "many", "time_total_s": None}, RunProgress()),
+        ({"training_iteration": float("nan"), "time_total_s": float("inf")}, RunProgress()),
     ],
 )
-def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: Progress) -> None:
-    assert Progress.of(line) == progress
+def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: RunProgress) -> None:
+    assert RunProgress.of(line) == progress

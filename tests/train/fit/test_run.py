@@ -9,12 +9,12 @@ import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis
-from raysgd.engine.policies import Raise, Rebuild, RetryBudget
+from raysgd.engine.policies import RaiseError, Rebuild, RetryBudget
 from raysgd.train._arrivals import CheckpointLostError
 from raysgd.train._messages import TrainingResultType
-from raysgd.train._run import Step
+from raysgd.train._run import FunctionStep
 from raysgd.train.backend import BackendConfig
-from raysgd.train.fit.checkpoints import Landing
+from raysgd.train.fit.checkpoints import CheckpointLanding
 from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
@@ -27,19 +27,19 @@ class Steps:
 
     is_over = False
 
-    def __init__(self, run: FitRun, *steps: tuple[int, Landing | None]) -> None:
+    def __init__(self, run: FitRun, *steps: tuple[int, CheckpointLanding | None]) -> None:
         self.fit, self.steps = run, list(steps)
 
-    def next_step(self) -> Step:
+    def next_step(self) -> FunctionStep:
         if not self.steps:
             self.is_over = True
-            return Step(None, ())
+            return FunctionStep(None, ())
         number, landing = self.steps.pop(0)
         self.fit._checkpoints.landing = landing or self.fit._checkpoints.landing
         ref: Any = object() if landing is not None else None
-        return Step(TrainingResultType.REPORT, ({"number": number},), ref)
+        return FunctionStep(TrainingResultType.REPORT, ({"number": number},), ref)
 
-    def decoded_by(self, rank: int, step: Step) -> Any:
+    def decoded_by(self, rank: int, step: FunctionStep) -> Any:
         return step.data[rank]
 
 
@@ -64,7 +64,7 @@ class Seen:
         self.told.append(f"fail after {self.numbers}")
 
 
-def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
+def run_of(place: Path, seen: Seen, *steps: tuple[int, CheckpointLanding | None]) -> FitRun:
     folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
     facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
     job = FitJob(folder, recorder, RunConfig(), facts, "TorchTrainer", None)
@@ -74,7 +74,7 @@ def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRu
 
 
 def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path) -> None:
-    seen, landing = Seen(), Landing()
+    seen, landing = Seen(), CheckpointLanding()
     run = run_of(tmp_path, seen, (1, None), (2, landing), (3, None))
     for _ in range(3):
         assert run.step()
@@ -88,7 +88,7 @@ def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path)
 
 
 def test_a_report_whose_checkpoint_was_lost_is_handed_over_without_it(tmp_path: Path) -> None:
-    seen, lost, never = Seen(), Landing(), Landing()
+    seen, lost, never = Seen(), CheckpointLanding(), CheckpointLanding()
     run = run_of(tmp_path, seen, (1, lost), (2, never))
     run.step(), run.step()
     lost.end()
@@ -111,7 +111,7 @@ def test_a_stop_condition_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp_path: Path) -> None:
     seen = Seen()
-    run = run_of(tmp_path, seen, (1, Landing()))
+    run = run_of(tmp_path, seen, (1, CheckpointLanding()))
     run.step()
     run._failure = ValueError("bad")
     run._begin_attempt()
@@ -153,14 +153,14 @@ def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tm
     for _ in range(3):
         failing.land()
         assert [failing.fail(DEATH) for _ in range(2)] == [Rebuild, Rebuild]
-    assert failing.fail(DEATH) is Raise
+    assert failing.fail(DEATH) is RaiseError
 
 
 def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 1)
     assert failing.fail(DEATH) is Rebuild
     failing.run._checkpoints.add(None, lose)
-    assert failing.fail(DEATH) is Raise
+    assert failing.fail(DEATH) is RaiseError
     failing.land()
     assert failing.fail(DEATH) is Rebuild
 
@@ -181,10 +181,10 @@ def test_an_exception_of_the_function_ends_the_renewal(tmp_path: Path) -> None:
     failing.land()
     assert failing.fail(DEATH) is Rebuild
     failing.land()
-    assert failing.fail(EXCEPTION) is Raise
+    assert failing.fail(EXCEPTION) is RaiseError
 
 
 def test_a_run_that_may_not_fail_may_not_fail_behind_a_checkpoint(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 0)
     failing.land()
-    assert failing.fail(DEATH) is Raise
+    assert failing.fail(DEATH) is RaiseError

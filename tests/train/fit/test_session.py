@@ -19,8 +19,8 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import Ended
-from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train._mailbox import FunctionEnded
+from raysgd.train._messages import FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.job import facts_of
@@ -58,8 +58,8 @@ def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
         replica.end()
 
 
-def message(answer: Message | Ended) -> Message:
-    assert isinstance(answer, Message)
+def message(answer: FunctionMessage | FunctionEnded) -> FunctionMessage:
+    assert isinstance(answer, FunctionMessage)
     return answer
 
 
@@ -76,10 +76,10 @@ class TestReports:
         for rank, expected in ((0, {"loss": 1}), (1, None)):
             replica = start(lambda: session.report({"loss": 1}), rank)
             assert message(replica.next(0)).data == expected
-            assert replica.next(0) == Ended()
+            assert replica.next(0) == FunctionEnded()
 
     def test_drop_what_the_function_returns(self, start: Start) -> None:
-        assert start(lambda: threading.Lock()).next(0) == Ended(None)
+        assert start(lambda: threading.Lock()).next(0) == FunctionEnded(None)
 
     @pytest.mark.parametrize("nested", [lambda t: t, lambda t: {"deep": [1, (t,)]}])
     def test_refuse_tensors_in_the_function(self, start: Start, nested: Callable[[Any], Any]) -> None:
@@ -166,7 +166,7 @@ class TestCheckpoints:
         ref = message(replica.next(0)).checkpoint_ref
         assert ref is not None
         assert not ref.is_stored
-        assert replica.next(1) == Ended()
+        assert replica.next(1) == FunctionEnded()
         assert seen[0].to_dict() == {"epoch": 3}
         assert not folder.exists()
 
@@ -191,7 +191,7 @@ class TestCheckpoints:
         assert folder.staged("checkpoint_000007").read("weights") == b"1"
         assert folder.committed() == []
         folder.commit("checkpoint_000007")
-        assert replica.next(8) == Ended()
+        assert replica.next(8) == FunctionEnded()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
 
     def test_folders_of_other_ranks_are_stored_when_the_names_that_are_taken_are_known(
@@ -212,7 +212,7 @@ class TestCheckpoints:
         assert staged.names() == ["weights"]
         assert replica.store(ref.token, ["weights"]) == ["weights"]
         assert (staged.read("weights"), staged.read("weights.rank_1"), staged.read("part_1")) == (b"0", b"1", b"1")
-        assert replica.next(8) == Ended()
+        assert replica.next(8) == FunctionEnded()
         assert replica.store(ref.token, []) is None
 
     def test_a_folder_that_cannot_be_stored_is_an_error_of_the_function(
@@ -331,7 +331,7 @@ class TestSurroundings:
     def test_the_function_works_in_the_folder_of_the_trial(self, start: Start, tmp_path: Path) -> None:
         before, seen = os.getcwd(), []
         workdir = tmp_path / "there" / "work"
-        assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(0) == Ended()
+        assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(0) == FunctionEnded()
         assert (seen, os.getcwd()) == ([str(workdir)], before)
 
     def test_a_session_function_of_ray_is_an_error_with_advice(self, start: Start) -> None:
@@ -343,4 +343,4 @@ class TestSurroundings:
 
     def test_any_other_warning_stays_one(self, start: Start) -> None:
         with warnings.catch_warnings(record=True):
-            assert start(lambda: warnings.warn("other", UserWarning, stacklevel=1)).next(0) == Ended()
+            assert start(lambda: warnings.warn("other", UserWarning, stacklevel=1)).next(0) == FunctionEnded()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.trial import Trial
+from raysgd.train.fit.trial import FitTrialView
 from tests.train.fit.notes import CONFIG, make_folder
 
 OURS = {"count_failure", "update_last_result"}
@@ -26,10 +26,10 @@ CALLBACKS_OF_RAY = (
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
+def trial(tmp_path: Path) -> FitTrialView:
     folder = make_folder(tmp_path)
     folder.make()
-    return Trial(folder, CONFIG)
+    return FitTrialView(folder, CONFIG)
 
 
 def public(value: Any) -> set[str]:
@@ -49,8 +49,8 @@ def touched_in(module: str) -> set[str]:
     }
 
 
-def test_every_attribute_is_one_of_ray(trial: Trial) -> None:
-    from ray.tune.experiment import Trial as RayTrial
+def test_every_attribute_is_one_of_ray(trial: FitTrialView) -> None:
+    from ray.tune.experiment import FitTrialView as RayTrial
 
     theirs = public(RayTrial("x", stub=True))  # reads no property: some of them need a storage
     assert public(trial) - theirs - OURS == set()
@@ -58,7 +58,7 @@ def test_every_attribute_is_one_of_ray(trial: Trial) -> None:
         assert getattr(trial, name) == getattr(RayTrial, name)
 
 
-def test_its_storage_has_attributes_of_ray_only(trial: Trial) -> None:
+def test_its_storage_has_attributes_of_ray_only(trial: FitTrialView) -> None:
     spec = importlib.util.find_spec("ray.train._internal.storage")
     assert spec is not None
     assert spec.origin is not None
@@ -68,7 +68,7 @@ def test_its_storage_has_attributes_of_ray_only(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("module", CALLBACKS_OF_RAY)
-def test_it_has_what_callbacks_of_ray_touch(trial: Trial, module: str) -> None:
+def test_it_has_what_callbacks_of_ray_touch(trial: FitTrialView, module: str) -> None:
     assert touched_in(module) - public(trial) == set()
 
 
@@ -76,7 +76,7 @@ def test_the_search_for_touched_attributes_finds_some() -> None:
     assert {"config", "local_path"} <= touched_in("ray.tune.logger.json")
 
 
-def test_it_has_the_names_and_places_of_the_run(trial: Trial, tmp_path: Path) -> None:
+def test_it_has_the_names_and_places_of_the_run(trial: FitTrialView, tmp_path: Path) -> None:
     assert str(trial) == f"TorchTrainer_{trial.trial_id}" == repr(trial)
     assert Path(trial.local_path) == tmp_path / "run" / trial.relative_logdir
     assert trial.logdir == trial.local_path == trial.path == trial.storage.trial_fs_path
@@ -85,7 +85,7 @@ def test_it_has_the_names_and_places_of_the_run(trial: Trial, tmp_path: Path) ->
     assert trial.config == CONFIG
 
 
-def test_it_knows_how_it_is(trial: Trial) -> None:
+def test_it_knows_how_it_is(trial: FitTrialView) -> None:
     assert (trial.status, trial.is_finished(), trial.has_checkpoint()) == ("PENDING", False, False)
     assert trial.last_result == {"trial_id": trial.trial_id}
     assert not trial.has_reported_at_least_once
@@ -96,11 +96,11 @@ def test_it_knows_how_it_is(trial: Trial) -> None:
         "10.0.0.1",
         "10.0.0.1:7",
     )
-    trial.set_status(Trial.ERROR)
+    trial.set_status(FitTrialView.ERROR)
     assert trial.is_finished()
 
 
-def test_it_knows_what_went_wrong(trial: Trial) -> None:
+def test_it_knows_what_went_wrong(trial: FitTrialView) -> None:
     assert (trial.error_file, trial.pickled_error_file, trial.get_error()) == (None, None, None)
     Path(trial.local_path, "error.txt").write_text("it broke")
     trial.count_failure()
