@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
-from raysgd._optional import require_installed
+from raysgd._imports.lazy import lazy_names
+from raysgd._imports.optional import require_installed
 
 require_installed("torch", extra="torch", purpose="`raysgd.operators`")
 

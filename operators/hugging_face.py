@@ -11,7 +11,7 @@ import torch
 
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
-from raysgd.torch.batches import call, own_loss, split
+from raysgd.torch.data.batches import call, own_loss, split
 from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from raysgd._optional import require
+from raysgd._imports.optional import require
 from raysgd.operators import options
 from raysgd.operators.supervised import MeasuredOperator
-from raysgd.torch.batches import call, prediction
+from raysgd.torch.data.batches import call, prediction
 
 
 class SegmentationOperator(MeasuredOperator):

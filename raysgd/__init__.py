@@ -14,15 +14,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raysgd import _logging
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
+from raysgd._text import log_lines
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
-    from raysgd.replicas.recovery import Recovery
+    from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
-    from raysgd.torch.options import StepOptions
+    from raysgd.torch.parallel.options import StepOptions
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
 
@@ -44,8 +44,8 @@ __getattr__, __dir__ = lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
-        "Recovery": "raysgd.replicas.recovery",
-        "StepOptions": "raysgd.torch.options",
+        "Recovery": "raysgd.messages.recovery",
+        "StepOptions": "raysgd.torch.parallel.options",
     },
     submodules=(
         "air",
@@ -64,7 +64,7 @@ __getattr__, __dir__ = lazy_names(
     ),
 )
 
-_logging.install()
+log_lines.install()
 
 
 def _take_over_aliases() -> None:

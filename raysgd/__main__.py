@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def run() -> None:
     """Run the command."""
-    from raysgd.cli import main
+    from raysgd.cli.main import main
 
     main(prog_name="raysgd")
 

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
-from raysgd.engine import ranks
-from raysgd.engine.connection import NoConnection
+from raysgd.engine.changes.lifecycle import Clock
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import FrontEndWords, GroupSpec
-from raysgd.engine.lifecycle import Clock
-from raysgd.engine.replica import Capture
-from raysgd.engine.slots import Slots
-from raysgd.engine.standby import StandbyWorkers
-from raysgd.engine.transfers import FetchedParts
-from raysgd.engine.types import (
+from raysgd.engine.decisions import ranks
+from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
+from raysgd.engine.group.standby import StandbyWorkers
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.slots import Slots
+from raysgd.engine.processes.transfers import FetchedParts
+from raysgd.engine.processes.worker import Answer
+from raysgd.engine.shared.connection import NoConnection
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.types import (
     ClusterView,
     Failure,
     FailureKind,
@@ -39,8 +41,6 @@ from raysgd.engine.types import (
     WorkerInfo,
     World,
 )
-from raysgd.engine.worker import Answer
-from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
 
@@ -367,7 +367,7 @@ class FakeGroup(WorkerGroup):
     """A worker group with replicas in this process.
 
     It is a `WorkerGroup` for type checkers only, so that it cannot drift from what it imitates: nothing of that class
-    runs here, and `tests/engine/test_worker_group.py` checks that each of its public methods has a stand-in.
+    runs here, and `tests/engine/group/test_worker_group.py` checks that each of its public methods has a stand-in.
     """
 
     infos: list[WorkerInfo] = []  # noqa: RUF012 - here and below: instead of properties of the class that it imitates

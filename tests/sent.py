@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raysgd.engine import transfers, worker_group
+from raysgd.engine.group import worker_group
+from raysgd.engine.processes import transfers
 from tests.doors import controller_of
 
 

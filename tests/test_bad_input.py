@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from raysgd import Recovery, StepOptions
-from raysgd.engine import resources
+from raysgd.engine.processes import resources
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.train import CheckpointStrategy, Trainer
+from raysgd.train import CheckpointStrategy, Trainer, _fit_trainers
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit import frameworks
 from raysgd.train.torch import TorchConfig
 from raysgd.utils import BATCH_SIZE
 from raysgd.v2 import Trainer as TrainerV2
@@ -353,9 +352,9 @@ DIVIDING: list[Row] = [
 OF_FUNCTIONS: list[Callable[..., object]] = [
     partial(Trainer, "torch"),
     partial(TrainerV2, "horovod"),
-    partial(frameworks.TorchTrainer, print),
-    partial(frameworks.TensorflowTrainer, print),
-    partial(frameworks.HorovodTrainer, print),
+    partial(_fit_trainers.TorchTrainer, print),
+    partial(_fit_trainers.TensorflowTrainer, print),
+    partial(_fit_trainers.HorovodTrainer, print),
     partial(DataParallelTrainer, print),
 ]
 
@@ -374,7 +373,7 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
 
 def test_a_keyword_of_functions_that_is_misspelt_is_guessed_at() -> None:
     with pytest.raises(TypeError, match=r"`TorchTrainer` does not know `run_cfg`\. Did you mean `run_config`\?"):
-        frameworks.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
+        _fit_trainers.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"`Trainer` does not know `num_worker`\. Did you mean `num_workers`\?"):
         Trainer("torch", num_worker=2)
 

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import raysgd
-from raysgd._doctor import OLDEST
+from raysgd.cli.doctor import OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
 USER_EXTRAS = {

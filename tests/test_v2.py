@@ -11,12 +11,12 @@ import raysgd.train.callbacks
 import raysgd.v2
 import raysgd.v2.callbacks
 from raysgd import train
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
-from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import FunctionEnded
-from raysgd.train._messages import FunctionSpec
+from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.backend import BackendConfig
 from raysgd.train.torch import TorchConfig
 from tests.run_if import RunIf

@@ -11,8 +11,8 @@ from typing import Any
 from typing_extensions import assert_type
 
 from raysgd import TFTrainer, TorchTrainer
-from raysgd.replicas.history import History
-from raysgd.replicas.results import Metrics
+from raysgd._numbers.results import Metrics
+from raysgd.history.history import History
 
 
 def of_torch(trainer: TorchTrainer) -> None:

@@ -118,7 +118,7 @@ def _steps(samples: range, num_workers: int) -> list[list[list[int]]]:
     """What the library gives each worker in each step."""
     from torch.utils.data import DataLoader
 
-    from raysgd.torch.sampling import shard_loader
+    from raysgd.torch.data.sampling import shard_loader
 
     of_workers = []
     for rank in range(num_workers):

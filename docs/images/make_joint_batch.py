@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raysgd.replicas.division import Division, ShardedJointBatch
+from raysgd.arrays.division import Division, ShardedJointBatch
 
 FOLDER = Path(__file__).parent
 JOINT_SIZE, CAP = 18, 4

@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd.engine.call import Call
-from raysgd.engine.connection import Connection, NoConnection
+from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.platform import RayPlatform
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.replica import Capture
-from raysgd.engine.resources import Reservation
-from raysgd.engine.slots import Slot
-from raysgd.engine.time_spent import TimeSpent
-from raysgd.engine.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
-from raysgd.engine.worker import Answer, RemoteWorker, WorkerProcess
-from raysgd.engine.worker_group import WorkerGroup
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
-from raysgd.replicas.results import WorkerMetrics
+from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.platform import RayPlatform
+from raysgd.engine.processes.resources import Reservation
+from raysgd.engine.processes.slots import Slot
+from raysgd.engine.processes.worker import Answer, RemoteWorker, WorkerProcess
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.connection import Connection, NoConnection
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.time_spent import TimeSpent
+from raysgd.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
 
 NUM_HOSTS = 2
 REQUEST = EpochRequest(num_steps=1, info={}, profile=False, seed=0)

@@ -12,7 +12,7 @@ import torch.distributed  # noqa: F401 - before the fork, so that no process imp
 from _network import Node
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.types import LOOPBACK, Rendezvous, World
+from raysgd.engine.shared.types import LOOPBACK, Rendezvous, World
 
 _TIMEOUT_S = 600.0
 

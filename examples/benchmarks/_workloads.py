@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import TrainingOperator
-from raysgd.engine.replica import Capture
+from raysgd.engine.shared.replica import Capture
 from raysgd.torch.torch_runner import TorchRunner
 
 if TYPE_CHECKING:  # workers load this module, and need no trainer

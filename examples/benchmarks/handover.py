@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _common import MIB, OWN, Report, Target, choose_peers, dispatch, make_parser, run_job, take_turns
 from _ranks import on_ranks
 
-from raysgd.torch import handover
+from raysgd.torch.parallel import handover
 
 PEERS = {"dist_send": "torch", "dist_broadcast": "torch"}
 TENSOR_MIB = 4

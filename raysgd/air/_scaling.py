@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from raysgd._checks import accelerator, check_amount, check_num_workers, check_seconds, refuse_text
+from raysgd._arguments.checks import accelerator, check_amount, check_num_workers, check_seconds, refuse_text
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.air._contents import (
     TEMPORARY_PREFIX,
     Content,

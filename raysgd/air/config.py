@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from raysgd._checks import check_runtime_env, is_integer, is_number
-from raysgd._secrets import masked
+from raysgd._arguments.checks import check_runtime_env, is_integer, is_number
+from raysgd._text.secrets import masked
 from raysgd.air._dataset_config import DatasetConfig
 from raysgd.air._scaling import ScalingConfig
 from raysgd.storage import open_folder

@@ -11,9 +11,9 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._nested import flattened, value_at
-from raysgd._optional import require
-from raysgd._secrets import masked
+from raysgd._imports.optional import require
+from raysgd._numbers.nested import flattened, value_at
+from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import MAX, MIN
 from raysgd.air.constants import (

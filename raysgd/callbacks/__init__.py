@@ -6,14 +6,14 @@ What it guarantees:
 * A callback that raises is named, the run ends cleanly, and the state of the training is kept.
 * Importing this package loads no framework.
 
-What it leaves to others: when callbacks are called (`raysgd.replicas.fitting`, `raysgd.train`).
+What it leaves to others: when callbacks are called (`raysgd.driver.fitting`, `raysgd.train`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.callbacks.averages import EMA, SWA

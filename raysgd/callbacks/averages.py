@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raysgd import _checks
+from raysgd._arguments import checks
 from raysgd.callbacks._operators import index_of, is_sharded, models_of, optimizers_of, rank_of, state_of
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
@@ -91,9 +91,9 @@ class EMA(AveragedWeights):
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = False) -> None:
-        if not _checks.is_number(decay) or not 0 <= decay < 1:
+        if not checks.is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
-        _checks.refuse_text(warmup=warmup)
+        checks.refuse_text(warmup=warmup)
         self.decay, self.warmup = float(decay), bool(warmup)
 
     def worker_callback(self) -> Averager:
@@ -119,8 +119,8 @@ class SWA(AveragedWeights):
     """
 
     def __init__(self, start_epoch: int = 1, every_n_epochs: int = 1) -> None:
-        self.start_epoch = _checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
-        self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
+        self.start_epoch = checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
+        self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
 
     def _check_run(self, run: Run) -> None:
         """Warn of a run that ends too early; refusing it would refuse `fit(2)` twice, which is `fit(4)`."""

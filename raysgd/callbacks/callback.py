@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.worker_callback import warn_of_unknown_events
-from raysgd.replicas.history import History
+from raysgd.history.history import History
 from raysgd.storage import open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
     from raysgd.callbacks.worker_callback import WorkerCallback
-    from raysgd.engine.history import GroupEvent
-    from raysgd.replicas.epochs import CallProgress
+    from raysgd.engine.decisions.history import GroupEvent
+    from raysgd.messages.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd import _checks
-from raysgd._ranking import Ranking
-from raysgd.callbacks import sidecar
+from raysgd._arguments import checks
+from raysgd._numbers.ranking import Ranking
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
+from raysgd.callbacks.calling import sidecar
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 
@@ -82,12 +82,12 @@ class Checkpointing(Callback):
         restore_best_at_end: bool = False,
     ) -> None:
         self._given = open_folder(folder, argument="folder") if folder is not None else None
-        self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
+        self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
         self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
         self.keep_best = self._checked_keep_best(keep_best)
-        _checks.refuse_text(restore_best_at_end=restore_best_at_end)
+        checks.refuse_text(restore_best_at_end=restore_best_at_end)
         self.restore_best_at_end = bool(restore_best_at_end)
         if self.restore_best_at_end and not self.keep_best:
             raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
@@ -99,7 +99,7 @@ class Checkpointing(Callback):
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
             return 0 if self._metric is None else 1
-        if not _checks.is_integer(keep_best) or keep_best < 0:
+        if not checks.is_integer(keep_best) or keep_best < 0:
             raise ValueError(f"`keep_best={keep_best!r}`: need a number of files, 0 or more.")
         if keep_best and self._metric is None:
             raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
@@ -300,7 +300,7 @@ class Checkpointing(Callback):
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
-    return None if value is None else _checks.check_count(name, value, hint)
+    return None if value is None else checks.check_count(name, value, hint)
 
 
 def _as_state(saved: list[SavedCheckpoint]) -> dict[str, Any]:

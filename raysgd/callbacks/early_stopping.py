@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd import _checks
-from raysgd._nested import value_at
+from raysgd._arguments import checks
+from raysgd._numbers.nested import value_at
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run
 
@@ -53,12 +53,12 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
     ) -> None:
         self._metric = WatchedMetric("EarlyStopping", metric, mode)
-        self.patience = _checks.check_count("patience", patience, "It is the number of epochs to wait.")
-        if not _checks.is_number(min_delta) or min_delta < 0:
+        self.patience = checks.check_count("patience", patience, "It is the number of epochs to wait.")
+        if not checks.is_number(min_delta) or min_delta < 0:
             raise ValueError(f"`min_delta={min_delta!r}`: need a number, 0 or more.")
-        if threshold is not None and not _checks.is_number(threshold):
+        if threshold is not None and not checks.is_number(threshold):
             raise ValueError(f"`threshold={threshold!r}`: need a number, or None.")
-        _checks.refuse_text(check_finite=check_finite)
+        checks.refuse_text(check_finite=check_finite)
         self.min_delta, self.threshold, self.check_finite = float(min_delta), threshold, check_finite
         self._is_loaded = False
         self._begin()

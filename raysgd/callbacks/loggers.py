@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd._checks import refuse_text
-from raysgd._paths import check_path
+from raysgd._arguments.checks import refuse_text
+from raysgd._files.paths import check_path
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.writers.comet_run import CometRun
 from raysgd.writers.csv_table import CsvTable

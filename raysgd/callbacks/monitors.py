@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.callbacks._operators import index_of, of_optimizer, optimizers_of
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.engine.time_spent import goodput_of
+from raysgd.engine.shared.time_spent import goodput_of
 
 
 class LearningRateMonitor(Callback):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd import _checks
+from raysgd._arguments import checks
 from raysgd.callbacks._operators import rank_of
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.worker_callback import WorkerCallback
@@ -89,13 +89,13 @@ class ProfilerInWorker(WorkerCallback):
 
 def _checked_ranks(ranks: Any) -> frozenset[int]:
     found = list(ranks) if isinstance(ranks, Iterable) else []
-    if not found or not all(_checks.is_integer(rank) and rank >= 0 for rank in found):
+    if not found or not all(checks.is_integer(rank) and rank >= 0 for rank in found):
         raise ValueError(f"`ranks={ranks!r}`: need a list of ranks, each 0 or more, such as [0, 1], or None for all.")
     return frozenset(map(int, found))
 
 
 def _checked_steps(steps: Any) -> tuple[int, int]:
-    is_pair = isinstance(steps, tuple | list) and len(steps) == 2 and all(map(_checks.is_integer, steps))
+    is_pair = isinstance(steps, tuple | list) and len(steps) == 2 and all(map(checks.is_integer, steps))
     if not is_pair or not 0 <= steps[0] < steps[1]:
         raise ValueError(f"`steps={steps!r}`: need the first step and the one before which to end, such as (10, 15).")
     return int(steps[0]), int(steps[1])

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd._once import Once
-from raysgd.callbacks.bars import STYLES, BarView, LineBar, Style, make_bar
+from raysgd._text.once import Once
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.replicas import readable
+from raysgd.callbacks.display.bars import STYLES, BarView, LineBar, Style, make_bar
+from raysgd.history import readable
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import GroupEvent
-    from raysgd.replicas.epochs import CallProgress
+    from raysgd.engine.decisions.history import GroupEvent
+    from raysgd.messages.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 

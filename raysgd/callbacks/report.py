@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._atomic_file import replacing
-from raysgd._paths import check_path
-from raysgd._secrets import masked
+from raysgd._files.atomic_file import replacing
+from raysgd._files.paths import check_path
+from raysgd._text.secrets import masked
 from raysgd._version import __version__
-from raysgd.callbacks._page import RunFacts, page_of
 from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.display.page import RunFacts, page_of
 from raysgd.writers.failing import never_ends_a_run
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import GroupEvent
+    from raysgd.engine.decisions.history import GroupEvent
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 
 MOVED = {
     "raysgd.tf.tf_trainer": {"TFTrainable": "raysgd.tf.tf_trainable"},

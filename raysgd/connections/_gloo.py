@@ -9,8 +9,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from raysgd.connections._board import Board
-from raysgd.connections._sockets import OpenSocket, between_ranks, opened_since
+from raysgd.connections.mesh.board import Board
+from raysgd.connections.mesh.process_sockets import OpenSocket, between_ranks, opened_since
 
 LATER_S = 1.0  # by then the first steps of a group are over
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.connections._chain import PIECE_BYTES, Chain
-from raysgd.connections._mesh import Bytes, Mesh
-from raysgd.connections._nodes import Nodes
-from raysgd.connections._peers import has_names
-from raysgd.connections._routes import others
-from raysgd.connections._sums import MOST, RankSums, as_bytes, doubled
-from raysgd.engine.types import LOOPBACK, World
+from raysgd.connections.mesh.chain import PIECE_BYTES, Chain
+from raysgd.connections.mesh.meeting import has_names
+from raysgd.connections.mesh.mesh import Bytes, Mesh
+from raysgd.connections.mesh.nodes import Nodes
+from raysgd.connections.mesh.routes import others
+from raysgd.connections.mesh.sums import MOST, RankSums, as_bytes, doubled
+from raysgd.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.connections._compiler import defer_compiler
-from raysgd.connections._peers import listen_at
-from raysgd.engine.connection import Connection
-from raysgd.engine.types import Rendezvous, World
+from raysgd.connections.mesh.meeting import listen_at
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.types import Rendezvous, World
 
 INSTALL_COMMAND = "python -m raysgd.horovod.install"
 

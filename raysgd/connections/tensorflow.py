@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
-from raysgd.connections._peers import Deadline, Endpoint, listen_at
-from raysgd.connections._routes import others
 from raysgd.connections.group import EarlyVotes, Group
-from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
-from raysgd.engine.types import Rendezvous, World
+from raysgd.connections.mesh.handshake import ConnectFailed
+from raysgd.connections.mesh.meeting import Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.connections.mesh.routes import others
+from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.engine.shared.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 

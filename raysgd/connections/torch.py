@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.connections._board import Board
 from raysgd.connections._compiler import defer_compiler
 from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written
-from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
-from raysgd.connections._peers import Deadline, Endpoint, listen_at
-from raysgd.connections._routes import neighbors, others
-from raysgd.connections._sockets import open_sockets, opened_since
-from raysgd.connections._words import RankStatements
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
-from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
-from raysgd.engine.types import Rendezvous, World
+from raysgd.connections.mesh.board import Board
+from raysgd.connections.mesh.handshake import ConnectFailed
+from raysgd.connections.mesh.meeting import Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.connections.mesh.process_sockets import open_sockets, opened_since
+from raysgd.connections.mesh.routes import neighbors, others
+from raysgd.connections.mesh.words import RankStatements
+from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.engine.shared.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class TorchConnection(Connection):
             self._mesh = Mesh(lane, self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)
         if self.transport == "gloo":
-            from raysgd.connections._store import BoardStore
+            from raysgd.connections.mesh.store import BoardStore
 
             return BoardStore(self._board, self._form_timeout_s)
         self._see_gpus_of_node(world)

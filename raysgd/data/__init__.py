@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from raysgd.arrays.arrays import Arrays
+    from raysgd.arrays.ray_batches import RayBatches
     from raysgd.data.dataset import Dataset
-    from raysgd.replicas.arrays import Arrays
-    from raysgd.replicas.ray_batches import RayBatches
 
 __all__ = ["Arrays", "Dataset", "RayBatches"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "Arrays": "raysgd.replicas.arrays",
+        "Arrays": "raysgd.arrays.arrays",
         "Dataset": "raysgd.data.dataset",
-        "RayBatches": "raysgd.replicas.ray_batches",
+        "RayBatches": "raysgd.arrays.ray_batches",
     },
 )

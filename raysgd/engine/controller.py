@@ -12,27 +12,27 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from raysgd._ranks import listed
-from raysgd.engine.call import Call
-from raysgd.engine.call_monitor import CallMonitor, ask_heartbeats
-from raysgd.engine.failures import Diagnosis, classify, failed_alike, words
-from raysgd.engine.group_hooks import GroupHooks
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.group_starter import GroupStarter
-from raysgd.engine.growth import Growth
-from raysgd.engine.history import GroupHistory
-from raysgd.engine.in_place import InPlaceChanges
-from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle
-from raysgd.engine.monitoring import Monitoring, tell_stuck
-from raysgd.engine.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
-from raysgd.engine.resources import cluster_view
-from raysgd.engine.silence import quiet_s
-from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
-from raysgd.engine.snapshotting import Snapshotting, copy_call
+from raysgd._text.rank_words import listed
+from raysgd.engine.changes.call_monitor import CallMonitor, ask_heartbeats
+from raysgd.engine.changes.group_starter import GroupStarter
+from raysgd.engine.changes.growth import Growth
+from raysgd.engine.changes.in_place import InPlaceChanges
+from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
+from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
+from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
+from raysgd.engine.changes.turns import Turns
+from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
+from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
+from raysgd.engine.decisions.silence import quiet_s
+from raysgd.engine.group.group_hooks import GroupHooks
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.engine.turns import Turns
-from raysgd.engine.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
-from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import UnpicklableError, WorkersLostError, worker_error
 
 _DEFAULT_RETRIES = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
 
 
 def renew(controller: ElasticController, function: Callable[..., Any], *args: Any) -> None:

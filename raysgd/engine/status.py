@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from raysgd._cards import card, facts, folded, grid
-from raysgd._ranks import listed
-from raysgd.engine.history import GroupEvent, GroupHistory
-from raysgd.engine.snapshot_pace import SnapshotPace
-from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.time_spent import TimeLedger
-from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd._text.cards import card, facts, folded, grid
+from raysgd._text.rank_words import listed
+from raysgd.engine.decisions.history import GroupEvent, GroupHistory
+from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.snapshot_pace import SnapshotPace
+from raysgd.engine.shared.time_spent import TimeLedger
+from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
 _MOST_ALONE = 16  # workers that are shown one by one

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, TypeVar
 
-from raysgd._optional import require
-from raysgd._secrets import masked
+from raysgd._imports.optional import require
+from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
 from raysgd.storage._filesystems import OpenedLocation

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._atomic_file import replacing, sync
-from raysgd._optional import require
+from raysgd._files.atomic_file import replacing, sync
+from raysgd._imports.optional import require
 from raysgd.exceptions import StorageError
 from raysgd.storage import _trees
 from raysgd.storage._retrying import storage_error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raysgd._secrets import has_secret, masked
+from raysgd._text.secrets import has_secret, masked
 from raysgd.exceptions import StorageError
 
 logger = logging.getLogger(__name__)

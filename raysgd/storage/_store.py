@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.storage import _transfers, _trees
 from raysgd.storage._entries import Entry, Store, joined
 from raysgd.storage._retrying import storage_error

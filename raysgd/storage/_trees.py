@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from raysgd._atomic_file import sync
+from raysgd._files.atomic_file import sync
 
 TEMPORARY = ".raysgd-"  # as in `_atomic_file`, which also removes what was left long ago
 

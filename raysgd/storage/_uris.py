@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raysgd._secrets import masked, user_of
+from raysgd._text.secrets import masked, user_of
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")  # `pathlib` makes one slash of two
 _QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")

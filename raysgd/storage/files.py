@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._atomic_file import replacing
-from raysgd._secrets import masked
+from raysgd._files.atomic_file import replacing
+from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage.folder import Folder

@@ -9,7 +9,7 @@ import secrets
 import sys
 from typing import Any
 
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage._entries import Store
 from raysgd.storage._local import LocalFolder

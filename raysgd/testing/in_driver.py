@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from raysgd.testing.targets import controller_of
 
 if TYPE_CHECKING:
-    from raysgd.engine.group_spec import GroupSpec
-    from raysgd.engine.types import World
-    from raysgd.engine.worker_group import WorkerGroup
+    from raysgd.engine.group.group_spec import GroupSpec
+    from raysgd.engine.group.worker_group import WorkerGroup
+    from raysgd.engine.shared.types import World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
 """For each trainer and armed moment what disarms it."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.tf.datasets import prepare_dataset_shard
+    from raysgd.tf.objects.datasets import prepare_dataset_shard
     from raysgd.tf.tf_dataset import TFMLDataset
     from raysgd.tf.tf_trainable import TFTrainable
     from raysgd.tf.tf_trainer import TFTrainer
@@ -32,6 +32,6 @@ __getattr__, __dir__ = lazy_names(
         "TFTrainable": "raysgd.tf.tf_trainable",
         "TFTrainer": "raysgd.tf.tf_trainer",
         "TrainingOperator": "raysgd.tf.training_operator",
-        "prepare_dataset_shard": "raysgd.tf.datasets",
+        "prepare_dataset_shard": "raysgd.tf.objects.datasets",
     },
 )

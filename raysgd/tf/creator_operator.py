@@ -10,12 +10,13 @@ import numpy as np
 
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
-from raysgd.tf import datasets, registration, shared_variables
-from raysgd.tf.datasets import check_dataset, is_divided
-from raysgd.tf.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
-from raysgd.tf.streams import lockstep_dataset
+from raysgd.tf.data.streams import lockstep_dataset
+from raysgd.tf.objects import datasets, registration
+from raysgd.tf.objects.datasets import check_dataset, is_divided
+from raysgd.tf.parallel import shared_variables
+from raysgd.tf.parallel.watched_models import refuse_xla
+from raysgd.tf.step.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.tf.watched_models import refuse_xla
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._optional import require_installed
-from raysgd.util.frames import ShardedFrames
+from raysgd._imports.optional import require_installed
+from raysgd.arrays.frames import ShardedFrames
 
 
 class TFMLDataset(ShardedFrames):

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.types import World
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
-from raysgd.replicas.runner import ClassRunner
-from raysgd.tf import serializing
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.tf.checkpoints import serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.hosted import TFHosted
-from raysgd.tf.settings import TFSettings
+from raysgd.tf.hosting.hosted import TFHosted
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):

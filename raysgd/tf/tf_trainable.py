@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd import _trials
+from raysgd.driver import tune_trial
 from raysgd.tf.tf_trainer import TFTrainer
 
 
-class TFTrainable(_trials.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
+class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
     """Trains for one `fit` and evaluates in each step of a trial.
 
     The trial's config has `model_creator`, `data_creator`, `num_replicas` and `use_gpu`, and may have
@@ -21,7 +21,7 @@ class TFTrainable(_trials.trainer_trainable("`TFTrainable`")):  # type: ignore[m
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
         """A bundle for each worker; the trial itself only drives."""
         bundle = {"CPU": config.get("num_cpus_per_worker", 1), "GPU": int(config["use_gpu"])}
-        return _trials.reservation([{}, *[bundle] * config["num_replicas"]])
+        return tune_trial.reservation([{}, *[bundle] * config["num_replicas"]])
 
     def _create_trainer(self, tune_config: dict[str, Any]) -> TFTrainer:
         self._resources = _resources(tune_config)

@@ -14,32 +14,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from raysgd import _checks
-from raysgd._background_writer import BackgroundWriter
-from raysgd._fitting import check_parts
+from raysgd._arguments import checks
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
-from raysgd.engine.call import Call
-from raysgd.engine.connection import Connection
-from raysgd.engine.placement import Placement
-from raysgd.engine.snapshots import Snapshot
-from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.changing import ChangingTrainer
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.replicas.history import Kind
-from raysgd.replicas.prediction_data import BatchRequest, Found
-from raysgd.replicas.recovery import Recovery
-from raysgd.replicas.replica_state import RESUME
-from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
-from raysgd.replicas.saves import Content
-from raysgd.replicas.settings import GroupSettings
+from raysgd.driver.changing import ChangingTrainer
+from raysgd.driver.restoring import load_into_all, load_snapshot_into_all
+from raysgd.driver.saves import Content
+from raysgd.engine.processes.snapshots import Snapshot
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.connection import Connection
+from raysgd.history.history import Kind
+from raysgd.messages.batch_options import BatchOptions
+from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.messages.placement import Placement
+from raysgd.messages.prediction_data import BatchRequest, Found
+from raysgd.messages.recovery import Recovery
+from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
-from raysgd.tf import arguments, call_data, checkpoint_file, datasets, predicting, registration, serializing
+from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.settings import TFSettings
+from raysgd.tf.data import call_data, predicting
+from raysgd.tf.driver import arguments
+from raysgd.tf.objects import datasets, registration
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from raysgd.worker.state.fitting import check_parts
+from raysgd.worker.state.replica_state import RESUME
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +139,12 @@ class TFTrainer(ChangingTrainer):
         recovery_options: Recovery = Recovery(),
         **unknown: Any,
     ) -> None:
-        _checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
-        _checks.refuse_text(use_gpu=use_gpu)
+        checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
+        checks.refuse_text(use_gpu=use_gpu)
         num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
         settings = TFSettings(
             arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
-            _checks.check_config(config),
+            checks.check_config(config),
             random.SystemRandom().randrange(2**31) if seed is None else seed,
             use_gpu=bool(use_gpu),
             recovery_options=recovery_options,
@@ -315,7 +318,7 @@ class TFTrainer(ChangingTrainer):
             OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
         files.check_location("checkpoint", checkpoint)
-        _checks.refuse_text(blocking=blocking)
+        checks.refuse_text(blocking=blocking)
         if blocking:
             self._saves.write(checkpoint, _content_of(self._snapshot()))
         else:

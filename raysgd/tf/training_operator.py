@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from raysgd.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.replicas.epochs import bind_batch_info
-from raysgd.replicas.operator import NUM_STEPS as NUM_STEPS  # is found here too
-from raysgd.replicas.operator import BaseOperator, ReadOnlyView, required
-from raysgd.replicas.parts import RegisteredParts, refuse_unknown
-from raysgd.replicas.putting_back import putting_back
-from raysgd.replicas.ray_batches import RayLoader, ray_batches
-from raysgd.tf import registration
-from raysgd.tf.datasets import Sharding, check_dataset, zeros
-from raysgd.tf.internals import Registered, RegisteredData, TFInternals
-from raysgd.tf.operator_context import OperatorContext
-from raysgd.tf.ray_dataset import dataset_over, loader_of
+from raysgd.messages.epochs import bind_batch_info
+from raysgd.tf.data.ray_dataset import dataset_over, loader_of
+from raysgd.tf.objects import registration
+from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
+from raysgd.tf.operator.internals import Registered, RegisteredData, TFInternals
+from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
+from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, required
+from raysgd.worker.parts import RegisteredParts, refuse_unknown
+from raysgd.worker.state.putting_back import putting_back
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 

@@ -3,7 +3,7 @@
 The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. Processes, data, checkpoints and recovery
 are this library's, and so is the averaging: what a step returns or logs is averaged over the samples of all workers.
 
-Hooks have the signatures of Lightning 2; `raysgd.torch._lightning_subset` lists those that are called. Those that it
+Hooks have the signatures of Lightning 2; `raysgd.torch.lightning.subset` lists those that are called. Those that it
 dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
 `on_pretrain_routine_start`, `configure_apex`) are called where a module has them.
 """
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._optional import require
-from raysgd.replicas.epochs import VALIDATES
-from raysgd.torch._lightning_module import (
+from raysgd._imports.optional import require
+from raysgd.messages.epochs import VALIDATES
+from raysgd.torch.data.streams import length_of
+from raysgd.torch.lightning.module import (
     PER_BATCH,
     PER_EPOCH,
     LightningHooks,
@@ -35,12 +36,11 @@ from raysgd.torch._lightning_module import (
     optimizers_and_schedulers,
     run_in_forward_of,
 )
-from raysgd.torch._lightning_progress import LightningProgress
-from raysgd.torch._lightning_subset import check_optimizers, warn_of_what_is_not_called
-from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
-from raysgd.torch.modes import begin_training
-from raysgd.torch.schedulers import Plateau
-from raysgd.torch.streams import length_of
+from raysgd.torch.lightning.progress import LightningProgress
+from raysgd.torch.lightning.subset import check_optimizers, warn_of_what_is_not_called
+from raysgd.torch.lightning.values import EpochValues, detached, loss_of, numbers_in, result_of_hook
+from raysgd.torch.objects.modes import begin_training
+from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
 
 if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project, under two names

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from raysgd.util.frames import ShardedFrames
+from raysgd.arrays.frames import ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):

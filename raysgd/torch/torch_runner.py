@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.replicas.runner import ClassRunner
-from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
-from raysgd.torch.divided_folder import WrittenPart
-from raysgd.torch.hosted import TorchHosted
-from raysgd.torch.parallel import unwrap
-from raysgd.torch.replica_state import as_in_file
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.checkpoints.checkpoint_file import FileIdentity, mapped_again
+from raysgd.torch.checkpoints.divided_folder import WrittenPart
+from raysgd.torch.hosting.hosted import TorchHosted
+from raysgd.torch.hosting.replica_state import as_in_file
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.strategy import unwrap
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.runner import ClassRunner
 
 
 class TorchRunner(ClassRunner):
@@ -44,7 +44,9 @@ class TorchRunner(ClassRunner):
 
     def write_part(self, folder: str) -> WrittenPart:
         """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
-        from raysgd.torch import divided_state  # not everywhere: it loads parts of PyTorch that others do without
+        from raysgd.torch.checkpoints import (
+            divided_state,  # not everywhere: it loads parts of PyTorch that others do without
+        )
 
         return divided_state.write(folder, self._hosted.state, self._hosted.parallel)
 

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd import _trials
-from raysgd.engine.placement import Placement
-from raysgd.torch import arguments
+from raysgd.driver import tune_trial
+from raysgd.messages.placement import Placement
+from raysgd.torch.driver import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
 
 _BESIDE = ("resources_per_worker", "accelerator_type")
 _RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_gpu", "use_local", *_BESIDE)
 
 
-class BaseTorchTrainable(_trials.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
+class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
     """A trial that trains for an epoch and validates in each step.
 
     `TorchTrainer.as_trainable` returns a subclass. Derive from that, or from this class, and override `step` to do
@@ -40,7 +40,7 @@ class BaseTorchTrainable(_trials.trainer_trainable("`BaseTorchTrainable`")):  # 
                 f"`{type(self).__name__}._train` is no longer called: rename it to `step`, as in `ray.tune.Trainable`."
             )
         trained = self.trainer.train(max_retries=0, profile=True)
-        return _trials.merged(trained, self.trainer.validate(profile=True))
+        return tune_trial.merged(trained, self.trainer.validate(profile=True))
 
 
 def make_trainable(
@@ -81,7 +81,7 @@ def make_trainable(
 
         @classmethod
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
-            return _trials.reservation(requested.bundles(config))
+            return tune_trial.reservation(requested.bundles(config))
 
     return TorchTrainable
 

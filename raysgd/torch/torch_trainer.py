@@ -13,34 +13,29 @@ from typing import Any, Literal
 
 import torch
 
-from raysgd import _checks
+from raysgd._arguments import checks
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.call import Call
-from raysgd.engine.connection import Connection
-from raysgd.engine.placement import Placement
-from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
-from raysgd.replicas.history import Kind
-from raysgd.replicas.prediction_data import BatchRequest, Found
-from raysgd.replicas.recovery import Recovery
-from raysgd.replicas.settings import GroupSettings
-from raysgd.torch import (
-    arguments,
-    call_data,
-    checkpoint_file,
-    constants,
-    epoch_checks,
-    predicting,
-    retired,
-    schedulers,
-)
-from raysgd.torch.changing import ChangingTorchTrainer
-from raysgd.torch.options import StepOptions
-from raysgd.torch.progress import EpochBar
-from raysgd.torch.settings import TorchSettings
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.connection import Connection
+from raysgd.history.history import Kind
+from raysgd.messages.batch_options import BatchOptions
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.placement import Placement
+from raysgd.messages.prediction_data import BatchRequest, Found
+from raysgd.messages.recovery import Recovery
+from raysgd.messages.settings import GroupSettings
+from raysgd.torch import constants
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.data import call_data, predicting
+from raysgd.torch.driver import arguments, epoch_checks, retired
+from raysgd.torch.driver.changing import ChangingTorchTrainer
+from raysgd.torch.driver.progress import EpochBar
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -169,14 +164,14 @@ class TorchTrainer(ChangingTorchTrainer):
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
-        num_workers = _checks.check_num_workers(
+        num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
         retired.take_creators(unknown)
         arguments.check_place(num_workers, use_local)
         self.serialize_data_creation = retired.take_others(unknown)
         known = TorchTrainer.__init__.__annotations__
-        _checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
+        checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
         use_gpu = arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
@@ -184,7 +179,7 @@ class TorchTrainer(ChangingTorchTrainer):
         chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
         settings = TorchSettings(
             training_operator_cls,
-            _checks.check_config(config),
+            checks.check_config(config),
             use_gpu=use_gpu,
             recovery_options=recovery_options,
             scheduler_step_freq=scheduler_step_freq,

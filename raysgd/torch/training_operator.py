@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._lazy import lazy_names
-from raysgd.replicas.epochs import bind_batch_info
-from raysgd.replicas.operator import BaseOperator, ReadOnlyView, required
-from raysgd.replicas.parts import refuse_unknown
-from raysgd.torch import batches
-from raysgd.torch.accuracy import accuracy, known
-from raysgd.torch.batch_weights import weights_of
-from raysgd.torch.criteria import CountedLabels
-from raysgd.torch.gradients import backward_with
-from raysgd.torch.internals import TorchInternals
-from raysgd.torch.modes import begin_training
-from raysgd.torch.moving import to_device
-from raysgd.torch.operator_context import OperatorContext
+from raysgd._imports.lazy import lazy_names
+from raysgd.messages.epochs import bind_batch_info
+from raysgd.torch.data import batches
+from raysgd.torch.objects.accuracy import accuracy, known
+from raysgd.torch.objects.criteria import CountedLabels
+from raysgd.torch.objects.modes import begin_training
+from raysgd.torch.objects.moving import to_device
+from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.operator_context import OperatorContext
+from raysgd.torch.operator.registrar import CheckedRegistration, register_data
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
-from raysgd.torch.registrar import CheckedRegistration, register_data
-from raysgd.torch.schedulers import Plateau, SchedulerSteps, plateaus_of
+from raysgd.torch.step.batch_weights import weights_of
+from raysgd.torch.step.gradients import backward_with
+from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, required
+from raysgd.worker.parts import refuse_unknown
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 
-from raysgd.torch.precision import choose_amp_backend as choose_amp_backend
+from raysgd.torch.objects.precision import choose_amp_backend as choose_amp_backend
 from raysgd.utils import find_free_port
 
 __all__ = ["choose_amp_backend", "setup_address", "setup_process_group"]

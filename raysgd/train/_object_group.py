@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd.train._worker_handles import WorkerHandle
+from raysgd.train._rules.worker_handles import WorkerHandle
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.worker_group import WorkerGroup
 

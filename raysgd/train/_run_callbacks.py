@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.adapters import FunctionCalls
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.calling import as_list
-from raysgd.callbacks.dispatcher import Dispatcher
-from raysgd.engine.history import GroupEvent
+from raysgd.callbacks.calling.adapters import FunctionCalls
+from raysgd.callbacks.calling.calling import as_list
+from raysgd.callbacks.calling.dispatcher import Dispatcher
+from raysgd.engine.decisions.history import GroupEvent
 from raysgd.storage import Folder
-from raysgd.train._run_folders import fetch_checkpoints, local_run_dir
+from raysgd.train._rules.run_folders import fetch_checkpoints, local_run_dir
 from raysgd.train.constants import ALL_RESERVED_KEYS, BASIC_AUTOFILLED_KEYS, DETAILED_AUTOFILLED_KEYS
 
 _RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd import _trials
-from raysgd._trials import TrialInfo, TrialStepResult
+from raysgd.driver import tune_trial
+from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
 
@@ -46,7 +46,7 @@ def make_trainable(plan: TrialPlan) -> type[Any]:
     Raises:
         MissingTuneError: Ray Tune is not installed.
     """
-    return _trials.make_trainable(
+    return tune_trial.make_trainable(
         partial(FunctionTrial, plan),
         lambda config: plan.bundles,
         "TrainTrainable",

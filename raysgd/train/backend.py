@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.connection import Connection, NoConnection
-from raysgd.engine.types import Rendezvous, World
+from raysgd.engine.shared.connection import Connection, NoConnection
+from raysgd.engine.shared.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from raysgd._checks import refuse_unknown
-from raysgd._secrets import masked
+from raysgd._arguments.checks import refuse_unknown
+from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import TrainingFailedError

@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from raysgd._ranking import MAX, MIN, Ranking
+from raysgd._numbers.ranking import MAX, MIN, Ranking
 from raysgd.air._packing import DICT_FILE
+from raysgd.air.layout import checkpoint_name
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
-from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
-from raysgd.train._retention import CheckpointStrategy, check_strategy, checked_score
-from raysgd.train._run_folders import as_folder, as_place
+from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
+from raysgd.train._rules.retention import CheckpointStrategy, check_strategy, checked_score
+from raysgd.train._rules.run_folders import as_folder, as_place
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
-from raysgd.train.fit.layout import checkpoint_name
 
 __all__ = [
     "MAX",

@@ -7,7 +7,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd._checks import refuse_unknown
+from raysgd._arguments.checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig

@@ -10,28 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._checks import check_seconds
+from raysgd._arguments.checks import check_seconds
+from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.history import GroupHistory
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.placement import Placement
-from raysgd.engine.policies import FailurePolicy
-from raysgd.engine.resources import draining_nodes, ensure_ray
+from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.decisions.policies import FailurePolicy
+from raysgd.engine.processes.resources import draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingWorkerError,
 )
+from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
-from raysgd.train._launch import DataShards, Launch
-from raysgd.train._max_retries import MaxRetries, RenewingPolicy
-from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
-from raysgd.train._plan import RunPlan
-from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._run import FunctionRun, FunctionStep
-from raysgd.train._settings import ExecutorRules, WorkerSettings
-from raysgd.train._shards import DividedData
-from raysgd.train._worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
+from raysgd.train._rules.max_retries import MaxRetries, RenewingPolicy
+from raysgd.train._rules.settings import ExecutorRules, WorkerSettings
+from raysgd.train._rules.worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
+from raysgd.train._run.launch import DataShards, Launch
+from raysgd.train._run.plan import RunPlan
+from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train._run.run import FunctionRun, FunctionStep
+from raysgd.train._worker.messages import FunctionSpec, TrainingResult, TrainingResultType
+from raysgd.train._worker.shards import DividedData
 from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.worker_group import WorkerGroup

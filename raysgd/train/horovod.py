@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 from raysgd.connections.horovod import HorovodConnection, import_horovod
-from raysgd.engine.connection import Connection
+from raysgd.engine.shared.connection import Connection
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 
 import_horovod()
@@ -23,9 +23,9 @@ import_horovod()
 from raysgd.train._torch.process_group import TorchBackend  # noqa: E402
 
 if TYPE_CHECKING:
-    from raysgd.train.fit.frameworks import HorovodTrainer as HorovodTrainer
+    from raysgd.train._fit_trainers import HorovodTrainer as HorovodTrainer
 
-__getattr__, __dir__ = lazy_names(__name__, {"HorovodTrainer": "raysgd.train.fit.frameworks"})
+__getattr__, __dir__ = lazy_names(__name__, {"HorovodTrainer": "raysgd.train._fit_trainers"})
 
 
 @dataclass

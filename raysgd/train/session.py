@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd._once import Once
-from raysgd.engine.types import World
+from raysgd._text.once import Once
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
-from raysgd.train._messages import TrainingResult, TrainingResultType
-from raysgd.train._session import Session, current_session
+from raysgd.train._worker.messages import TrainingResult, TrainingResultType
+from raysgd.train._worker.session import Session, current_session
 
 if TYPE_CHECKING:
     from raysgd.air.checkpoint import Checkpoint

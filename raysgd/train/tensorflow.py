@@ -8,21 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
-from raysgd._optional import require_installed
-from raysgd.tf.datasets import prepare_dataset_shard
-from raysgd.train._tensorflow_checkpoint import TensorflowCheckpoint
-from raysgd.train._tf_cluster import TensorflowBackend
+from raysgd._imports.lazy import lazy_names
+from raysgd._imports.optional import require_installed
+from raysgd.tf.objects.datasets import prepare_dataset_shard
+from raysgd.train._tensorflow.checkpoint import TensorflowCheckpoint
+from raysgd.train._tensorflow.cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:
-    from raysgd.train.fit.frameworks import TensorflowTrainer
+    from raysgd.train._fit_trainers import TensorflowTrainer
 
 require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
 __all__ = ["TensorflowCheckpoint", "TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"TensorflowTrainer": "raysgd.train.fit.frameworks"})
+__getattr__, __dir__ = lazy_names(__name__, {"TensorflowTrainer": "raysgd.train._fit_trainers"})
 
 
 @dataclass

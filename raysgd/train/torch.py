@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._lazy import lazy_names
+from raysgd._imports.lazy import lazy_names
 from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device
 from raysgd.train._torch.checkpoint import TorchCheckpoint
 from raysgd.train._torch.loaders import prepare_data_loader
@@ -18,7 +18,7 @@ from raysgd.train._torch.process_group import TorchBackend, TorchConfig
 from raysgd.train._torch.profiler import TorchWorkerProfiler
 
 if TYPE_CHECKING:
-    from raysgd.train.fit.frameworks import TorchTrainer
+    from raysgd.train._fit_trainers import TorchTrainer
 
 __all__ = [
     "TorchBackend",
@@ -36,4 +36,4 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
 ]
-__getattr__, __dir__ = lazy_names(__name__, {"TorchTrainer": "raysgd.train.fit.frameworks"})
+__getattr__, __dir__ = lazy_names(__name__, {"TorchTrainer": "raysgd.train._fit_trainers"})

@@ -11,21 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd._checks import is_integer, refuse_unknown
+from raysgd._arguments.checks import is_integer, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.history import GroupHistory
-from raysgd.engine.placement import Placement
-from raysgd.engine.resources import cluster_view
+from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.processes.resources import cluster_view
+from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._iterator import TrainingIterator
 from raysgd.train._object_group import TrainWorkerGroup
-from raysgd.train._plan import RunPlan
+from raysgd.train._rules.run_folders import RunFolders, check_logdir, make_logdir
+from raysgd.train._rules.settings import as_range
+from raysgd.train._run.plan import RunPlan
 from raysgd.train._run_callbacks import RunCallbacks
-from raysgd.train._run_folders import RunFolders, check_logdir, make_logdir
-from raysgd.train._settings import as_range
-from raysgd.train._shards import check_dataset
+from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint

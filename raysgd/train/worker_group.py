@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd._checks import check_amount
-from raysgd.engine.connection import NoConnection
-from raysgd.engine.failures import classify
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import num_fitting
-from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import WorkerGroup as EngineGroup
+from raysgd._arguments.checks import check_amount
+from raysgd.engine.decisions.failures import classify
+from raysgd.engine.decisions.policies import num_fitting
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.shared.connection import NoConnection
+from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import TrainBackendError, WorkersLostError, worker_error
-from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._worker_handles import Worker, WorkerMetadata, WorkerObject, describe, gather, make_objects
+from raysgd.train._rules.worker_handles import Worker, WorkerMetadata, WorkerObject, describe, gather, make_objects
+from raysgd.train._worker.function_replica import FunctionReplica
 
 __all__ = ["Worker", "WorkerGroup", "WorkerMetadata"]
 

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd import _trials
-from raysgd.callbacks.adapters import FunctionCalls, as_own
 from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.calling.adapters import FunctionCalls, as_own
+from raysgd.driver import tune_trial
 
 _CANNOT_STOP = "it is a trial of Ray Tune, which ends by `RunConfig(stop=...)` or by the scheduler"
 
@@ -89,7 +89,7 @@ def for_tune(callbacks: Sequence[Any], purpose: str) -> list[Any]:
 def _tune_class(purpose: str) -> type[CallsInTrials]:
     """`CallsInTrials` as a callback of Ray Tune, which calls every hook that it has."""
 
-    class InTrials(CallsInTrials, _trials.require_tune(purpose).Callback):  # type: ignore[misc]
+    class InTrials(CallsInTrials, tune_trial.require_tune(purpose).Callback):  # type: ignore[misc]
         """The same."""
 
     return InTrials

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd import _checks, train
+from raysgd import train
+from raysgd._arguments import checks
 from raysgd.train._tune import TrialPlan, make_trainable
 from raysgd.train.backend import BackendConfig
 from raysgd.train.trainer import Trainer
@@ -40,12 +41,12 @@ class WorkersOfTrial:
     num_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        _checks.check_num_workers("num_workers", self.num_workers, hint="It is the number of workers of a trial.")
-        _checks.check_amount("num_cpus_per_worker", self.num_cpus)
-        _checks.check_amount("num_gpus_per_worker", self.num_gpus)
+        checks.check_num_workers("num_workers", self.num_workers, hint="It is the number of workers of a trial.")
+        checks.check_amount("num_cpus_per_worker", self.num_cpus)
+        checks.check_amount("num_gpus_per_worker", self.num_gpus)
         if self.num_per_host is None:
             return
-        _checks.check_count("num_workers_per_host", self.num_per_host, hint="None leaves the choice of nodes to Ray.")
+        checks.check_count("num_workers_per_host", self.num_per_host, hint="None leaves the choice of nodes to Ray.")
         if self.num_workers % self.num_per_host:
             raise ValueError(
                 f"`num_workers_per_host={self.num_per_host}` does not divide `num_workers={self.num_workers}`: every "

@@ -17,9 +17,9 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from raysgd import _checks
-from raysgd._ranking import MAX
-from raysgd._secrets import masked
+from raysgd._arguments import checks
+from raysgd._numbers.ranking import MAX
+from raysgd._text.secrets import masked
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.tune._explore import Exploration, Space, check_space, draw
 
@@ -111,13 +111,13 @@ class Population:
     ) -> None:
         _check_functions(trainer_factory=trainer_factory, step=step)
         check_space(space)
-        size = _checks.check_count("size", size, hint="It is the number of trainers.")
-        if not _checks.is_number(quantile) or not 0 < quantile <= 0.5:
+        size = checks.check_count("size", size, hint="It is the number of trainers.")
+        if not checks.is_number(quantile) or not 0 < quantile <= 0.5:
             raise ValueError(f"`quantile={quantile!r}`: need a number above 0, and at most 0.5.")
         if exploration is not None and not isinstance(exploration, Exploration):
             raise TypeError(f"`exploration={exploration!r}`: need an `Exploration`, or None.")
         if seed is not None:
-            _checks.check_seed(seed)
+            checks.check_seed(seed)
         self._space, self._metric = space, metric
         self._sign = 1 if WatchedMetric("Population", metric, mode).mode == MAX else -1
         self._step, self._quantile = step, quantile
@@ -135,7 +135,7 @@ class Population:
 
     def run(self, num_intervals: int) -> Member:
         """Trains all members, and after each interval but the last lets the worse ones copy. Returns the best one."""
-        for interval in range(_checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
+        for interval in range(checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
             if interval:
                 self.evolve()
             self.train()

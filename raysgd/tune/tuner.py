@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd import _trials
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
+from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit.arguments import own_values
@@ -63,7 +63,7 @@ class Tuner:
         tune_config: TuneConfig | None = None,
         run_config: RunConfig | None = None,
     ) -> None:
-        tune = _trials.require_tune(_NEEDED_BY)
+        tune = tune_trial.require_tune(_NEEDED_BY)
         if param_space is not None and not isinstance(param_space, Mapping):
             raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
         if run_config is not None and not isinstance(run_config, RunConfig):
@@ -111,7 +111,7 @@ class Tuner:
         Raises:
             ValueError: There is no sweep that can be restored; `param_space` is wrong, as for the tuner itself.
         """
-        tune = _trials.require_tune(_NEEDED_BY)
+        tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
         space = None if param_space is None else _as_space(trainable, param_space)
         if not cls.can_restore(path, storage_filesystem):
@@ -132,7 +132,7 @@ class Tuner:
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
         """Whether there is a sweep in this folder that `restore` can continue."""
-        return bool(_trials.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
+        return bool(tune_trial.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
 
 
 class ResultGrid:
@@ -254,7 +254,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_ray_config(config: RunConfig) -> Any:
     """A run config as Ray Tune has it. Where no checkpoint is kept, none is given to Tune, so it has no rule for it."""
-    tune = _trials.require_tune(_NEEDED_BY)
+    tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
     optional: dict[str, Callable[[Any], Any] | Any] = {
         "verbose": config.verbose,

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd._optional import require, require_installed
+from raysgd._imports.optional import require, require_installed
 from raysgd.util._shard import Shard, Shuffle
 from raysgd.util.iter import LocalIterator, ParallelIterator
 

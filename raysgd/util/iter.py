@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from raysgd._checks import check_count
+from raysgd._arguments.checks import check_count
 from raysgd.util._shard import (
     Batch,
     Filter,

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._atomic_file import replacing
-from raysgd._nested import flattened
+from raysgd._files.atomic_file import replacing
+from raysgd._numbers.nested import flattened
 from raysgd.writers.json_files import appending, is_until
 from raysgd.writers.sink import FileSink
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._nested import flattened
-from raysgd._once import Once
-from raysgd._optional import require, require_installed
+from raysgd._imports.optional import require, require_installed
+from raysgd._numbers.nested import flattened
+from raysgd._text.once import Once
 from raysgd.writers.sink import LoggedRun, Sink, place_in
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from raysgd._once import Once
-from raysgd._secrets import masked
+from raysgd._text.once import Once
+from raysgd._text.secrets import masked
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

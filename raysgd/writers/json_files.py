@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd._atomic_file import replacing
+from raysgd._files.atomic_file import replacing
 from raysgd.writers.sink import FileSink
 
 

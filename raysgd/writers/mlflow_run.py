@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.writers.service_run import ServiceRun, numbers_in
 from raysgd.writers.sink import LoggedRun
 

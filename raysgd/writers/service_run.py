@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._nested import flattened
-from raysgd._optional import require
+from raysgd._imports.optional import require
+from raysgd._numbers.nested import flattened
 from raysgd.writers.sink import LoggedRun, Sink
 
 

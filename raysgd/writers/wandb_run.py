@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._secrets import masked
+from raysgd._text.secrets import masked
 from raysgd.writers.service_run import ServiceRun, numbers_in
 from raysgd.writers.sink import LoggedRun
 

@@ -12,7 +12,7 @@ import torch
 from raysgd.callbacks import EMA, SWA, Callback, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, OwnEpochOperator
 
 Make = Callable[..., TorchTrainer]

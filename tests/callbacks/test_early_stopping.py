@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import Callback, CSVLogger, EarlyStopping, Run
-from raysgd.callbacks.calling import CallbackCalls
-from raysgd.replicas.history import History
+from raysgd.callbacks.calling.calling import CallbackCalls
+from raysgd.history.history import History
 
 
 def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None) -> Run:

@@ -1,6 +1,6 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.replicas.fitting` and `raysgd.replicas.fit_methods`; `raysgd.replicas.recording` only passes on.
+Covers `raysgd.driver.fitting` and `raysgd.driver.fit_methods`; `raysgd.history.recording` only passes on.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from raysgd._numbers.metric_names import name_in_test
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
-from raysgd.replicas import recording
-from raysgd.replicas.epochs import CallProgress
-from raysgd.replicas.history import name_in_test
+from raysgd.history import recording
+from raysgd.messages.epochs import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
 

@@ -1,6 +1,6 @@
 """The progress bar, on terminals, in log files and in notebooks; and what is printed while it is drawn.
 
-Covers `raysgd.callbacks.bars`, which draws it.
+Covers `raysgd.callbacks.display.bars`, which draws it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from raysgd.callbacks import ProgressBar, Run
-from raysgd.callbacks import bars as bars_module
-from raysgd.callbacks.bars import LineBar, TqdmBar, make_bar
-from raysgd.engine.history import GroupEvent
-from raysgd.replicas.epochs import CallProgress
-from raysgd.replicas.progress import ProgressListeners
+from raysgd.callbacks.display import bars as bars_module
+from raysgd.callbacks.display.bars import LineBar, TqdmBar, make_bar
+from raysgd.driver.progress import ProgressListeners
+from raysgd.engine.decisions.history import GroupEvent
+from raysgd.messages.epochs import CallProgress
 
 
 class Terminal(io.StringIO):
@@ -331,7 +331,7 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     code = """
         from raysgd.callbacks import ProgressBar, Run
-        from raysgd.replicas.epochs import Progress
+        from raysgd.messages.epochs import Progress
 
         run, bar = Run(name="run", trainer=object, epochs=2), ProgressBar()
         for run.epoch in (1, 2):

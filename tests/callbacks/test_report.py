@@ -1,6 +1,6 @@
 """The HTML report: its numbers are those of the history, it needs nothing else, and all text in it is text.
 
-Covers `raysgd.callbacks._page`, which makes the page.
+Covers `raysgd.callbacks.display.page`, which makes the page.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.callbacks._page import DATA_ID, RunFacts, time_by_part
-from raysgd.engine.history import GroupEvent
-from raysgd.engine.time_spent import TimeLedger
-from raysgd.replicas.history import CallRecord, History
+from raysgd.callbacks.display.page import DATA_ID, RunFacts, time_by_part
+from raysgd.engine.decisions.history import GroupEvent
+from raysgd.engine.shared.time_spent import TimeLedger
+from raysgd.history.history import CallRecord, History
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' & <!--"
 

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.callbacks import Callback, HTMLReport, ProgressBar, Run
-from raysgd.replicas.epochs import CallProgress
+from raysgd.messages.epochs import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.callbacks.test_report import Page
 from tests.torch.operators_for_tests import LinearOperator

@@ -24,7 +24,7 @@ from raysgd.callbacks import (
     ProfilerTrace,
     Run,
 )
-from raysgd.replicas.history import History
+from raysgd.history.history import History
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from tests.torch import operators_for_tests

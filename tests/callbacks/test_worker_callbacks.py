@@ -1,6 +1,6 @@
 """Worker callbacks with one worker in this process; losses are in `tests/torch/test_fit_integration.py`.
 
-Covers `raysgd.replicas.worker_callbacks`.
+Covers `raysgd.worker.worker_callbacks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from raysgd.callbacks import Callback, WorkerCallback
 from raysgd.exceptions import CallbackError, UnpicklableError, WorkerError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from raysgd.connections._board import Board
 from raysgd.connections._gloo import DelayedCalls, GlooConnections, addresses_in, as_written
-from tests.connections.test_board import boards_of
+from raysgd.connections.mesh.board import Board
+from tests.connections.mesh.test_board import boards_of
 
 ADDRESSES = ["127.0.0.1:80", "10.0.0.255:65535", "::1:29500", "fe80::1%2:258"]
 

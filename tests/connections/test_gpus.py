@@ -11,8 +11,8 @@ import torch
 
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.types import World
-from tests.connections.test_board import boards_of
+from raysgd.engine.shared.types import World
+from tests.connections.mesh.test_board import boards_of
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.connections._mesh import MeshBroken
+from raysgd.arrays.division import even_counts
 from raysgd.connections.group import EarlyVotes, Group
-from raysgd.engine.types import LOOPBACK, World
-from raysgd.replicas.division import even_counts
-from tests.connections.test_mesh import connected
+from raysgd.connections.mesh.mesh import MeshBroken
+from raysgd.engine.shared.types import LOOPBACK, World
+from tests.connections.mesh.test_mesh import connected
 
 
 def test_a_replica_that_is_alone_exchanges_nothing() -> None:

@@ -19,7 +19,7 @@ from raysgd.connections.horovod import (
     place,
     tuning,
 )
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"

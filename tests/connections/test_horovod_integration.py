@@ -14,7 +14,7 @@ PROGRAM = """
 import threading
 
 from raysgd.connections.horovod import HorovodConnection, import_horovod
-from raysgd.engine.types import Rendezvous, World
+from raysgd.engine.shared.types import Rendezvous, World
 
 
 def start(connection, size):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from raysgd.connections.torch import TorchConnection, exchanges_at_once
-from raysgd.engine.types import Rendezvous, World
-from raysgd.torch.ddp import DDP
+from raysgd.engine.shared.types import Rendezvous, World
+from raysgd.torch.parallel.ddp import DDP
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from _network import DEVICE, Node, network

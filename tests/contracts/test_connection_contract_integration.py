@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.connections._handshake import ConnectFailed
-from raysgd.connections._mesh import MeshBroken
-from raysgd.connections._sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
+from raysgd.connections.mesh.handshake import ConnectFailed
+from raysgd.connections.mesh.mesh import MeshBroken
+from raysgd.connections.mesh.process_sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.connection import Connection
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.types import Rendezvous, Resources, World
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.types import Rendezvous, Resources, World
 from tests.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 from tests.run_if import RunIf
 

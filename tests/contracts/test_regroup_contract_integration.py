@@ -15,11 +15,12 @@ import pytest
 import ray
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine import resources, standby
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import choose_source, takers
-from raysgd.engine.types import GroupReport, Resources, StateHandover, World
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.decisions.policies import choose_source, takers
+from raysgd.engine.group import standby
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes import resources
+from raysgd.engine.shared.types import GroupReport, Resources, StateHandover, World
 from raysgd.exceptions import ReservationTimeoutError
 from tests.failure_plan import FailurePlan
 from tests.fakes import NullConnection, SteppingReplica

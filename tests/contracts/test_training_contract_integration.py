@@ -15,12 +15,12 @@ import ray.cloudpickle
 import torch
 import torch.distributed as dist
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochRequest
 from raysgd.operators import GANOperator
-from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import FSDPOptions, StepOptions
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.torch_runner import TorchRunner
 from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.engine import members, ranks
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.replica import Capture
-from raysgd.engine.types import GroupReport, Resources, World
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.decisions import ranks
+from raysgd.engine.group import members
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.types import GroupReport, Resources, World
 from raysgd.exceptions import worker_error
 from tests.fakes import CountingReplica, NullConnection, add, read
 

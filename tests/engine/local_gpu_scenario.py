@@ -14,9 +14,9 @@ from typing import Any
 
 import ray
 
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.shared.types import Resources
 from tests.fakes import CountingReplica, NullConnection
 from tests.ray_start import patient_ray
 

@@ -16,13 +16,13 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import ScalingPolicy, capacity
-from raysgd.engine.resources import cluster_view
-from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.decisions.policies import ScalingPolicy, capacity
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import Resources
 from tests.fakes import CountingReplica, NullConnection, add
 from tests.ray_start import patient_ray
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd.engine.call import Call
+from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.call import Call
 from tests.fakes import WORDS, Event, FakeClock, FakeCluster, FakeGroup, NullConnection, SteppingReplica, walk, walk_on
 
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from raysgd.driver.restoring import load_into_all
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.snapshots import Snapshot
-from raysgd.engine.transfers import SharedValue
-from raysgd.engine.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
-from raysgd.engine.worker import Answer
-from raysgd.engine.worker_group import WorkerGroup
-from raysgd.replicas.restoring import load_into_all
+from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.snapshots import Snapshot
+from raysgd.engine.processes.transfers import SharedValue
+from raysgd.engine.processes.worker import Answer
+from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
 from tests.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 
 OWN_BYTES = 10_000  # of the random states of a rank

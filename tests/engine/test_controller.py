@@ -1,6 +1,6 @@
 """The controller with a scripted group, without Ray.
 
-Covers `raysgd.engine.lifecycle` and `raysgd.engine.group_starter`: a scripted group shows what they do.
+Covers `raysgd.engine.changes.lifecycle` and `raysgd.engine.changes.group_starter`: a scripted group shows what they do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.engine.types import ClusterView, World
+from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import ClusterView, World
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.fakes import (
     WORDS,

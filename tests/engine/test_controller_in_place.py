@@ -1,6 +1,6 @@
 """What a controller does with replicas that can go on in another group.
 
-Covers `raysgd.engine.in_place`: only the controller says when a group changes.
+Covers `raysgd.engine.changes.in_place`: only the controller says when a group changes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.call import Call
-from raysgd.engine.types import World
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import (

@@ -16,12 +16,12 @@ import ray
 from ray.util import placement_group, remove_placement_group
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.resources import cluster_view
-from raysgd.engine.types import ClusterView, Resources, World
+from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import ClusterView, Resources, World
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS
 from tests.failure_plan import FailurePlan, InjectedError

@@ -6,11 +6,11 @@ from collections import deque
 
 import pytest
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.renewal import renew, restart
+from raysgd.engine.shared.call import Call
 from raysgd.exceptions import WorkerError
 from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.history import GroupHistory
-from raysgd.engine.replica import Capture
-from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 from raysgd.engine.status import TrainerStatus, compose, find_straggler
-from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
 LEDGER = DataLedger(2, 100, 60, in_flight=8)
 BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartbeat(3, 17, "training", 540, own_s=2.0)}

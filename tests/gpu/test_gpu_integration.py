@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.engine.types import World
-from raysgd.replicas.epochs import EpochRequest
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.ddp import DDP
-from raysgd.torch.options import FSDPOptions, StepOptions
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.options import FSDPOptions, StepOptions
+from raysgd.torch.parallel.stream_clock import StreamClock
 from raysgd.torch.resnet import ResNet18
-from raysgd.torch.settings import TorchSettings
-from raysgd.torch.stream_clock import StreamClock
 from raysgd.torch.torch_runner import TorchRunner
 from tests.run_if import RunIf
 from tests.torch import operators_for_tests
@@ -208,7 +208,7 @@ def test_gradients_travel_by_nccl() -> None:
 
 @pytest.mark.usefixtures("nccl_alone")
 def test_models_are_divided_on_a_gpu() -> None:
-    from raysgd.torch.fsdp import FSDP
+    from raysgd.torch.parallel.fsdp import FSDP
 
     device = torch.device("cuda", torch.cuda.current_device())
     parallel = FSDP(device, 1, FSDPOptions(min_block_parameters=1))

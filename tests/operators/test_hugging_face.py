@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 
 
 @pytest.fixture(scope="module")

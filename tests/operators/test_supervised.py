@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassF1Score
 from raysgd import TorchTrainer
 from raysgd.operators import ClassificationOperator, RegressionOperator, SegmentationOperator
 from raysgd.operators.supervised import SupervisedOperator
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 
 CONFIG = {"lr": 0.1, "batch_size": 8, "seed": 0}
 RNG = torch.Generator().manual_seed(0)

@@ -25,11 +25,11 @@ import psutil
 import ray
 from ray.util import placement_group_table
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.types import Resources
+from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import Resources
 from tests.fakes import CountingReplica, NullConnection, add
 
 MIN_WORKERS, MAX_WORKERS = 2, 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from tests.fakes import meeting
 
 NUM_RANKS = 64

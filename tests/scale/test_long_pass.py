@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from raysgd.torch.batch_sampler import ElasticBatchSampler
-from raysgd.torch.sample_order import ShuffledOrder
-from raysgd.torch.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler
+from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 
 NUM_SAMPLES = 10**9
 HALF = NUM_SAMPLES // 2

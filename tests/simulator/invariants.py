@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from raysgd.engine.failures import Diagnosis
-from raysgd.engine.group_hooks import GroupHooks
-from raysgd.engine.history import GroupEvent
-from raysgd.engine.policies import RetryBudget
-from raysgd.engine.types import StateHandover
+from raysgd.engine.decisions.failures import Diagnosis
+from raysgd.engine.decisions.history import GroupEvent
+from raysgd.engine.decisions.policies import RetryBudget
+from raysgd.engine.group.group_hooks import GroupHooks
+from raysgd.engine.shared.types import StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica, State, used_until

@@ -8,27 +8,30 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, group_former, in_place, replica_calls, snapshots, standby
-from raysgd.engine.call import Call
-from raysgd.engine.call_monitor import CallMonitor
+from raysgd.engine import controller
+from raysgd.engine.changes import group_former, in_place
+from raysgd.engine.changes.call_monitor import CallMonitor
+from raysgd.engine.changes.group_former import GroupFormer, NextGroup
+from raysgd.engine.changes.group_starter import GroupStarter
+from raysgd.engine.changes.lifecycle import Lifecycle
+from raysgd.engine.changes.monitoring import Monitoring
+from raysgd.engine.changes.snapshotting import Snapshotting
+from raysgd.engine.changes.step_hold import StepHold
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.gathering import Listener
-from raysgd.engine.group_former import GroupFormer, NextGroup
-from raysgd.engine.group_starter import GroupStarter
-from raysgd.engine.lifecycle import Lifecycle
-from raysgd.engine.liveness import LivenessCheck, PollResult
-from raysgd.engine.members import Members
-from raysgd.engine.monitoring import Monitoring
-from raysgd.engine.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
-from raysgd.engine.slots import Slots
-from raysgd.engine.snapshot_pace import SnapshotPace
-from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.snapshotting import Snapshotting
-from raysgd.engine.standby import StandbyWorkers, StartupCheck
-from raysgd.engine.step_hold import StepHold
-from raysgd.engine.survivors import Survivors
-from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
+from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
+from raysgd.engine.group import standby
+from raysgd.engine.group.members import Members
+from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.group.survivors import Survivors
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes import replica_calls, snapshots
+from raysgd.engine.processes.gathering import Listener
+from raysgd.engine.processes.slots import Slots
+from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.snapshot_pace import SnapshotPace
+from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from tests.simulator.befalling import ENDLESS
 from tests.simulator.schedule import Fault, Op, Schedule
 

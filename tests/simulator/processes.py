@@ -9,8 +9,17 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.engine.types import LOOPBACK, Failure, HeldAtStep, Outcome, Rendezvous, StateHandover, WorkerInfo, World
-from raysgd.engine.worker import Answer, LeftGroup, StandbyReady, WorkerFailed
+from raysgd.engine.processes.worker import Answer, LeftGroup, StandbyReady, WorkerFailed
+from raysgd.engine.shared.types import (
+    LOOPBACK,
+    Failure,
+    HeldAtStep,
+    Outcome,
+    Rendezvous,
+    StateHandover,
+    WorkerInfo,
+    World,
+)
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.call import Call
-from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.driver.restoring import load_into_all
+from raysgd.engine.processes.snapshots import Snapshot, own_states
+from raysgd.engine.shared.call import Call
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
-from raysgd.replicas.restoring import load_into_all
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Future, Kernel, Stopped
 from tests.simulator.replica import State, Walked, load, look, note, walk, walk_on

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from raysgd.engine.replica import Capture
-from raysgd.engine.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
-from raysgd.replicas.division import Division
-from raysgd.torch.pass_plan import PassPlan
-from raysgd.torch.sample_order import ShuffledOrder
+from raysgd.arrays.division import Division
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
 

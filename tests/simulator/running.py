@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from raysgd.engine.changes.lifecycle import Clock, ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.lifecycle import Clock, ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.types import StateHandover, World
+from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
 from tests.simulator.kernel import Kernel, Lock, Stopped

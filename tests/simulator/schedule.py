@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.engine.snapshot_pace import EverySeconds
+from raysgd.engine.shared.snapshot_pace import EverySeconds
 
 POINTS = {
     # where: about how often a run comes there

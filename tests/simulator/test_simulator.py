@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.engine.policies import RetryBudget
+from raysgd.engine.decisions.policies import RetryBudget
 from tests.simulator.many import report
 from tests.simulator.running import quiet, run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn

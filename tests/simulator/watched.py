@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.standby import StandbyWorker, StandbyWorkers
-from raysgd.engine.types import GroupReport, Outcome
-from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.shared.types import GroupReport, Outcome
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:

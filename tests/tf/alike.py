@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raysgd.connections.group import Array, Group
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 
 
 class TwoAlike(Group):

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.engine.types import World
-from raysgd.replicas import results
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd._numbers import results
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.settings import TFSettings
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 
 SEED = 5

@@ -1,6 +1,6 @@
 """Changes of what one worker in this process trains with Keras: entries of its config, its class, its state, its rates.
 
-Covers `raysgd.replicas.changeable` and `raysgd.tf.learning_rates`, too.
+Covers `raysgd.worker.changeable` and `raysgd.tf.objects.learning_rates`, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer
-from raysgd.tf.learning_rates import differing
+from raysgd.tf.objects.learning_rates import differing
 from raysgd.tune.population import Population
 from tests.tf.lab import largest_difference
 from tests.tf.models import Line, make_data, make_model

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd.engine.types import DataLedger
-from raysgd.replicas.recovery import Recovery
+from raysgd.engine.shared.types import DataLedger
+from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference

@@ -1,7 +1,7 @@
 """N replicas are one process on the joined batch: weights, optimizer and metrics, for both Keras.
 
-Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosted`, `raysgd.tf.training_operator`, `raysgd.tf.keras_sync` and
-`raysgd.tf.watched_models`: only connected replicas show that they stay equal.
+Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosting.hosted`, `raysgd.tf.training_operator`, `raysgd.tf.parallel.keras_sync`
+and `raysgd.tf.parallel.watched_models`: only connected replicas show that they stay equal.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from raysgd.engine.types import StateHandover, World
+from raysgd.engine.shared.types import StateHandover, World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.epochs import EpochRequest
+from raysgd.messages.batch_options import BatchOptions
+from raysgd.messages.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
-from raysgd.tf.datasets import packed
-from raysgd.tf.operator_context import OperatorContext
-from raysgd.tf.settings import TFSettings
+from raysgd.tf.objects.datasets import packed
+from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together

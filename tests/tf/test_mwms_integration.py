@@ -73,7 +73,7 @@ def test_a_strategy_trains_restores_and_recovers(ray_cluster: None, legacy_keras
 TAKES_THE_PORT = """
 import socket
 from raysgd.connections.tensorflow import MultiWorkerConnection
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from tests.fakes import meeting
 
 connection = MultiWorkerConnection()

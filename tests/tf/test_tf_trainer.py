@@ -1,6 +1,6 @@
 """The trainer's arguments: what is refused before anything starts.
 
-Covers `raysgd.tf.arguments`: what counts is what a user of the trainer is told.
+Covers `raysgd.tf.driver.arguments`: what counts is what a user of the trainer is told.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 

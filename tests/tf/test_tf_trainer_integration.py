@@ -1,6 +1,7 @@
 """`TFTrainer` on real workers: results, state, models, losses of workers, and errors in user code.
 
-Covers `raysgd.tf.creator_operator` and `raysgd.tf.registration`: the state of a trainer is what they registered.
+Covers `raysgd.tf.creator_operator` and `raysgd.tf.objects.registration`: the state of a trainer is what they
+registered.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import pytest
 from raysgd import testing
 from raysgd.callbacks import Checkpointing, EarlyStopping
 from raysgd.exceptions import IncompatibleModelError, WorkerError
-from raysgd.tf import TFTrainer, TrainingOperator, checkpoint_file
-from raysgd.tf.registration import variables_of_optimizer
-from raysgd.tf.settings import TFSettings
+from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.checkpoints import checkpoint_file
+from raysgd.tf.objects.registration import variables_of_optimizer
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.s3_server import S3Server
 from tests.sent import sent_by_load
@@ -299,10 +301,10 @@ def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTra
     """In the workers of the trainer, in its group."""
 
     def told() -> Any:
-        from raysgd.engine.types import World
-        from raysgd.replicas.epochs import EpochRequest
+        from raysgd.engine.shared.types import World
+        from raysgd.messages.epochs import EpochRequest
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.settings import TFSettings
+        from raysgd.tf.operator.settings import TFSettings
         from raysgd.tf.tf_runner import TFRunner
         from tests.tf.lab import rank
 
@@ -352,7 +354,7 @@ class TwoModels(TrainingOperator):
 @pytest.mark.keras_in_turns("keras2")
 def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) -> None:
     def trained() -> Any:
-        from raysgd.engine.types import World
+        from raysgd.engine.shared.types import World
         from tests.tf.lab import Experiment, rank
 
         calls = (("train", None), ("train", None))
@@ -396,7 +398,7 @@ def test_a_compiled_step_may_average_by_itself_though_only_one_rank_traces_it_an
     """In the last of the joint batches, of three samples, the ranks have two and one."""
 
     def trained() -> Any:
-        from raysgd.engine.types import World
+        from raysgd.engine.shared.types import World
         from tests.tf.lab import Experiment, rank
 
         config = {"batch_size": 4, "num_samples": 15, "sharding": "global"}
@@ -430,7 +432,7 @@ class Short(Line):
 
 def test_all_ranks_begin_with_the_weights_of_the_first_whatever_numbers_they_are(trainer: TFTrainer) -> None:
     def begun() -> Any:
-        from raysgd.engine.types import World
+        from raysgd.engine.shared.types import World
         from tests.tf.lab import SEED, rank
 
         runner = TFRunner(TFSettings(Short, {}, SEED), World(rank(), 2))
@@ -521,9 +523,9 @@ def test_creators_that_return_something_wrong_are_told_so(
     """In one worker of the trainer, whichever comes first, to spare a start for every case."""
 
     def try_out() -> None:
-        from raysgd.engine.types import World
+        from raysgd.engine.shared.types import World
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.settings import TFSettings
+        from raysgd.tf.operator.settings import TFSettings
         from raysgd.tf.tf_runner import TFRunner
 
         try:

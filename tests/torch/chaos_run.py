@@ -22,7 +22,7 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.hygiene import RaySurroundings

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.engine.types import World
-from raysgd.replicas import results
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd._numbers import results
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
 
 SEED = 5

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.tf import checkpoint_file as array_file
-from raysgd.torch import TorchTrainer, divided_files, divided_folder
-from raysgd.torch import rng as random_states
-from raysgd.torch.divided_folder import WrittenPart
+from raysgd.tf.checkpoints import checkpoint_file as array_file
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import divided_files, divided_folder
+from raysgd.torch.checkpoints.divided_folder import WrittenPart
+from raysgd.torch.objects import rng as random_states
 from tests.torch import mutations
 from tests.torch.mutations import Seed
 from tests.torch.operators_for_tests import DropoutOperator

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from raysgd.torch import checkpoint_file
-from raysgd.torch._seal import Seal, new_checksum
-from raysgd.torch.divided_folder import DIVIDED, REST
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST
+from raysgd.torch.checkpoints.seal import Seal, new_checksum
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.torch import TrainingOperator
-from raysgd.torch.operator_context import OperatorContext
-from raysgd.torch.precision import Precision
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.objects.precision import Precision
+from raysgd.torch.operator.operator_context import OperatorContext
+from raysgd.torch.operator.settings import TorchSettings
 
 NUM_FEATURES = 3
 

@@ -26,7 +26,7 @@ import psutil
 import torch
 from ray.cluster_utils import Cluster
 
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import testing
+from raysgd.messages.recovery import Recovery
 from raysgd.operators import GANOperator
-from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of

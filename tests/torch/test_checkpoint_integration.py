@@ -11,10 +11,11 @@ import numpy
 import pytest
 import torch
 
-from raysgd.replicas.replica_state import RESUME
 from raysgd.testing import kill_worker
-from raysgd.torch import TorchTrainer, checkpoint_file
-from raysgd.torch.checkpoint_file import CheckpointCorruptedError
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError
+from raysgd.worker.state.replica_state import RESUME
 from tests.s3_server import S3Server
 from tests.sent import sent_by_load
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen

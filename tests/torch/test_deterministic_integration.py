@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import testing
-from raysgd.replicas.batch_options import BatchOptions
+from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 

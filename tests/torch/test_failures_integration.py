@@ -15,9 +15,9 @@ import pytest
 import ray
 import torch
 
-from raysgd.engine.resources import Reservation
+from raysgd.engine.processes.resources import Reservation
 from raysgd.exceptions import WorkerError, WorkersLostError
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.exceptions import WorkerError
+from raysgd.messages.recovery import Recovery
 from raysgd.operators import ClassificationOperator
-from raysgd.replicas.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
@@ -202,9 +202,9 @@ def test_a_stream_may_be_left_in_the_middle_and_begun_again(two: TorchTrainer) -
     """Where ranks agree step by step there is then a vote that nobody waits for."""
 
     def restart(operator: Any) -> Any:
-        from raysgd.engine.types import World
-        from raysgd.replicas.epochs import EpochRequest
-        from raysgd.torch.settings import TorchSettings
+        from raysgd.engine.shared.types import World
+        from raysgd.messages.epochs import EpochRequest
+        from raysgd.torch.operator.settings import TorchSettings
         from raysgd.torch.torch_runner import TorchRunner
 
         world = World(operator.world_rank, operator.world_size)

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import testing
 from raysgd.data import Dataset
-from raysgd.engine.types import World
-from raysgd.replicas.batch_options import BatchOptions
+from raysgd.engine.shared.types import World
+from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -280,7 +280,7 @@ def test_workers_that_wait_for_others_with_more_samples_are_warned_of(
     def warnings(operator: Any) -> list[Any]:
         found = []
         for size, cap in ((2, None), (2, 1), (3, None), (4, None), (1, None)):
-            with mock.patch("raysgd.torch.hosted.logger.warning") as warn:
+            with mock.patch("raysgd.torch.hosting.hosted.logger.warning") as warn:
                 options = {"batch_options": BatchOptions("constant", cap)}
                 experiment = Experiment(LinearOperator, {"batch_size": size}, (), options)
                 experiment.run_in(World(operator.world_rank, operator.world_size))

@@ -1,6 +1,6 @@
 """Lightning modules on one worker in this process, without Ray.
 
-Covers `raysgd.torch._lightning_module`, `raysgd.torch._lightning_progress` and `raysgd.torch._lightning_values`: a
+Covers `raysgd.torch.lightning.module`, `raysgd.torch.lightning.progress` and `raysgd.torch.lightning.values`: a
 module calls them, never a user.
 """
 
@@ -28,14 +28,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch._lightning_module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.constants import SCHEDULER_STEP
+from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.lightning_operator import LightningOperator
-from raysgd.torch.options import StepOptions
-from raysgd.torch.precision import NativeAmp, Precision
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.objects.precision import NativeAmp, Precision
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.training_operator import OperatorContext
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 

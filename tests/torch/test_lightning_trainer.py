@@ -1,6 +1,6 @@
 """The same modules in Lightning's own `Trainer` and in a `LightningOperator`, in one process: equal to 1e-6.
 
-Covers `raysgd.torch._lightning_subset`: what is supported is what these tests hold to Lightning.
+Covers `raysgd.torch.lightning.subset`: what is supported is what these tests hold to Lightning.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch._lightning_subset import CALLED, NEVER_CALLED, OTHER_STAGES
-from raysgd.torch.options import StepOptions
+from raysgd.torch.lightning.subset import CALLED, NEVER_CALLED, OTHER_STAGES
+from raysgd.torch.parallel.options import StepOptions
 
 NUM_EPOCHS = 3
 X = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))

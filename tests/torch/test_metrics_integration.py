@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.training_operator import get_test_metrics_operator
 from raysgd.utils import BATCH_SIZE
 from tests.run_if import RunIf

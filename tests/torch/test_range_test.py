@@ -1,6 +1,6 @@
 """The learning-rate range test: on losses that are made up, and on a worker in this process.
 
-Covers `raysgd.replicas.range_test`: the worker is one of PyTorch.
+Covers `raysgd.messages.range_test`: the worker is one of PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raysgd.exceptions import InvalidCountError
-from raysgd.replicas.range_test import LrCurve, RangeTest, smooth
+from raysgd.messages.range_test import LrCurve, RangeTest, smooth
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import DropoutOperator, equal
 

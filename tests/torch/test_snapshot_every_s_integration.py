@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal

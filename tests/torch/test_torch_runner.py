@@ -1,8 +1,8 @@
 """The replica that hosts one operator, alone and without workers.
 
-Covers `raysgd.replicas.runner` with what is behind it (`raysgd.replicas.hosted`, `raysgd.replicas.training`,
-`raysgd.replicas.replica_state`, `raysgd.torch.hosted`), and `raysgd.torch.replica_state`: a runner is one object for
-those that call it.
+Covers `raysgd.worker.runner` with what is behind it (`raysgd.worker.hosted`, `raysgd.worker.training`,
+`raysgd.worker.state.replica_state`, `raysgd.torch.hosting.hosted`), and `raysgd.torch.hosting.replica_state`: a runner
+is one object for those that call it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
-from raysgd._state_codec import StateEncoder, decode
-from raysgd.engine.types import DataLedger, HeldAtStep, StateHandover, World
+from raysgd._state.state_codec import StateEncoder, decode
+from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.replicas import copies
-from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
-from raysgd.replicas.recovery import Recovery
-from raysgd.replicas.replica_state import RESUME
+from raysgd.messages.batch_options import BatchOptions
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
-from raysgd.torch.metric_objects import capture
-from raysgd.torch.options import StepOptions
-from raysgd.torch.sampling import DataSignature
-from raysgd.torch.settings import TorchSettings
+from raysgd.torch.data.sampling import DataSignature
+from raysgd.torch.objects.metric_objects import capture
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.utils import IS_PADDING, AverageMeterCollection
+from raysgd.worker.state import copies
+from raysgd.worker.state.replica_state import RESUME
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, OwnEpochOperator, equal
 

@@ -1,6 +1,6 @@
 """The trainer's arguments, and everything it does that needs no more than one worker in this process.
 
-Covers `raysgd.torch.arguments` and `raysgd.replicas.trainer`: what counts is what a user of the trainer is told.
+Covers `raysgd.torch.driver.arguments` and `raysgd.driver.trainer`: what counts is what a user of the trainer is told.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch.distributed.fsdp
 
 from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import InvalidCountError, WorkerError
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
-from raysgd.torch.options import StepOptions
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
-from tests.replicas.rows import Rows
+from tests.arrays.rows import Rows
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
     BatchNormOperator,

@@ -1,7 +1,7 @@
 """Saving and loading the state of one worker in this process.
 
-Covers `raysgd.torch._fitting` and `raysgd.torch.state_loader`: whether a state fits is decided before anything of it is
-loaded.
+Covers `raysgd.torch.objects.fitting` and `raysgd.torch.driver.state_loader`: whether a state fits is decided before
+anything of it is loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy
 import pytest
 import torch
 
-from raysgd.torch import TorchTrainer, checkpoint_file
-from raysgd.torch.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.torch.sample_order import ShuffledOrder
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
+from raysgd.torch.data.sample_order import ShuffledOrder
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,

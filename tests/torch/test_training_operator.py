@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
-from raysgd.torch.precision import NativeAmp
+from raysgd.torch.objects.precision import NativeAmp
 from raysgd.utils import IS_PADDING
 from tests.torch.operators_for_tests import (
     CPU,

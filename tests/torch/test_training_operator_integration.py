@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.ddp import DDP
-from raysgd.torch.parallel import unwrap
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.strategy import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset, equal
 
@@ -163,7 +163,7 @@ def test_creators_that_return_one_loader_have_no_validation(two: TorchTrainer) -
 
 
 def world() -> Any:
-    from raysgd.engine.types import World
+    from raysgd.engine.shared.types import World
 
     return World(dist.get_rank(), dist.get_world_size())
 

@@ -1,7 +1,8 @@
 """Files of whoever: none ends the process, takes more memory than it has, or changes a trainer that refuses it.
 
-Covers `raysgd._plain_pickle`, `raysgd._stored_archive` and `raysgd.torch._tensor_file`: whole files show what parts
-of them do not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
+Covers `raysgd._reading.plain_pickle`, `raysgd._reading.stored_archive` and `raysgd.torch.checkpoints.tensor_file`:
+whole files show what parts of them do not. That good files are read as they were written is shown by
+`test_checkpoint_file.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import pytest
 import torch
 
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.torch import TorchTrainer, checkpoint_file
-from raysgd.torch import rng as random_states
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.objects import rng as random_states
 from tests.torch.mutations import archived
 from tests.torch.operators_for_tests import equal
 from tests.torch.test_torch_trainer_state import stateful

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from raysgd.connections.torch import end_process_group
-from raysgd.torch.ddp import DDP
-from raysgd.torch.parallel import NoParallel, unwrap
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.strategy import NoParallel, unwrap
 
 
 def a_model() -> torch.nn.Module:

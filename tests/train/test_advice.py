@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
 from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, UnpicklableError, WorkersLostError
 from raysgd.train import Trainer
-from raysgd.train._settings import WorkerSettings
+from raysgd.train._rules.settings import WorkerSettings
 from raysgd.train.backend import Backend, BackendConfig
 from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from raysgd.storage import StorageError, open_folder
-from raysgd.train import _arrivals
-from raysgd.train._retention import checked_score
+from raysgd.train._rules import arrivals
+from raysgd.train._rules.retention import checked_score
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,
@@ -208,7 +208,7 @@ class TestManager:
     def test_does_not_wait_for_ever_for_one_that_a_frozen_worker_sends(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_arrivals, "_ARRIVAL_S", 0.01)
+        monkeypatch.setattr(arrivals, "_ARRIVAL_S", 0.01)
         made = manager(tmp_path)
         comes = threading.Event()
         made.add(1, lambda: {"came": comes.wait(60)})

@@ -1,3 +1,8 @@
+"""What training functions can call, inside and outside of a run.
+
+Covers `raysgd.train._worker.session`: functions see it through these calls.
+"""
+
 from __future__ import annotations
 
 import math
@@ -10,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._once import Once
-from raysgd._state_codec import decode
-from raysgd.engine.types import World
+from raysgd._state.state_codec import decode
+from raysgd._text.once import Once
+from raysgd.engine.shared.types import World
 from raysgd.train import session
-from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import FunctionEnded
-from raysgd.train._messages import FunctionMessage, TrainingResultType
+from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionMessage, TrainingResultType
 from raysgd.train.constants import (
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,

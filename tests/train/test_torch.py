@@ -30,16 +30,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
-from raysgd.torch.precision import NativeAmp, Precision
+from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
-from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import FunctionEnded
-from raysgd.train._messages import FunctionSpec
 from raysgd.train._torch.accelerator import Accelerator
 from raysgd.train._torch.models import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
+from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.session import current_session
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import Trainer
-from raysgd.train._settings import as_range
+from raysgd.train._rules.settings import as_range
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.checkpoint import load_checkpoint

@@ -14,7 +14,7 @@ from raysgd import train
 from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.storage import Folder
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
-from raysgd.train._worker_handles import WorkerHandle
+from raysgd.train._rules.worker_handles import WorkerHandle
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from tests.s3_server import S3Server

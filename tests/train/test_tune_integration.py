@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd._trials import TrialInfo
+from raysgd.driver.tune_trial import TrialInfo
 from raysgd.train import Trainer
 from raysgd.train._tune import FunctionTrial, TrialPlan
 from raysgd.train.backend import BackendConfig

@@ -12,7 +12,7 @@ import ray.cloudpickle
 
 from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
-from raysgd.replicas.recovery import Recovery
+from raysgd.messages.recovery import Recovery
 from raysgd.tune.population import Population
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal

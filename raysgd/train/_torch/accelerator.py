@@ -9,10 +9,10 @@ import weakref
 import numpy as np
 import torch
 
-from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import NoParallel
-from raysgd.torch.precision import NativeAmp, Precision
-from raysgd.train._session import Session, running_session
+from raysgd.torch.objects.precision import NativeAmp, Precision
+from raysgd.torch.parallel.options import FSDPOptions
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.train._worker.session import Session, running_session
 
 
 class Accelerator:
@@ -32,7 +32,7 @@ class Accelerator:
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
         """Divides a model over the workers, in place."""
-        from raysgd.torch.fsdp import FSDP  # not at the top: it takes a while, and few need it
+        from raysgd.torch.parallel.fsdp import FSDP  # not at the top: it takes a while, and few need it
 
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.precision import Precision
+from raysgd.torch.objects.precision import Precision
 from raysgd.train._torch.accelerator import accelerator_of
 
 _SCALED = "_goes_through_scaler"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._checks import check_seconds
+from raysgd._arguments.checks import check_seconds
 from raysgd.connections.torch import TorchConnection, end_process_group
-from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
-from raysgd.train._session import current_session
+from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.train._worker.session import current_session
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, PlacedConnection
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import Any
 from raysgd.air._packing import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
+from raysgd.air.layout import checkpoint_name
 from raysgd.storage import Folder, StorageError
-from raysgd.train._arrivals import CheckpointTaker
+from raysgd.train._rules.arrivals import CheckpointTaker
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
-from raysgd.train.fit.layout import checkpoint_name
 from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from raysgd._ray_data import are_cpus_free, is_of_ray, with_own_options
 from raysgd.air.config import DatasetConfig
 from raysgd.air.constants import TRAIN_DATASET_KEY, WILDCARD_KEY
-from raysgd.train._shards import divided
+from raysgd.arrays.ray_data import are_cpus_free, is_of_ray, with_own_options
+from raysgd.train._worker.shards import divided
 
 OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),

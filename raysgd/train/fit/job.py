@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
+from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.exceptions import StorageError, training_failed_error
-from raysgd.train.fit.kept_checkpoints import number_of
-from raysgd.train.fit.layout import TrialFolder, new_trial_folder
-from raysgd.train.fit.recorder import Recorder
+from raysgd.train.fit.record.kept_checkpoints import number_of
+from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.restore import save_trainer
 from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts, checkpoint_at

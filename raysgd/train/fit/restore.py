@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd._secrets import has_secret, masked
+from raysgd._text.secrets import has_secret, masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
+from raysgd.air.layout import TrialFolder
+from raysgd.air.trial import FitTrialView
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
-from raysgd.train.fit.layout import TrialFolder
-from raysgd.train.fit.recorder import RUN_FILE
-from raysgd.train.fit.trial import FitTrialView
+from raysgd.train.fit.record.recorder import RUN_FILE
 
 logger = logging.getLogger(__name__)
 

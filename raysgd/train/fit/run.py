@@ -16,12 +16,12 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.engine.failures import Diagnosis, words
-from raysgd.engine.placement import Placement
+from raysgd.engine.decisions.failures import Diagnosis, words
 from raysgd.exceptions import WorkersLostError, worker_error
-from raysgd.train import _settings
-from raysgd.train._max_retries import RenewingPolicy
-from raysgd.train._run import FunctionRun
+from raysgd.messages.placement import Placement
+from raysgd.train._rules import settings
+from raysgd.train._rules.max_retries import RenewingPolicy
+from raysgd.train._run.run import FunctionRun
 from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS = replace(
-    _settings.WORDS,
+    settings.WORDS,
     when_shut_down="Call `fit` again for new workers.",
     when_spent="Saved checkpoints are kept.",
     when_not_granted=(
@@ -90,7 +90,7 @@ class FitRun:
             plan.preprocessor,
             self._begin_attempt,
         )
-        rules = _settings.ExecutorRules(
+        rules = settings.ExecutorRules(
             RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing),
             self._checkpoints,
             self._note_failure,
@@ -209,7 +209,7 @@ def _is_complete(landing: CheckpointLanding | None) -> bool:
     return landing is None or landing.is_over
 
 
-def _executor(plan: FitPlan, run_config: RunConfig, rules: _settings.ExecutorRules) -> BackendExecutor:
+def _executor(plan: FitPlan, run_config: RunConfig, rules: settings.ExecutorRules) -> BackendExecutor:
     scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range
     return BackendExecutor(
         plan.backend,

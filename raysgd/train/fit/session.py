@@ -14,14 +14,14 @@ from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
-from raysgd.engine.types import World
+from raysgd.air.layout import checkpoint_name
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
-from raysgd.train._messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
-from raysgd.train._pending_checkpoints import PendingCheckpoints
-from raysgd.train._session import Session
-from raysgd.train._stored_files import names_in, store_beside
-from raysgd.train.fit.layout import checkpoint_name
+from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
+from raysgd.train._worker.session import Session
+from raysgd.train._worker.stored_files import names_in, store_beside
 
 METADATA_KEY = "_raysgd_metadata"
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders

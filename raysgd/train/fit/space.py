@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd import _trials
-from raysgd._checks import did_you_mean
+from raysgd._arguments.checks import did_you_mean
 from raysgd.air._scaling import is_open
 from raysgd.air.config import ScalingConfig
+from raysgd.driver import tune_trial
 from raysgd.train.fit import arguments
 
 if TYPE_CHECKING:
@@ -69,5 +69,5 @@ def _merged(before: Any, value: Any) -> Any:
     if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
         return arguments.changed_scaling(before, arguments.own_values(value))
     if isinstance(before, Mapping) and isinstance(value, Mapping):
-        return _trials.merged(before, value)
+        return tune_trial.merged(before, value)
     return value

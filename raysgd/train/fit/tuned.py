@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd import _trials
-from raysgd._trials import TrialInfo, TrialStepResult
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
-from raysgd.train._mailbox import FunctionEnded, Mailbox, RunCancelled
+from raysgd.air.layout import TrialFolder, new_trial, storage_of
+from raysgd.driver import tune_trial
+from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
+from raysgd.train._worker.mailbox import FunctionEnded, Mailbox, RunCancelled
 from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
-from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.session import TrialFacts
 from raysgd.train.fit.space import merged_arguments
 
 if TYPE_CHECKING:
-    from raysgd.engine.history import GroupEvent
+    from raysgd.engine.decisions.history import GroupEvent
     from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
 
@@ -61,7 +61,7 @@ def make_trainable(trainer: BaseTrainer) -> type[Any]:
         return [scaling.trainer_bundle, *[scaling.worker_bundle] * num_workers]
 
     strategy = trainer.scaling_config.placement_strategy
-    return _trials.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
+    return tune_trial.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
 
 
 class TrialRecorder:

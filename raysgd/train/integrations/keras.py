@@ -11,8 +11,8 @@ from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._optional import require
-from raysgd.train._tensorflow_checkpoint import TensorflowCheckpoint
+from raysgd._imports.optional import require
+from raysgd.train._tensorflow.checkpoint import TensorflowCheckpoint
 from raysgd.train.session import get_world_rank, report
 
 __all__ = ["Callback", "ReportCheckpointCallback"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._optional import require
+from raysgd._imports.optional import require
 from raysgd.train.session import current_session, get_trial_name, get_world_rank
 
 require("mlflow", extra="mlflow", purpose="`raysgd.air.integrations.mlflow`")

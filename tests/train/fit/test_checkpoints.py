@@ -10,7 +10,7 @@ import pytest
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
-from raysgd.train._arrivals import CheckpointLostError
+from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train.fit.checkpoints import FitCheckpoints
 from raysgd.train.fit.session import METADATA_KEY
 

@@ -8,15 +8,15 @@ from typing import Any, cast
 import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
-from raysgd.engine.failures import Diagnosis
-from raysgd.engine.policies import RaiseError, Rebuild, RetryBudget
-from raysgd.train._arrivals import CheckpointLostError
-from raysgd.train._messages import TrainingResultType
-from raysgd.train._run import FunctionStep
+from raysgd.engine.decisions.failures import Diagnosis
+from raysgd.engine.decisions.policies import RaiseError, Rebuild, RetryBudget
+from raysgd.train._rules.arrivals import CheckpointLostError
+from raysgd.train._run.run import FunctionStep
+from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.checkpoints import CheckpointLanding
 from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.recorder import Recorder
+from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
 from raysgd.train.fit.session import TrialFacts
 from tests.train.fit.notes import make_folder

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._state_codec import EncodedState, decode
+from raysgd._state.state_codec import EncodedState, decode
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
-from raysgd.engine.types import World
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
-from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._mailbox import FunctionEnded
-from raysgd.train._messages import FunctionMessage, FunctionSpec
+from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.job import facts_of

@@ -10,9 +10,9 @@ import pytest
 
 from raysgd import tune
 from raysgd.train import RunConfig, ScalingConfig
+from raysgd.train._fit_trainers import HorovodTrainer
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.frameworks import HorovodTrainer
 from raysgd.train.fit.space import check_space, merged_arguments
 from raysgd.train.tensorflow import TensorflowTrainer
 from raysgd.train.torch import TorchTrainer

@@ -1,0 +1,1 @@
+"""Arguments: checked before anything starts, or read from a command line."""

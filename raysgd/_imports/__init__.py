@@ -1,0 +1,1 @@
+"""Imports: public names on first use, and packages that may be missing."""

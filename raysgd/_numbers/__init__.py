@@ -1,0 +1,1 @@
+"""Numbers: averages, timers, results of all workers, rankings."""

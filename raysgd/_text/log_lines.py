@@ -1,0 +1,159 @@
+"""Log lines: warnings are shown by default, and those of workers are shown by the driver, with their rank.
+
+A library usually leaves logging to its user. raysgd warns of what changes the numbers of a training, and of lost
+workers, so it shows warnings until the user sets up logging. From then on the user's handlers alone decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd._text.rank_words import named
+
+LEVEL_VARIABLE = "RAYSGD_LOG_LEVEL"
+
+_NAME = "raysgd"
+_FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
+_TIME = "%Y-%m-%d %H:%M:%S"
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
+_MOST_NOTES = 1000  # lines of a worker that wait for the driver; then the oldest go
+_MOST_TOLD = 10_000  # different lines that a driver remembers, so as not to repeat them
+
+
+@dataclass(frozen=True)
+class WorkerLogLine:
+    """A log line of a worker on its way to the driver."""
+
+    name: str
+    level: int
+    text: str
+
+
+class DefaultHandler(logging.Handler):
+    """Writes to the standard error stream where the user has set up no handler for the lines of raysgd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(_FORMAT, _TIME))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_handled_elsewhere(record.name):
+            print(self.format(record), file=sys.stderr)
+
+    def _is_handled_elsewhere(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+class Notebook(logging.Handler):
+    """Keeps the log lines of a worker process until the driver takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+        self._notes: deque[WorkerLogLine] = deque(maxlen=_MOST_NOTES)
+        self._glanced_at: deque[WorkerLogLine] = deque(maxlen=_MOST_NOTES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() == self._pid:
+            self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
+        elif logging.lastResort is not None:  # a loader's process, which sends no notes
+            logging.lastResort.handle(record)
+
+    def glance(self) -> tuple[WorkerLogLine, ...]:
+        """The lines since the last time. `drain` brings them again: a sign of life that has them may stay unread."""
+        notes = _taken_from(self._notes)
+        self._glanced_at.extend(notes)
+        return notes
+
+    def drain(self) -> tuple[WorkerLogLine, ...]:
+        """The lines since the last `drain`. Lines that other threads add meanwhile wait for the next time."""
+        return (*_taken_from(self._glanced_at), *_taken_from(self._notes))
+
+
+class LogRelay:
+    """Logs in the driver what workers logged: each line once, with the ranks that said it."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def tell(self, notes: Mapping[str, Sequence[WorkerLogLine]]) -> None:
+        """Logs the lines that were not logged yet.
+
+        Args:
+            notes: By who they come from: `"0"` and so on for a rank, any other words for a worker without one.
+        """
+        speakers: dict[WorkerLogLine, list[str]] = {}
+        for speaker, said in notes.items():
+            for note in dict.fromkeys(said):
+                speakers.setdefault(note, []).append(speaker)
+        for note, who in speakers.items():
+            if (note.name, note.text) not in self._told:
+                self._remember(note)
+                logging.getLogger(note.name).log(note.level, "%s: %s", _named(who), note.text)
+
+    def _remember(self, note: WorkerLogLine) -> None:
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        self._told.add((note.name, note.text))
+
+
+def install() -> None:
+    """In any process that imports raysgd: shows warnings by default, or what the environment variable asks for."""
+    logger = logging.getLogger(_NAME)
+    if not any(isinstance(handler, DefaultHandler | Notebook) for handler in logger.handlers):
+        logger.addHandler(DefaultHandler())
+    chosen = os.environ.get(LEVEL_VARIABLE)
+    if not chosen:
+        return
+    if chosen.upper() in _LEVELS:
+        logger.setLevel(_LEVELS[chosen.upper()])
+    else:
+        warnings.warn(f"`{LEVEL_VARIABLE}={chosen}` has no effect: use one of {', '.join(_LEVELS)}.", stacklevel=2)
+
+
+def level() -> int:
+    """From which level on lines of raysgd count in this process."""
+    return logging.getLogger(_NAME).getEffectiveLevel()
+
+
+def collect(from_level: int) -> None:
+    """In a worker process: keeps lines for the driver instead of showing them."""
+    global _notebook
+    logger = logging.getLogger(_NAME)
+    logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | Notebook)]
+    _notebook = Notebook()
+    logger.addHandler(_notebook)
+    logger.setLevel(from_level)
+
+
+def glance() -> tuple[WorkerLogLine, ...]:
+    """The lines that wait for the driver and go on waiting; none in a process that is no worker."""
+    return () if _notebook is None else _notebook.glance()
+
+
+def drain() -> tuple[WorkerLogLine, ...]:
+    """The lines that wait for the driver; none in a process that is no worker."""
+    return () if _notebook is None else _notebook.drain()
+
+
+_notebook: Notebook | None = None
+
+
+def _taken_from(notes: deque[WorkerLogLine]) -> tuple[WorkerLogLine, ...]:
+    return tuple(notes.popleft() for _ in range(len(notes)))
+
+
+def _named(who: Sequence[str]) -> str:
+    ranks = [int(each) for each in who if each.isdigit()]
+    return named(ranks) if ranks else who[0]

@@ -1,0 +1,1 @@
+"""Arrays and batches without a framework: nested, divided, put together again."""

@@ -1,0 +1,158 @@
+"""What `predict` returns its results in: the same kind of container as the data came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from raysgd.arrays import trees
+
+PREDICTION = "prediction"
+"""The name of a result, where results need names and `predict_batch` gives none."""
+
+_BLOCK_BYTES = 2**20
+
+
+class Container(Protocol):
+    """Makes of the outputs of batches what `predict` returns."""
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """The results of each batch, one after the other."""
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """The results of all batches in one."""
+
+
+class ArrayContainer:
+    """The outputs as arrays.
+
+    Args:
+        leaf: Makes of each array what the user gets.
+    """
+
+    def __init__(self, leaf: Callable[[Any], Any] = trees.own) -> None:
+        self._leaf = leaf
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """Arrays for each batch."""
+        return (self._shown(output) for output in outputs)
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """Arrays with a row for each row of the data."""
+        found = list(outputs)
+        return self._shown(trees.joined(found) if found else self._nothing())
+
+    def _shown(self, output: Any) -> Any:
+        return trees.mapped(output, lambda leaf: leaf if isinstance(leaf, list) else self._leaf(leaf))
+
+    def _nothing(self) -> Any:
+        return np.zeros(0, np.float32)
+
+
+class DictContainer(ArrayContainer):
+    """The outputs as a dict of arrays; a single output gets a name."""
+
+    def _shown(self, output: Any) -> Any:
+        return super()._shown(output if isinstance(output, Mapping) else {PREDICTION: output})
+
+    def _nothing(self) -> Any:
+        return {}
+
+
+class DataFrameContainer:
+    """The outputs as columns of a data frame of pandas.
+
+    Args:
+        index: That of the frame that came in.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """A frame for each batch."""
+        start = 0
+        for output in outputs:
+            frame = self._frame(output, start)
+            start += len(frame)
+            yield frame
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """One frame."""
+        found = list(outputs)
+        return self._frame(trees.joined(found) if found else {}, 0)
+
+    def _frame(self, output: Any, start: int) -> Any:
+        import pandas as pd
+
+        columns = {name: column for key, leaf in named(output) for name, column in _columns(key, leaf)}
+        num_rows = len(next(iter(columns.values()), ()))
+        return pd.DataFrame(columns, index=self._index[start : start + num_rows])
+
+
+class RayDataContainer:
+    """The outputs as a dataset of Ray Data, which lies in Ray's object store and not in the driver."""
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """A dict of arrays for each batch, as `iter_batches` gives them."""
+        return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """A dataset."""
+        import ray
+        import ray.data
+
+        blocks: list[Any] = [ray.put(_as_frame(trees.joined(group))) for group in _groups(outputs)]
+        return ray.data.from_pandas_refs(blocks) if blocks else ray.data.from_items([])
+
+
+def named(output: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of an output with a name for each, such as `prediction`, `prediction_0`, `box.x`."""
+    if isinstance(output, Mapping):
+        for key, part in output.items():
+            yield from ((_inside(str(key), name), leaf) for name, leaf in named(part))
+    elif isinstance(output, tuple):
+        names = getattr(output, "_fields", range(len(output)))
+        for name, part in zip(names, output, strict=True):
+            outer = name if isinstance(name, str) else f"{PREDICTION}_{name}"
+            yield from ((_inside(outer, inner), leaf) for inner, leaf in named(part))
+    else:
+        yield PREDICTION, output
+
+
+def _inside(outer: str, inner: str) -> str:
+    return outer if inner == PREDICTION else f"{outer}.{inner}"
+
+
+def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """A leaf as columns: a matrix has one for each of its columns, larger arrays lie in one as objects."""
+    shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
+    if len(shape) == 2 and shape[1] > 1:
+        yield from ((f"{name}_{index}", leaf[:, index]) for index in range(shape[1]))
+    elif len(shape) == 2 and shape[1] == 1:
+        yield name, leaf[:, 0]
+    else:
+        yield name, list(leaf) if len(shape) > 1 else leaf
+
+
+def _as_frame(output: Any) -> Any:
+    """A block for Ray Data, which makes tensors of columns of arrays."""
+    import pandas as pd
+
+    return pd.DataFrame({name: leaf if np.ndim(leaf) < 2 else list(leaf) for name, leaf in named(output)})
+
+
+def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
+    """The outputs in groups that are large enough for a block."""
+    group: list[Any] = []
+    num_bytes = 0
+    for output in outputs:
+        group.append(output)
+        num_bytes += trees.nbytes(output)
+        if num_bytes >= _BLOCK_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,258 @@
+"""Datasets of Ray Data as the data of replicas: batches in the order of the rows, dealt to the workers one by one.
+
+Every row is in one batch of one worker. With `preserve_order` the batches of a step hold the rows that one process with
+a larger batch would have in that step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from raysgd._arguments.checks import check_count
+from raysgd.arrays.ray_data import is_of_ray, with_own_options
+from raysgd.engine.shared.types import World
+from raysgd.utils import BATCH_SIZE
+
+PLAIN_BATCH_SIZE = "batch_size"
+"""Under this key a config may hold the batch size of one worker."""
+
+Columns = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """What becomes of rows: see `RayBatches`."""
+
+    batch_size: int | None
+    feature_columns: Columns
+    label_column: Columns
+    transform: Callable[[Any], Any] | None
+    prefetch_batches: int
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The names of all columns that are used; None where all are."""
+        if self.feature_columns is None:
+            return None
+        return [*_listed(self.feature_columns), *_listed(self.label_column)]
+
+
+def _listed(columns: Columns) -> list[str]:
+    return [columns] if isinstance(columns, str) else list(columns or ())
+
+
+PLAIN_FORM = BatchForm(None, None, None, None, 1)
+"""Batches that are the columns, or the arrays, as they are."""
+
+
+@dataclass(frozen=True)
+class RayBatches:
+    """How the rows of a dataset of Ray Data become batches: for `register_data`, and for `train(dataset=...)`.
+
+    A name of a column stands for the column as it is, a list of names for one array with a column for each.
+
+    Args:
+        dataset: The dataset.
+        batch_size: Rows in a batch of one worker. None: what the config has under `BATCH_SIZE`, or under "batch_size".
+        feature_columns: What the model gets. Needs `label_column`; without both a batch is a dict of all columns.
+        label_column: What it is to predict. A batch is then a tuple of features and label.
+        transform: Called with each batch in the worker; returns what `train_batch` gets.
+        preserve_order: Whether the rows come in the order of the dataset. Without, Ray Data may work faster.
+        prefetch_batches: How many batches are made ahead of their use.
+        batches_per_block: How many batches are dealt to a worker at a time. More cost Ray less for each row; but then
+            the batches of a step are not those that one process would have in it.
+
+    Raises:
+        TypeError: The dataset is not one of Ray Data.
+        ValueError: Another argument is wrong.
+
+    Example:
+        >>> batches = RayBatches(dataset, batch_size=32, feature_columns=["x"], label_column="y")  # doctest: +SKIP
+        >>> self.register_data(train_loader=batches)  # doctest: +SKIP
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    feature_columns: Columns = None
+    label_column: Columns = None
+    transform: Callable[[Any], Any] | None = None
+    preserve_order: bool = True
+    prefetch_batches: int = 1
+    batches_per_block: int = 1
+
+    def __post_init__(self) -> None:
+        if not is_of_ray(self.dataset):
+            raise TypeError(f"`RayBatches` got a `{type(self.dataset).__name__}`: need a dataset of Ray Data.")
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size, "It is the number of rows in a batch of one worker.")
+        check_count("batches_per_block", self.batches_per_block, "It is the number of batches dealt at a time.")
+        if (self.feature_columns is None) != (self.label_column is None):
+            raise ValueError(
+                f"`feature_columns={self.feature_columns!r}` with `label_column={self.label_column!r}`: pass both, or "
+                "neither for batches that are dicts of all columns."
+            )
+
+    @property
+    def form(self) -> BatchForm:
+        """The same without the dataset."""
+        return BatchForm(
+            self.batch_size, self.feature_columns, self.label_column, self.transform, self.prefetch_batches
+        )
+
+    def sized(self, config: Mapping[str, Any]) -> RayBatches:
+        """The same with a batch size, if need be that of a worker's config.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.batch_size is not None:
+            return self
+        size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
+        if size is None:
+            raise ValueError(
+                "A dataset of Ray Data has no batch size. Pass `raysgd.data.RayBatches(dataset, batch_size=...)`, or "
+                "put the size of one worker's batch into the trainer's config, `config={\"batch_size\": 32}`."
+            )
+        return replace(self, batch_size=size)
+
+    def shares(self, num_workers: int) -> list[RayShare]:
+        """What each worker reads, by rank. All of them have to read at the same time."""
+        if num_workers == 1:
+            iterators = [self._ordered(self.dataset).iterator()]
+        else:
+            iterators = self._ordered(self._in_blocks()).streaming_split(num_workers, equal=False)
+        return [RayShare(iterator, self.form) for iterator in iterators]
+
+    def _in_blocks(self) -> Any:
+        """The dataset in blocks of whole batches: Ray deals whole blocks, and the one with the fewest rows is next."""
+        repartition = self.dataset.repartition
+        if "strict" not in inspect.signature(repartition).parameters:
+            import ray
+
+            raise RuntimeError(
+                f"Ray {ray.__version__} cannot divide a dataset so that every worker has whole batches and no row is "
+                'lost. Run: pip install --upgrade "ray[data]>=2.55"'
+            )
+        assert self.batch_size is not None, "`sized` comes first"
+        return repartition(target_num_rows_per_block=self.batch_size * self.batches_per_block, strict=True)
+
+    def _ordered(self, dataset: Any) -> Any:
+        if not self.preserve_order or dataset.context.execution_options.preserve_order:
+            return dataset
+        own = with_own_options(dataset)
+        own.context.execution_options.preserve_order = True
+        return own
+
+
+@dataclass(frozen=True)
+class RayShare:
+    """The batches of one worker, again in each pass.
+
+    Args:
+        iterator: Ray's iterator over them.
+        form: What becomes of the rows.
+    """
+
+    iterator: Any
+    form: BatchForm
+
+    def arrays(self) -> Iterator[Mapping[str, Any]]:
+        """The batches of a pass, as dicts of NumPy arrays."""
+        form = self.form
+        yield from self.iterator.iter_batches(
+            batch_size=form.batch_size, batch_format="numpy", prefetch_batches=form.prefetch_batches
+        )
+
+
+Convert = Callable[[Mapping[str, Any], BatchForm], Any]
+"""Makes a batch of the framework from arrays."""
+
+
+class RayLoader:
+    """What an operator registered, once the driver has given this worker its share.
+
+    Args:
+        batches: What was registered, with its batch size.
+        world: This worker's place among those that share the dataset.
+        convert: For each batch.
+
+    Attributes:
+        iterator: Ray's iterator over this worker's share; None before the driver has divided the dataset.
+    """
+
+    def __init__(self, batches: RayBatches, world: World, convert: Convert) -> None:
+        self.batches = batches
+        self.world = world
+        self.iterator: Any = None
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.iterator is None:
+            self.iterator = self._whole()
+        form = self.batches.form
+        return (self._convert(arrays, form) for arrays in RayShare(self.iterator, form).arrays())
+
+    def _whole(self) -> Any:
+        if self.world.is_distributed:
+            raise RuntimeError(
+                "This worker has no part of the Ray Data dataset yet: the driver divides it when `train` or `validate` "
+                "begins. Iterate over the batches that `train_epoch` and `validate` get."
+            )
+        return self.batches.shares(1)[0].iterator
+
+
+def ray_batches(data: Any) -> RayBatches | None:
+    """`data` as batches of Ray Data; None if it is something else."""
+    if isinstance(data, RayBatches):
+        return data
+    return RayBatches(data) if is_of_ray(data) else None
+
+
+def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
+    """What of these the driver has to divide, as it needs to know it."""
+    return {
+        name: replace(loader.batches, transform=None)
+        for name, loader in loaders.items()
+        if isinstance(loader, RayLoader) and loader.world.is_distributed
+    }
+
+
+def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]], Any]) -> Any:
+    """The columns that a name or a list of names stands for."""
+    if isinstance(columns, str):
+        return _column(batch, columns)
+    return join([_column(batch, name) for name in columns or ()])
+
+
+def stacked(values: Any) -> Any:
+    """Return a column as an array of NumPy: one array, too, where each value is an array itself."""
+    values = np.asarray(values)
+    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
+        return np.stack(list(values))
+    return values
+
+
+def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
+    """The batch that columns make, or arrays without names.
+
+    Args:
+        columns: Arrays of the framework.
+        form: What becomes of them.
+        join: Puts columns side by side.
+    """
+    batch = columns
+    if form.feature_columns is not None:
+        batch = chosen(columns, form.feature_columns, join)
+        batch = batch if form.label_column is None else (batch, chosen(columns, form.label_column, join))
+    return batch if form.transform is None else form.transform(batch)
+
+
+def _column(batch: Mapping[str, Any], name: str) -> Any:
+    if name not in batch:
+        raise ValueError(f"The dataset has no column {name!r}: it has {sorted(batch)}.")
+    return batch[name]

@@ -1,0 +1,166 @@
+"""The small file beside a checkpoint of `Run.save`: the history of the run and the states of its callbacks.
+
+In a long run the history is large, and nearly all of it was saved before. So it is written in parts, each once, to
+files of their own beside the checkpoints; the small file names them and has only what came after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysgd.history.history import BEGINNING, History, HistoryLimits, plain
+from raysgd.storage import files
+
+ENDING = ".run.json"
+_FORMAT = 1
+_ROWS_OF_PART = 200
+_NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What stands beside a checkpoint.
+
+    Attributes:
+        epoch: How many epochs the checkpoint has.
+        history: Of the run, up to the checkpoint.
+        callbacks: For each callback its class and its state.
+    """
+
+    epoch: int
+    history: History
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The parts of a history that are files in a folder.
+
+    Attributes:
+        names: The files, in order.
+        extent: How much of the history they have.
+    """
+
+    names: tuple[str, ...] = ()
+    extent: HistoryLimits = BEGINNING
+
+
+class Sidecars:
+    """Writes and reads what stands beside the checkpoints of one run."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, _Written] = {}
+
+    def write(self, checkpoint: str, sidecar: Sidecar) -> None:
+        """Writes what is to stand beside a checkpoint.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        history = sidecar.history
+        written = self._with_parts(checkpoint, history)
+        rest = history.part(written.extent, history.extent)
+        rest.stop_reason = history.stop_reason
+        content = {
+            "raysgd_run": _FORMAT,
+            "epoch": sidecar.epoch,
+            "history": rest.as_data(),
+            "parts": list(written.names),
+            "callbacks": plain(sidecar.callbacks),
+        }
+        _write(location(checkpoint), json.dumps(content, allow_nan=False))
+
+    def _with_parts(self, checkpoint: str, history: History) -> _Written:
+        """Write another part once there is enough for one: all but the last of each kind, which may still change."""
+        folder = files.in_folder_of(checkpoint, "")
+        written = self._written.get(folder, _Written())
+        end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
+        if end.rows - written.extent.rows < _ROWS_OF_PART:
+            return written
+        content = history.part(written.extent, end).to_json()
+        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # another run has other names
+        _write(files.in_folder_of(checkpoint, name), content)
+        self._written[folder] = _Written((*written.names, name), end)
+        return self._written[folder]
+
+    def read(self, checkpoint: str) -> Sidecar | None:
+        """What stands beside a checkpoint; None if there is nothing.
+
+        Raises:
+            ValueError: It is damaged, or a part of the history is missing.
+            StorageError: A store could not be reached.
+        """
+        content = _content_of(checkpoint)
+        if content is None:
+            return None
+        names = names_of_parts(content)
+        parts = [_part(checkpoint, name) for name in names]
+        history = History.from_json(json.dumps(content["history"]))
+        rest = history.extent
+        for part in reversed(parts):
+            history.take_over(part)
+        extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
+        self._written[files.in_folder_of(checkpoint, "")] = _Written(tuple(names), extent)
+        return Sidecar(int(content["epoch"]), history, list(content["callbacks"]))
+
+
+def epoch_of(checkpoint: str) -> int:
+    """How many epochs a checkpoint has; -1 if that does not stand beside it."""
+    content = _content_of(checkpoint)
+    return -1 if content is None else int(content["epoch"])
+
+
+def location(checkpoint: str) -> str:
+    """Where the file beside a checkpoint is."""
+    return files.beside(checkpoint, ENDING)
+
+
+def names_of_parts(content: dict[str, Any]) -> list[str]:
+    """The files with the parts of the history that come before what is in the file beside a checkpoint.
+
+    Raises:
+        ValueError: They are no such names.
+    """
+    names = content.get("parts")
+    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME_OF_PART.fullmatch(n) for n in names):
+        raise ValueError(f"`parts` is {str(names)[:100]!r}")
+    return names
+
+
+def _write(place: str, content: str) -> None:
+    with files.saving(place) as file:
+        file.write(content.encode())
+
+
+def _content_of(checkpoint: str) -> dict[str, Any] | None:
+    beside = location(checkpoint)
+    try:
+        content = json.loads(_text(beside))
+        names_of_parts(content)
+    except FileNotFoundError:
+        return None
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
+    found: dict[str, Any] = content
+    return found
+
+
+def _part(checkpoint: str, name: str) -> History:
+    place = files.in_folder_of(checkpoint, name)
+    try:
+        return History.from_json(_text(place))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"`{files.shown(place)}`, a part of the history, is missing or damaged: {error}. Bring it back, or delete "
+            f"`{files.shown(location(checkpoint))}` to resume without the history and the states of the callbacks."
+        ) from error
+
+
+def _text(place: str) -> str:
+    with files.local_copy(place) as path:
+        return Path(path).read_text(encoding="utf-8")

@@ -1,0 +1,355 @@
+"""Looks at what trainers need on this machine and its cluster, and says in words what is wrong and what to do.
+
+Each check returns a `CheckResult`. Nothing is changed; the self test starts two workers, trains two steps, ends them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from raysgd._imports.optional import install_command
+
+Level = Literal["ok", "note", "problem"]
+
+OLDEST = {
+    "ray": "2.44",  # an older one drops a thread's state after each call: PyTorch then ends a worker that joins a group
+    "torch": "2.8",
+    "tensorflow": "2.19",
+    "keras": "3.5",
+    "lightning": "2.5.2",
+    "transformers": "4.51",
+}
+"""The packages that are looked for, with their oldest supported versions: those of `pyproject.toml`."""
+NEEDED = ("ray",)
+FRAMEWORKS = ("torch", "tensorflow")
+PYTHONS = ((3, 10), (3, 13))
+"""The oldest and the newest Python with which the tests run."""
+NEWEST_PYTHON = (3, 14)
+"""The newest one for which Ray and PyTorch have releases."""
+_SMALLEST_SHARED_MEMORY = 256 * 2**20
+_NUM_TEST_WORKERS = 2
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    Attributes:
+        level: "ok"; "note": it works, but not all of it; "problem": training would fail.
+        text: What is so.
+        advice: What to do about it.
+    """
+
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[CheckResult]:
+    """All checks, one after the other.
+
+    Args:
+        address: A running Ray cluster; None for that of the environment variable RAY_ADDRESS, else one that is started
+            on this machine for as long as this takes.
+        self_test: Whether to train on two workers.
+    """
+    versions = installed_versions()
+    yield check_python(sys.version_info[:2])
+    packages = list(check_packages(versions))
+    yield from packages
+    yield check_gpus()
+    yield check_ports()
+    yield check_shared_memory()
+    if "ray" not in versions:
+        return
+    try:
+        with connected(address) as finding:
+            yield finding
+            yield from check_cluster()
+            if self_test:
+                yield run_self_test_with(versions, packages)
+    except ConnectionFailed as error:
+        yield CheckResult("problem", f"cluster: {error}", _advice_on_connection(address))
+
+
+# ------------------------------------------------------------------------------------------------- this machine
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of the packages that matter and are installed."""
+    found = {}
+    for package in OLDEST:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_python(version: tuple[int, int]) -> CheckResult:
+    """Whether this Python is supported.
+
+    >>> check_python((3, 11)).level, check_python((3, 7)).level
+    ('ok', 'problem')
+    """
+    text = f"Python {version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
+    first, last = (f"{major}.{minor}" for major, minor in PYTHONS)
+    if version < PYTHONS[0] or version > NEWEST_PYTHON:
+        return CheckResult(
+            "problem", text, f"raysgd supports Python {first} to {last}: create an environment with one."
+        )
+    if version > PYTHONS[1]:
+        return CheckResult("note", f"{text}; raysgd is tested with Python {first} to {last}")
+    return CheckResult("ok", text)
+
+
+def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Whether the packages that are needed are there, and recent enough.
+
+    Args:
+        versions: The versions of those that are installed.
+    """
+    for package, version in versions.items():
+        if _numbers(version) < _numbers(OLDEST[package]):
+            wanted = f"{package}>={OLDEST[package]}"
+            yield CheckResult("problem", f"{package} {version} is too old", f'Run: pip install --upgrade "{wanted}"')
+        else:
+            yield CheckResult("ok", f"{package} {version}")
+    for package in NEEDED:
+        if package not in versions:
+            yield CheckResult("problem", f"{package} is not installed", f"Run: pip install {package}")
+    if not any(framework in versions for framework in FRAMEWORKS):
+        advice = f"Run: {install_command('torch')} or {install_command('tf')}"
+        yield CheckResult("problem", "neither PyTorch nor TensorFlow is installed", advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version.
+
+    >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
+    ((2, 13, 0), True)
+    """
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = "".join(each for each in part if each.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def check_gpus() -> CheckResult:
+    """Whether PyTorch imports, and sees the GPUs of this machine."""
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        return CheckResult("note", "GPUs: not looked for, because PyTorch is not installed")
+    except Exception as error:
+        return CheckResult("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
+    return _finding_on_gpus(torch, has_driver=shutil.which("nvidia-smi") is not None)
+
+
+def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return CheckResult("ok", f"GPUs: {len(names)} ({', '.join(sorted(set(names)))}), CUDA {torch.version.cuda}")
+    if not has_driver:
+        return CheckResult("note", "GPUs: none on this machine; training runs on CPUs")
+    if torch.version.cuda is None:
+        text = f"GPUs: there is an NVIDIA driver, but PyTorch {torch.__version__} was built without CUDA"
+        return CheckResult("note", text, "To train on GPUs, install a build of PyTorch with CUDA: pytorch.org")
+    text = f"GPUs: PyTorch, built for CUDA {torch.version.cuda}, sees none, though there is an NVIDIA driver"
+    return CheckResult("note", text, "Look at `nvidia-smi`, and at the environment variable CUDA_VISIBLE_DEVICES.")
+
+
+def check_ports() -> CheckResult:
+    """Whether processes can connect to each other over the address that workers use."""
+    try:
+        address = _own_address()
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection((address, port), timeout=_CONNECT_S):
+                return CheckResult("ok", f"ports: processes reach each other at {address}, for example on port {port}")
+    except OSError as error:
+        text = f"ports: a process cannot connect to another one on this machine: {_words(error)}"
+        return CheckResult(
+            "problem", text, "Let a firewall allow TCP between all ports of the machines of the cluster."
+        )
+
+
+def _own_address() -> str:
+    """The address of this machine, as Ray sees it."""
+    try:
+        import ray
+    except ImportError:
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())
+
+
+def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
+    """Whether there is shared memory for Ray's objects and the processes of data loaders."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        return CheckResult("note", f"shared memory: {path} cannot be looked at: {_words(error)}")
+    text = f"shared memory: {free / 2**20:.0f} MiB are free in {path}"
+    if free < _SMALLEST_SHARED_MEMORY:
+        return CheckResult("note", text, "Ray is slow with so little. In a container, use `docker run --shm-size=2g`.")
+    return CheckResult("ok", text)
+
+
+# ------------------------------------------------------------------------------------------------- the cluster
+
+
+class ConnectionFailed(Exception):
+    """There is no cluster."""
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[CheckResult]:
+    """A connection to the cluster for the block; one that is there already is used, and stays.
+
+    Raises:
+        ConnectionFailed: It could not be made.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield CheckResult("ok", "cluster: this process is connected already")
+        return
+    began = time.monotonic()
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        _check_that_one_listens(address)
+        _connect(address)
+    except Exception as error:  # Ray raises what its parts raise
+        raise ConnectionFailed(_words(error)) from error
+    what = f"connected to {address}" if address else "started one on this machine for this check"
+    try:
+        yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")
+    finally:
+        ray.shutdown()
+
+
+def _check_that_one_listens(address: str | None) -> None:
+    """Fails at once where Ray would try for minutes: if nothing listens at a `host:port`."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+
+
+def _connect(address: str | None) -> None:
+    import ray
+
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        num_cpus = max(_NUM_TEST_WORKERS, os.cpu_count() or 1)
+        options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
+    else:
+        options.update(address=address)
+    ray.init(**options)
+
+
+def _advice_on_connection(address: str | None) -> str:
+    if address or os.environ.get("RAY_ADDRESS"):
+        return (
+            "Look at `ray status` on the head node. Versions of Ray and Python must be the same here and there, and "
+            "this machine must reach all ports of the head node."
+        )
+    return "Stop what is left of former clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
+
+
+def check_cluster() -> Iterator[CheckResult]:
+    """What the nodes have, and what of it is free."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    yield finding_on_resources(len(nodes), ray.cluster_resources(), ray.available_resources())
+
+
+def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
+    """Whether two workers have room in a cluster with these resources."""
+    text = (
+        f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
+        f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
+    )
+    if total.get("CPU", 0) < _NUM_TEST_WORKERS:
+        return CheckResult("problem", text, "Two workers need two CPUs: add nodes, or start Ray with `--num-cpus=2`.")
+    if free.get("CPU", 0) < _NUM_TEST_WORKERS:
+        return CheckResult(
+            "problem", text, "Other programs hold the CPUs: wait for them, or look at `ray list actors`."
+        )
+    return CheckResult("ok", text)
+
+
+# ------------------------------------------------------------------------------------------------- the self test
+
+
+def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
+    """Trains, unless the packages cannot.
+
+    Args:
+        versions: The versions of those that are installed.
+        packages: What was found about them.
+    """
+    if any(finding.level == "problem" for finding in packages):
+        return CheckResult("note", "self test: not run, because packages are too old or missing")
+    if "torch" not in versions:
+        return CheckResult("note", "self test: not run, because it needs PyTorch", f"Run: {install_command('torch')}")
+    return run_self_test()
+
+
+def run_self_test() -> CheckResult:
+    """Trains two steps on two workers, and compares what comes out with one process."""
+    try:
+        seconds, is_equal = _train_on_two_workers()
+    except Exception as error:
+        text = f"self test: training on two workers fails: {_words(error)}"
+        return CheckResult(
+            "problem", text, "The logs of the workers are in /tmp/ray/session_latest/logs, on their machines."
+        )
+    parts = ", ".join(f"{what} {value:.2f} s" for what, value in seconds.items())
+    if not is_equal:
+        text = f"self test: two workers do not train what one process trains ({parts})"
+        return CheckResult("problem", text, "Versions of PyTorch may differ between the nodes: install the same one.")
+    return CheckResult("ok", f"self test: two workers trained what one process trains: {parts}")
+
+
+def _train_on_two_workers() -> tuple[dict[str, float], bool]:
+    """How long each part took, and whether the weights are those of one process."""
+    from raysgd.cli.self_test import trained_weights
+
+    seconds: dict[str, float] = {}
+    together = trained_weights(_Stopwatch(seconds), num_workers=_NUM_TEST_WORKERS)
+    alone = trained_weights(_Stopwatch({}), num_workers=1, use_local=True)
+    return seconds, all(abs(one - other) < 1e-5 for one, other in zip(together, alone, strict=True))
+
+
+class _Stopwatch:
+    """Notes how long parts take, from the end of the one before."""
+
+    def __init__(self, seconds: dict[str, float], now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._now, self._last = seconds, now, now()
+
+    def __call__(self, what: str) -> None:
+        now = self._now()
+        self._seconds[what], self._last = now - self._last, now
+
+
+def _words(error: BaseException) -> str:
+    """The first line of an error, with its class."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,63 @@
+"""The command `raysgd`: checks of the environment, what the folder of a run says, old programs rewritten.
+
+There is no command that trains: programs are the interface.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from raysgd._version import __version__
+from raysgd.compat.migrate.command import migrate
+
+_LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="raysgd")
+def main() -> None:
+    """Looks after trainings with raysgd."""
+
+
+@main.command()
+@click.option("--address", help="A running Ray cluster, for example `auto`. Default: RAY_ADDRESS, else start one.")
+@click.option("--self-test/--no-self-test", default=True, help="Whether to train two steps on two workers.")
+def doctor(address: str | None, self_test: bool) -> None:
+    """Checks that trainings can run here.
+
+    Looks at versions, GPUs, ports and the cluster, and trains two steps on two workers. Exits with status 1 if
+    something is wrong, and says what to do.
+    """
+    from raysgd.cli import doctor
+
+    num_problems = 0
+    click.echo(f"raysgd {__version__}")
+    for finding in doctor.examine(address, self_test=self_test):
+        word, color = _LABELS[finding.level]
+        click.echo(f"  {click.style(f'{word:<8}', fg=color)} {finding.text}")
+        if finding.advice:
+            click.echo(f"{'':<11}{finding.advice}")
+        num_problems += finding.level == "problem"
+    click.echo(f"Problems: {num_problems}." if num_problems else "No problems found.")
+    if num_problems:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("run_folder")
+def status(run_folder: str) -> None:
+    """Shows how a run is, from its folder.
+
+    RUN_FOLDER is a path or a URI such as s3://bucket/results/run.
+    """
+    from raysgd.cli import run_status
+
+    try:
+        click.echo(str(run_status.read_status(run_folder)))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+main.add_command(migrate)

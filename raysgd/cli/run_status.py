@@ -1,0 +1,294 @@
+"""What the folder of a run says: read from its files, without running or trusting anything in them.
+
+Three kinds of folders are known: that of `fit()` in the style of Ray AIR (or the folder above it, of the experiment),
+the `logdir` of a `raysgd.train.Trainer`, and the folder of `TorchTrainer.fit` and `TFTrainer.fit`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.storage import Folder, open_folder
+
+_RUN = re.compile(r"run_\d{3,}")
+_SIDECAR = ".run.json"
+_PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/calling/sidecar.py`
+_CHECKPOINT = "checkpoint_"
+_TAIL_OF_ERROR = 12
+_LONGEST = 300
+_FILLED_IN = frozenset(
+    {
+        "checkpoint_dir_name", "config", "date", "done", "epoch", "experiment_id", "experiment_tag", "hostname",
+        "iterations_since_restore", "node_ip", "pid", "should_checkpoint", "time_since_restore", "time_this_iter_s",
+        "time_total_s", "timestamp", "timesteps_total", "training_iteration", "trial_id",
+    }
+)  # fmt: skip
+"""Values of a report that the library filled in; they are no metrics of the user."""
+
+EXPECTED = (
+    "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
+    "`logdir` of a `raysgd.train.Trainer` (with `run_001`); the `folder` of `TorchTrainer.fit` or `TFTrainer.fit` "
+    "(with `metrics.jsonl`, or checkpoints with their `.run.json`)"
+)
+
+
+class NotARunError(ValueError):
+    """The folder is not that of a run."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run has come to.
+
+    Attributes:
+        folder: Where its files are.
+        kind: What wrote them.
+        state: How it is, in words.
+        facts: Names and values to show.
+        error: The end of what it failed with.
+    """
+
+    folder: str
+    kind: str
+    state: str
+    facts: tuple[tuple[str, str], ...] = ()
+    error: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        rows = [("run", self.folder), ("kind", self.kind), ("state", self.state), *self.facts]
+        lines = [f"{name + ':':<13}{printable(value)}" for name, value in rows]
+        return "\n".join([*lines, *(f"  {printable(line)}" for line in self.error)])
+
+
+def read_status(path: str, now: Callable[[], float] = time.time) -> RunStatus:
+    """Reads the folder of a run.
+
+    Args:
+        path: A path or a URI.
+        now: The time, in seconds since 1970.
+
+    Raises:
+        NotARunError: No run has written it.
+        StorageError: It cannot be read.
+        ValueError, ModuleNotFoundError: The path cannot be one, or its store needs a package.
+    """
+    folder = open_folder(path, argument="RUN_FOLDER")
+    if not folder.exists():
+        is_file = folder.is_local and folder.local_path.exists()
+        raise NotARunError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
+    found = _found(folder, now)
+    if found is None:
+        names = folder.names()
+        content = f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "is empty"
+        raise NotARunError(f"`{path}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
+    return found
+
+
+def _found(folder: Folder, now: Callable[[], float]) -> RunStatus | None:
+    names = set(folder.names())
+    if "run.json" in names:
+        return _experiment(folder, names, now)
+    if "result.json" in names:
+        return _trial(folder, None, now)
+    if runs := sorted((name for name in names if _RUN.fullmatch(name)), key=lambda name: (len(name), name)):
+        return _function_run(folder / runs[-1], len(runs), now)
+    if "results.json" in names or (_RUN.fullmatch(folder.name) and "checkpoints" in names):
+        return _function_run(folder, 1, now)
+    return _class_run(folder, names, now)
+
+
+# ------------------------------------------------------------------------------------------------- kinds of folders
+
+
+def _experiment(folder: Folder, names: set[str], now: Callable[[], float]) -> RunStatus:
+    """The folder above that of the trial: `run.json` says which one is the last."""
+    note = _json(folder, "run.json")
+    trial = note.get("trial") if isinstance(note, dict) else None
+    if isinstance(note, dict) and isinstance(trial, str) and trial in names:
+        return _trial(folder / trial, note, now)
+    return RunStatus(str(folder), "fit()", "unknown: `run.json` is damaged, or names a folder that is not there")
+
+
+def _trial(folder: Folder, note: Mapping[str, Any] | None, now: Callable[[], float]) -> RunStatus:
+    reports = _json_lines(folder, "result.json")
+    last = reports[-1] if reports else {}
+    error = _tail(folder, "error.txt")
+    checkpoints = sorted(name for name in folder.committed() if name.startswith(_CHECKPOINT))
+    state = _state_of_trial((note or {}).get("status"), last, bool(error), now)
+    facts = [("reports", _counted(reports, now)), *_metrics(last), ("checkpoints", _listed(checkpoints))]
+    trainer = (note or {}).get("trainer")
+    return RunStatus(
+        str(folder), f"fit() of {trainer}" if isinstance(trainer, str) else "fit()", state, tuple(facts), error
+    )
+
+
+def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: Callable[[], float]) -> str:
+    if status == "ERROR" or (status is None and has_error):
+        return "failed"
+    if status == "TERMINATED" or (status is None and last.get("done") is True):
+        return "ended well"
+    after_failure = ", after a failure" if has_error else ""
+    return f"running{after_failure}, or its driver is gone: {_last_sign(last.get('timestamp'), now)}"
+
+
+def _function_run(folder: Folder, num_runs: int, now: Callable[[], float]) -> RunStatus:
+    """One run of a `Trainer`: it notes no end, so only the time of its last report says something."""
+    content = _json(folder, "results.json")
+    reports = [entry[0] for entry in content if _is_report_list(entry)] if isinstance(content, list) else []
+    last = reports[-1] if reports else {}
+    checkpoints = sorted(name for name in (folder / "checkpoints").names() if name.startswith(_CHECKPOINT))
+    told = _counted(reports, now) if folder.has("results.json") else "not written: add a `JsonLoggerCallback`"
+    facts = [("reports", told), *_metrics(last), ("checkpoints", _listed(checkpoints)), ("runs", str(num_runs))]
+    return RunStatus(
+        str(folder), "Trainer.run()", f"not noted: {_last_sign(last.get('_timestamp'), now)}", tuple(facts)
+    )
+
+
+def _is_report_list(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and isinstance(entry[0], dict)
+
+
+def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> RunStatus | None:
+    """The folder of `trainer.fit`: what callbacks wrote there, and what stands beside the newest checkpoint."""
+    places = {place: place.names() for place in (folder, folder / "checkpoints")}
+    sidecars = [(place, name) for place, inside in places.items() for name in inside if name.endswith(_SIDECAR)]
+    if not sidecars and "metrics.jsonl" not in names:
+        return None
+    place, newest = max(
+        ((place, content) for place, name in sidecars if isinstance(content := _json(place, name), dict)),
+        key=lambda found: _number(found[1].get("epoch")),
+        default=(folder, {}),
+    )
+    history = _dict(newest.get("history"))
+    rows = _json_lines(folder, "metrics.jsonl") or [row for row in _list(history, "rows") if isinstance(row, dict)]
+    parts = [
+        _dict(_json(place, name)) for name in _list(newest, "parts") if isinstance(name, str) and _PART.fullmatch(name)
+    ]
+    events = [event for part in (*parts, history) for event in _list(part, "events") if isinstance(event, dict)]
+    last, stopped = rows[-1] if rows else {}, history.get("stop_reason")
+    facts = [
+        ("epochs", str(int(_number(last.get("epoch"))) or len(rows))),
+        *_metrics(last),
+        ("checkpoints", _listed(sorted(name.removesuffix(_SIDECAR) for _, name in sidecars))),
+        *[("event", f"{event.get('kind')}: {event.get('cause')}") for event in events],
+    ]
+    state = f"stopped: {stopped}" if isinstance(stopped, str) else f"not noted: {_last_call(history, now)}"
+    return RunStatus(str(folder), "trainer.fit()", state, tuple(facts))
+
+
+def _last_call(history: Mapping[str, Any], now: Callable[[], float]) -> str:
+    records = [record for record in _list(history, "records") if isinstance(record, dict)]
+    if not records:
+        return "there is no checkpoint to tell"
+    ended = _number(records[-1].get("began_at")) + _number(records[-1].get("seconds"))
+    return f"the newest checkpoint is {_ago(ended, now)}"
+
+
+# ------------------------------------------------------------------------------------------------- files and words
+
+
+def _text(folder: Folder, name: str) -> str:
+    """What is in a file; nothing where there is none."""
+    try:
+        return folder.read(name).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _json(folder: Folder, name: str) -> Any:
+    """What a file of JSON says; None where it is not whole."""
+    try:
+        return json.loads(_text(folder, name))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
+    """The objects in a file, one a line, without the lines that are not whole."""
+    found = []
+    for line in _text(folder, name).split("\n"):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found
+
+
+def _tail(folder: Folder, name: str) -> tuple[str, ...]:
+    return tuple(_text(folder, name).rstrip().splitlines()[-_TAIL_OF_ERROR:])
+
+
+def _list(content: Mapping[str, Any], name: str) -> list[Any]:
+    found = content.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    """A number of a file; 0 for anything else, and for numbers that no count or time can be."""
+    return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
+
+
+def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of the last report in one row."""
+    shown = [
+        f"{name}={_shown(value)}"
+        for name, value in report.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name not in _FILLED_IN
+        and not name.startswith("_")
+    ]
+    return [("metrics", ", ".join(shown))] if shown else []
+
+
+def _shown(value: float) -> str:
+    return "too large" if isinstance(value, int) and abs(value) > 1e300 else f"{value:.4g}"
+
+
+def _counted(reports: Sequence[Mapping[str, Any]], now: Callable[[], float]) -> str:
+    if not reports:
+        return "none yet"
+    at = reports[-1].get("timestamp", reports[-1].get("_timestamp"))
+    return f"{len(reports)}, {_last_sign(at, now)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)}, the newest is {names[-1]}" if names else "none"
+
+
+def _last_sign(at: Any, now: Callable[[], float]) -> str:
+    return f"the last report is {_ago(_number(at), now)}" if _number(at) > 0 else "no report says when it was written"
+
+
+def _ago(at: float, now: Callable[[], float]) -> str:
+    """How long ago something was, in the largest unit.
+
+    >>> _ago(0, lambda: 7500)
+    '2 h old'
+    """
+    seconds = max(0.0, now() - at)
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} old"
+    return f"{seconds:.0f} s old"
+
+
+def printable(text: str) -> str:
+    r"""A text that cannot move the cursor or change the colors of a terminal, and that is not endless.
+
+    >>> print(printable("loss\x1b[31m"))
+    loss\x1b[31m
+    """
+    safe = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:_LONGEST])
+    return safe if len(text) <= _LONGEST else f"{safe}..."

@@ -1,0 +1,186 @@
+"""A board: values under keys that all ranks of a group read and write; each rank has a copy.
+
+No death of a rank loses it, as that of a server would. A written value goes to all other ranks, from neighbor to
+neighbor. Only what depends on the value before, such as counting, is done by rank 0. Needs only sockets, and a thread
+that receives from them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from raysgd.connections.mesh.links import Links, PeerMessage, Received
+from raysgd.connections.mesh.mesh import MeshBroken
+
+_PUT, _DELETE, _ADD, _SWAP, _ANSWER = range(5)
+
+
+class BoardTimeout(MeshBroken):
+    """No rank wrote a value in time."""
+
+
+class Board:
+    """One rank's copy.
+
+    Args:
+        rank: This rank.
+        size: The number of all ranks.
+        connections: The socket to each neighbor, see `_routes.py`; nothing else uses them.
+    """
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
+        self._values: dict[str, bytes] = {}
+        self._answers: dict[int, bytes] = {}
+        self._num_requests = 0
+        self._broken_by = ""
+        self._has_changed = threading.Condition()
+        self._watched = ""
+        self._hear: Callable[[bytes], None] | None = None
+        self._links = Links(rank, size, connections, self._handle, self._break)
+        self._links.start()
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Until all of these have values.
+
+        Raises:
+            BoardTimeout: They have none after that time.
+            MeshBroken: A rank that might write them is gone.
+        """
+        if not self.has(keys):
+            awaited = set(keys)
+            self._wait_until(lambda: awaited <= self._values.keys(), timeout_s, f"for {', '.join(keys)}")
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value under `key`; waits for it, as `wait` does."""
+        self.wait([key], timeout_s)
+        return self._values[key]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether all of these have values."""
+        return all(key in self._values for key in keys)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._has_changed:
+            is_over = self._has_changed.wait_for(lambda: bool(self._broken_by) or is_done(), _bounded(timeout_s))
+            if not is_over:
+                raise BoardTimeout(f"gave up waiting {what} after {timeout_s:g} s")
+            if not is_done():
+                raise MeshBroken(f"gave up waiting {what}: {self._broken_by}")
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes under `key`, for all."""
+        self._write(PeerMessage(_PUT, key, value))
+
+    def watch(self, prefix: str, hear: Callable[[bytes], None]) -> None:
+        """From now on, calls `hear` in the receiving thread with each value that comes under a key like that."""
+        with self._has_changed:
+            self._watched, self._hear = prefix, hear
+
+    @property
+    def values(self) -> list[bytes]:
+        """All that stands on it now."""
+        with self._has_changed:
+            return list(self._values.values())
+
+    def delete(self, key: str) -> bool:
+        """Removes `key` for all; returns whether it had a value here."""
+        return self._write(PeerMessage(_DELETE, key))
+
+    def _write(self, message: PeerMessage) -> bool:
+        """Returns whether there was a value before."""
+        with self._has_changed:  # sent under the lock: all see the changes of one rank in the same order
+            had = message.key in self._values
+            self._set(message)
+            self._has_changed.notify_all()
+            self._links.send_to_all(message)
+        return had
+
+    def add(self, key: str, amount: int, timeout_s: float) -> int:
+        """Adds to the number under `key`, 0 if there is none, in one step; returns the sum."""
+        return int(self._request(PeerMessage(_ADD, key, str(amount).encode()), timeout_s))
+
+    def swap(self, key: str, expected: bytes, wanted: bytes, timeout_s: float) -> bytes:
+        """Writes `wanted` if the value is `expected`, or if both are missing; returns the value after that.
+
+        If there is no value although one was expected, returns what was expected.
+        """
+        return self._request(PeerMessage(_SWAP, key, expected, wanted), timeout_s)
+
+    def _request(self, message: PeerMessage, timeout_s: float) -> bytes:
+        if self._rank == 0:
+            return self._apply(message)
+        with self._has_changed:
+            self._num_requests += 1
+            number = self._num_requests
+        self._links.send(0, message._replace(request=number))
+        self._wait_until(lambda: number in self._answers, timeout_s, "for an answer of rank 0")
+        return self._answers.pop(number)
+
+    def _apply(self, message: PeerMessage) -> bytes:
+        """On rank 0: changes what depends on the value before, and sends it to all; returns the answer."""
+        with self._has_changed:
+            before = self._values.get(message.key)
+            is_sum = message.kind == _ADD
+            after, answer = _added(before, message.first) if is_sum else _swapped(before, message.first, message.second)
+            if after is not None:
+                self._write(PeerMessage(_PUT, message.key, after))
+        return answer
+
+    def _set(self, message: PeerMessage) -> None:
+        if message.kind == _PUT:
+            self._values[message.key] = message.first
+        else:
+            self._values.pop(message.key, None)
+
+    def _handle(self, received: Received) -> None:
+        with self._has_changed:
+            for rank, message in received:
+                self._handle_one(rank, message)
+            self._has_changed.notify_all()
+            hear = self._hear
+            heard = [each.first for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
+        if hear is not None:
+            for value in heard:
+                hear(value)
+
+    def _handle_one(self, rank: int, message: PeerMessage) -> None:
+        if message.kind in (_PUT, _DELETE):
+            self._set(message)
+        elif message.kind == _ANSWER:
+            self._answers[message.request] = message.first
+        else:
+            self._links.send(rank, PeerMessage(_ANSWER, message.key, self._apply(message), request=message.request))
+
+    def _break(self, reason: str) -> None:
+        with self._has_changed:
+            self._broken_by = self._broken_by or reason
+            self._has_changed.notify_all()
+
+    def interrupt(self) -> None:
+        """From any thread: ends all connections, and with them all waits here and for this rank."""
+        self._links.interrupt()
+
+    def close(self) -> None:
+        """Ends the connections and closes their sockets."""
+        self._links.close()
+
+
+def _added(before: bytes | None, amount: bytes) -> tuple[bytes, bytes]:
+    after = str(int(before or b"0") + int(amount)).encode()
+    return after, after
+
+
+def _swapped(before: bytes | None, expected: bytes, wanted: bytes) -> tuple[bytes | None, bytes]:
+    if before == expected or (before is None and not expected):
+        return wanted, wanted
+    return None, expected if before is None else before
+
+
+def _bounded(timeout_s: float) -> float:
+    return min(timeout_s, threading.TIMEOUT_MAX)

@@ -1,0 +1,370 @@
+"""How ranks connect to each other: each listens, connects to some and accepts others.
+
+A process that does not belong to the group is refused, see `_handshake.py`, and delays no one.
+
+Why ranks meet through Ray and not through a store: ADR 55.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from raysgd.connections.mesh.handshake import ConnectFailed, Credentials, Handshake, Peer
+from raysgd.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
+_LOOK_S = 1.0  # between two looks for such a process
+_BACKLOG = 4096
+_MOST_STRANGERS = 1024  # more of them use up what a process may open
+_MOST_ACCEPTED = 256  # at a time: those accepted before have to get on, too
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_HAS_NAMES = sys.platform.startswith("linux")  # for sockets, in no folder
+
+Address: TypeAlias = tuple[str, int]
+"""Host, as a number, and port.
+
+What is larger than a port stands for the name of a Unix socket: random bits before the port that is held for it.
+"""
+
+Connections: TypeAlias = dict[int, socket.socket]
+"""The socket to each rank that a lane leads to."""
+
+
+class Deadline:
+    """How long to wait for other ranks, from now on.
+
+    Args:
+        timeout_s: At most this long.
+        is_interrupted: Asked again and again; once it returns True, the wait is over.
+    """
+
+    def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        self.timeout_s = timeout_s
+        self._is_interrupted = is_interrupted
+        self._deadline = time.monotonic() + timeout_s
+
+    def check(self) -> None:
+        """Does nothing before the deadline.
+
+        Raises:
+            ConnectFailed: It has passed, or the wait was interrupted.
+        """
+        if self._is_interrupted() or time.monotonic() > self._deadline:
+            raise ConnectFailed("another rank failed, or was too slow to join the group")
+
+
+def listen_at(host: str) -> socket.socket:
+    """Listens at a free port of this address; of all addresses, where this machine does not have that one.
+
+    A machine whose address is translated is known to the others by one that it does not have itself.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    logger.warning(
+        "this machine does not have the address %s, by which others know it: listening on all of its addresses", host
+    )
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+
+
+class ConnectionAttempt(NamedTuple):
+    """A connection to make.
+
+    Attributes:
+        rank: To whom.
+        lane: Which of several connections to that rank it is.
+        address: Where that rank listens.
+    """
+
+    rank: int
+    lane: int
+    address: Address
+
+
+class Endpoint:
+    """Where a rank listens for others that are about to connect.
+
+    At the loopback address it listens at a Unix socket: a message takes a third of the time there. The port is held, so
+    that no other process gets it meanwhile. Where there can be no such socket, it listens at the port.
+
+    Attributes:
+        port: Where others find it, as an `Address` has it.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._holding: socket.socket | None = None
+        named = _listen_at_name(host) if has_names(host) else None
+        if named is not None:
+            self._holding, self._listener, self.port = named
+        else:
+            self._listener = listen_at(host)
+            self.port = int(self._listener.getsockname()[1])
+        self._listener.setblocking(False)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._listener.close()
+        if self._holding is not None:
+            self._holding.close()
+
+    def connect(
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
+    ) -> list[Connections]:
+        """Connects to other ranks, which must all do so at this time. No rank listens after that.
+
+        Connects to the ranks before this one, and accepts those after it.
+
+        Args:
+            rendezvous: Where the ranks are.
+            rank: This one.
+            lanes: For each lane, the ranks that it leads to; each of them has to name this one in return.
+            deadline: How long to wait for the others.
+
+        Raises:
+            ConnectFailed: Another rank is gone, or did not come in time.
+        """
+        credentials = Credentials(rank, rendezvous.secret)
+        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
+        calls = [ConnectionAttempt(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
+        try:
+            peers = self.connect_all(credentials, calls, len(ends) - len(calls), deadline)
+        except OSError as error:
+            if isinstance(error, ConnectFailed):
+                raise
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
+        finally:
+            self.close()
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
+
+    def connect_all(
+        self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
+    ) -> list[Peer]:
+        """Connects to some ranks and accepts others; returns when all are connected.
+
+        Args:
+            credentials: Those of this rank.
+            calls: The connections to make.
+            num_accepted: How many connections others make to this rank.
+            deadline: How long to wait for the others.
+
+        Raises:
+            OSError: No rank listens where one should.
+            ConnectFailed: Another rank is gone or late, or does not belong to the group.
+        """
+        handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
+        try:
+            for call in calls:
+                handshakes.call(call)
+            while len(handshakes.peers) < len(calls) + num_accepted:
+                deadline.check()
+                handshakes.poll()
+        except BaseException:
+            for peer in handshakes.peers:
+                peer.connection.close()
+            raise
+        finally:
+            handshakes.drop(handshakes.pending)
+        return handshakes.peers
+
+
+class _Pending:
+    """A handshake in progress.
+
+    Attributes:
+        connection: To the other side.
+        handshake: What goes on there.
+        until: When it is given up. Its failure is then not this rank's: any process may have connected.
+        events: What it waits for.
+    """
+
+    __slots__ = ("connection", "events", "handshake", "until")
+
+    def __init__(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
+        self.connection, self.handshake, self.until = connection, handshake, until
+        self.events = select.POLLIN
+
+
+class _Handshakes:
+    """Many at the same time, so that none waits for another.
+
+    Args:
+        credentials: Those of this rank.
+        listener: Where others connect.
+        most_accepted: How many of those may be in progress; of more, the oldest are disconnected.
+
+    Attributes:
+        peers: Those that have succeeded.
+        pending: Those in progress, by file descriptor.
+    """
+
+    def __init__(self, credentials: Credentials, listener: socket.socket, most_accepted: int) -> None:
+        self.peers: list[Peer] = []
+        self.pending: dict[int, _Pending] = {}
+        self._credentials, self._listener, self._most_accepted = credentials, listener, most_accepted
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._looks_at = 0.0
+        self._postponed: list[ConnectionAttempt] = []
+
+    def call(self, call: ConnectionAttempt) -> None:
+        """Connects to a rank and starts to prove who this one is."""
+        try:
+            connection = _socket_for(call.address)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._make_room()
+            self._postponed.append(call)
+            return
+        code = connection.connect_ex(_name_of(call.address))
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            if code != errno.EAGAIN:
+                raise OSError(code, os.strerror(code))
+            self._postponed.append(call)  # too many wait there to be accepted
+            return
+        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), math.inf)
+        self._advance(connection.fileno())
+
+    def _accept(self) -> None:
+        until = time.monotonic() + _HANDSHAKE_S
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                if not self._make_room():
+                    time.sleep(_POLL_S)  # others of this process may give some back
+                return
+            try:
+                _send_at_once(connection)
+            except OSError:  # it has ended already, which macOS says here
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._start(connection, self._credentials.respond(connection), until)
+            self._advance(connection.fileno())
+
+    def _make_room(self) -> bool:
+        """Disconnects half of those that were accepted and have proved nothing; returns whether there are any."""
+        num_accepted = len(self._accepted)
+        self._drop_oldest(num_accepted // 2)
+        return num_accepted > 0
+
+    @property
+    def _accepted(self) -> list[int]:
+        return [number for number, one in self.pending.items() if one.until < math.inf]
+
+    def _drop_oldest(self, num_left: int) -> None:
+        accepted = self._accepted
+        self.drop(accepted[: max(0, len(accepted) - num_left)])
+
+    def _start(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
+        self.pending[connection.fileno()] = _Pending(connection, handshake, until)
+        self._poll.register(connection, select.POLLIN)
+
+    def poll(self) -> None:
+        """Waits a moment for data and for processes that connect, and advances what got some."""
+        postponed, self._postponed = self._postponed, []
+        for call in postponed:
+            self.call(call)
+        listening, is_called = self._listener.fileno(), False
+        for number, _ in self._poll.poll(_POLL_S * 1000):
+            if number == listening:
+                is_called = True
+            else:
+                self._advance(number)
+        self._drop_late()
+        if is_called:
+            self._accept()
+            self._drop_oldest(self._most_accepted)
+
+    def _advance(self, number: int) -> None:
+        one = self.pending[number]
+        try:
+            events = next(one.handshake)
+        except StopIteration as end:
+            del self.pending[number]
+            self._poll.unregister(number)
+            self.peers.append(end.value)
+        except OSError:
+            if one.until == math.inf:
+                raise
+            self.drop([number])
+        else:
+            if events != one.events:
+                one.events = events
+                self._poll.modify(number, events)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        if now > self._looks_at:
+            self._looks_at = now + _LOOK_S
+            self.drop([number for number, one in self.pending.items() if now > one.until])
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Disconnects processes that have proved nothing."""
+        for number in list(numbers):
+            self._poll.unregister(number)
+            self.pending.pop(number).connection.close()
+
+
+def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
+    """A socket that holds a free port of this address, one that listens under a name, and the number of that name.
+
+    Any user of the machine can take a name before, so it is random. None where there can be no names, as in a sandbox.
+    """
+    holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
+    try:
+        holding.bind((host, 0))
+        number = 1 + secrets.randbits(128) << PORT_BITS | holding.getsockname()[1]
+        listener.bind(_name_of((host, number)))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        holding.close()
+        logger.warning("connecting the workers of this node over TCP, as there can be no Unix socket: %s", error)
+        return None
+    return holding, listener, number
+
+
+def has_names(host: str) -> bool:
+    """Whether ranks at this host listen at Unix sockets, unless a sandbox forbids these."""
+    return _HAS_NAMES and host == LOOPBACK
+
+
+def _name_of(address: Address) -> Address | bytes:
+    """Where to connect to: for what is no port, the name of a Unix socket. It is the network namespace's."""
+    return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
+
+
+def _socket_for(address: Address) -> socket.socket:
+    family = socket.AF_UNIX if address[1] >> PORT_BITS else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    _send_at_once(connection)
+    return connection
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,85 @@
+"""A board as a store of `torch.distributed`, in which the ranks of a process group look each other up.
+
+PyTorch's own `TCPStore` listens without asking who comes, is lost with its host, and looks the name of each client up:
+without a name server, a burst of them waits for many seconds. This module imports PyTorch; import it where you need it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from raysgd.connections.mesh.board import Board, BoardTimeout
+
+
+class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
+    """What PyTorch, also in C++, asks of a store.
+
+    PyTorch sets the `timeout` of the store that it is given to that of the group.
+
+    Args:
+        board: Where everything is written.
+        longest_wait_s: No wait is longer, however long the timeout is.
+    """
+
+    def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:
+        super().__init__()
+        self._board = board
+        self.longest_wait_s = longest_wait_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._board.put(key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._board.get(key, 0.0)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._board.get(key, 0.0) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._board.add(key, amount, self._timeout_s)
+
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+        return self._board.swap(key, _bytes(expected), _bytes(wanted), self._timeout_s)
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        try:
+            self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
+        except BoardTimeout as error:
+            raise dist.DistStoreError(f"wait timeout: {error}") from error  # the one that PyTorch knows
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._board.has(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._board.delete(key)
+
+    def num_keys(self) -> int:
+        return len(self._board)
+
+    deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Any:
+        return self
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.timeout.total_seconds()  # type: ignore[no-any-return]
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,258 @@
+"""Sums of arrays over the ranks of a mesh.
+
+All ranks come to the same bits: each part of a sum is added up by one rank, which sends it to the others, or by all in
+the same order.
+
+Which way is taken depends on the number of ranks, where they are, and the size of the array. All ranks know these:
+
+=================  ====================================  ==================================================
+ranks              up to `MAX_WHOLE_BYTES`               more
+=================  ====================================  ==================================================
+up to `MOST`       everything to everybody               everybody adds up a part
+more               doubling: log N messages of all       halving: 2 log N messages, twice the array in all;
+                                                         everybody a part once parts have `LEAST_PART_BYTES`
+on several nodes   the same on each node, then among     each node adds up a part for each lane, lanes add up
+                   the first ranks of nodes              theirs between nodes, and nodes put them together
+=================  ====================================  ==================================================
+
+Why: ADR 91.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raysgd.connections.mesh.mesh import Mesh
+from raysgd.connections.mesh.nodes import Nodes, folding, tree
+
+MOST = 8
+"""Up to so many ranks each of them talks to each other."""
+
+MAX_WHOLE_BYTES = 64 * 1024
+"""Up to this size an array is added up by every rank for itself."""
+
+LEAST_PART_BYTES = 8 * 1024
+"""From this size of a part on, what travels costs more than that there are many messages."""
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+class RankSums:
+    """One rank's part in sums.
+
+    Args:
+        rank: This rank.
+        mesh: The connections.
+        nodes: Where all ranks are.
+    """
+
+    def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
+        self._rank, self._mesh, self._nodes = rank, mesh, nodes
+        self._all, self._beside = range(len(nodes.hosts)), nodes.beside(rank)
+        self._scratch = np.empty(0, np.uint8)
+
+    def add_up(self, flat: Array, kind: int) -> None:
+        """Puts the sums over all ranks into a row.
+
+        Args:
+            flat: The numbers.
+            kind: What all ranks know this exchange by.
+        """
+        is_small = flat.nbytes <= MAX_WHOLE_BYTES
+        if not self._nodes.are_shared or (is_small and len(self._all) <= MOST):
+            self._among(self._all, flat, kind, is_small)
+        elif is_small:
+            self._by_leaders(flat, kind)
+        else:
+            self._by_lanes(flat, kind)
+
+    def tell(self, flat: Array, kind: int) -> None:
+        """Puts rank 0's into a row, through few messages of each rank and one between two nodes."""
+        if self._rank in self._nodes.leaders:
+            self._spread(self._nodes.leaders, flat, kind)
+        self._spread(self._beside, flat, kind)
+
+    # ------------------------------------------------------------------------------------ several nodes
+
+    def _by_leaders(self, flat: Array, kind: int) -> None:
+        """A node's ranks come to its sum, the first ones of all nodes to that of all, and tell the others."""
+        beside = self._beside
+        self._among(beside, flat, kind, is_small=True)
+        if self._rank == beside[0]:
+            self._among(self._nodes.leaders, flat, kind, is_small=True)
+        self._spread(beside, flat, kind)
+
+    def _by_lanes(self, flat: Array, kind: int) -> None:
+        """Twice the array leaves a node, however many ranks it has: as with a ring through all."""
+        beside, lanes = self._beside, self._nodes.lanes
+        parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
+        self._collect(beside, owners, parts, kind)
+        if self._rank in owners:
+            own = owners.index(self._rank)
+            self._among(lanes[own], parts[own], kind, is_small=False)
+        self._distribute(beside, owners, parts, kind)
+
+    # ------------------------------------------------------------------------------------ some ranks
+
+    def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
+        """Puts the sums over these ranks into a row; all of them do so at this time.
+
+        Args:
+            ranks: Who takes part.
+            flat: The row.
+            kind: What all ranks know this exchange by.
+            is_small: Whether it may travel more often than twice, where that takes fewer messages.
+        """
+        if len(ranks) == 1:
+            return
+        if len(ranks) <= MOST:
+            way = self._whole if is_small else self._in_parts
+        elif is_small:
+            way = self._doubling
+        else:
+            way = self._halving if flat.nbytes < LEAST_PART_BYTES * len(ranks) else self._in_parts
+        way(ranks, flat, kind)
+
+    def _whole(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Every rank sends everything to every other: one wait for others, which is what small arrays cost."""
+        others = self._without_self(ranks)
+        received = self._room(others, flat.dtype, len(flat))
+        self._mesh.swap(dict.fromkeys(others, as_bytes(flat)), _views(received), kind)
+        _add_in_order({**received, self._rank: flat}, flat)
+
+    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Each rank adds up a part of the array, then sends the sums to all: twice the array travels, however many."""
+        parts = _divided(flat, len(ranks))
+        self._collect(ranks, ranks, parts, kind)
+        self._distribute(ranks, ranks, parts, kind)
+
+    def _collect(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
+        """Each of `owners` adds up its part over `ranks`."""
+        outgoing = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+        if self._rank not in owners:
+            self._mesh.swap(outgoing, {}, kind)
+            return
+        own = parts[owners.index(self._rank)]
+        received = self._room(self._without_self(ranks), own.dtype, len(own))
+        self._mesh.swap(outgoing, _views(received), kind)
+        if received:
+            _add_in_order({**received, self._rank: own}, own)
+
+    def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
+        """Each of `owners` sends its part to all of `ranks`."""
+        incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+        outgoing = {}
+        if self._rank in owners:
+            outgoing = dict.fromkeys(self._without_self(ranks), as_bytes(parts[owners.index(self._rank)]))
+        self._mesh.swap(outgoing, incoming, kind)
+
+    def _doubling(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Two ranks come to one sum, then two pairs, and so on."""
+        with self._among_power_of_two(ranks, flat, kind) as (left, place):
+            for distance in doubled(len(left)):
+                other = left[place ^ distance]
+                received = self._room_for_one(flat)
+                self._mesh.swap({other: as_bytes(flat)}, {other: as_bytes(received)}, kind)
+                self._add(other, received, flat)
+
+    def _halving(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """The same where a pair divides what is to be added up: half of it, then a quarter, and so on; and back."""
+        part, undone = flat, []
+        with self._among_power_of_two(ranks, flat, kind) as (left, place):
+            for distance in reversed(doubled(len(left))):
+                other = left[place ^ distance]
+                lower, upper = part[: len(part) // 2], part[len(part) // 2 :]
+                part, given = (upper, lower) if place & distance else (lower, upper)
+                received = self._room_for_one(part)
+                self._mesh.swap({other: as_bytes(given)}, {other: as_bytes(received)}, kind)
+                self._add(other, received, part)
+                undone.append((other, part, given))
+            for other, had, given in reversed(undone):
+                self._mesh.swap({other: as_bytes(had)}, {other: as_bytes(given)}, kind)
+
+    @contextmanager
+    def _among_power_of_two(
+        self, ranks: Sequence[int], flat: Array, kind: int
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Lets as many ranks go on as is a power of two; the others give what they have first, and get the sums then.
+
+        A rank that gives goes on alone, which is to do nothing.
+        """
+        part = folding(tuple(ranks), self._rank)
+        if part.taker is not None:
+            self._mesh.swap({part.taker: as_bytes(flat)}, {}, kind)
+            yield (self._rank,), 0
+            self._mesh.swap({}, {part.taker: as_bytes(flat)}, kind)
+            return
+        assert part.place is not None
+        if part.giver is not None:
+            received = self._room_for_one(flat)
+            self._mesh.swap({}, {part.giver: as_bytes(received)}, kind)
+            self._add(part.giver, received, flat)
+        yield part.ranks, part.place
+        if part.giver is not None:
+            self._mesh.swap({part.giver: as_bytes(flat)}, {}, kind)
+
+    def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """The first of these ranks tells the others."""
+        above, passed_on = tree(ranks, self._rank)
+        if above is not None:
+            self._mesh.swap({}, {above: as_bytes(flat)}, kind)
+        if passed_on:
+            self._mesh.swap(dict.fromkeys(passed_on, as_bytes(flat)), {}, kind)
+
+    # ------------------------------------------------------------------------------------ numbers
+
+    def _add(self, other: int, received: Array, own: Array) -> None:
+        """Adds in the order of ranks, so that both ranks of a pair come to the same bits, even those of a NaN."""
+        first, second = (received, own) if other < self._rank else (own, received)
+        np.add(first, second, out=own)
+
+    def _room_for_one(self, like: Array) -> Array:
+        return self._room([self._rank], like.dtype, len(like))[self._rank]
+
+    def _without_self(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self._rank]
+
+    def _room(self, ranks: Collection[int], dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
+        """An array for each of these ranks, in memory that is used again: fresh memory costs as much as the sum."""
+        num_bytes = num_numbers * dtype.itemsize
+        if len(self._scratch) < num_bytes * len(ranks):
+            self._scratch = np.empty(num_bytes * len(ranks), np.uint8)
+        pieces = self._scratch[: num_bytes * len(ranks)].reshape(len(ranks), num_bytes)
+        return {rank: piece.view(dtype) for rank, piece in zip(ranks, pieces, strict=True)}
+
+
+def as_bytes(row: Array) -> memoryview:
+    """The same memory as bytes; NumPy knows kinds of numbers that `memoryview` does not."""
+    return row.view(np.uint8).data
+
+
+def _views(arrays: Mapping[int, Array]) -> dict[int, memoryview]:
+    return {rank: as_bytes(array) for rank, array in arrays.items()}
+
+
+def _divided(flat: Array, num_parts: int) -> list[Array]:
+    bounds = [len(flat) * index // num_parts for index in range(num_parts + 1)]
+    return [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def doubled(size: int) -> list[int]:
+    """1, 2, 4 and so on, below `size`."""
+    return [1 << exponent for exponent in range((size - 1).bit_length())]
+
+
+def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
+    """Puts the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
+    first, second, *more = (terms[rank] for rank in sorted(terms))
+    total = target if not more or target is first or target is second else first
+    np.add(first, second, out=total)
+    for term in more:
+        np.add(total, term, out=total)
+    if total is not target:
+        target[:] = total

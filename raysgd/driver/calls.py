@@ -1,0 +1,137 @@
+"""Training and validation calls as the driver makes them: what each worker is asked, and what follows the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raysgd._arguments import checks
+from raysgd.driver.progress import ProgressListeners
+from raysgd.driver.sharing import DataSharing, Requests, for_each_rank
+from raysgd.driver.throughput import Throughput
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
+
+
+def asked(
+    num_steps: int | None,
+    profile: bool = False,
+    reduce_results: bool = True,
+    info: Mapping[str, Any] | None = None,
+) -> EpochRequest:
+    """What a call asks of every replica, checked."""
+    checks.refuse_text(profile=profile, reduce_results=reduce_results)
+    return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
+
+
+class EpochCalls:
+    """Runs the calls of `train` and `validate` of one trainer.
+
+    Args:
+        runner_cls: The class of the replicas, a `ClassRunner`.
+        controller: Has the workers.
+        throughput: Runs training calls, and measures them.
+        listeners: Are told how far a call is.
+        use_local: Whether rank 0 is in the driver, and draws for the listeners itself.
+        sharing: Divides data over the workers.
+
+    Attributes:
+        sharing: The same, of the present config.
+    """
+
+    def __init__(
+        self,
+        runner_cls: Any,
+        controller: ElasticController,
+        throughput: Throughput,
+        listeners: ProgressListeners,
+        use_local: bool,
+        sharing: DataSharing,
+    ) -> None:
+        self._runner_cls = runner_cls
+        self._controller = controller
+        self._throughput = throughput
+        self._listeners = listeners
+        self._use_local = use_local
+        self.sharing = sharing
+        self._validation_starts_over = False
+
+    def requests(self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]) -> Requests:
+        """One request for each rank, with its part of what the driver divides.
+
+        Made again for every attempt, because the workers may have changed.
+
+        Args:
+            name: "train" or "validation".
+            asked: What every replica is asked.
+            dataset: What takes the place of the registered data; None if nothing does.
+            worlds: The group.
+        """
+        facts, redraw = self._controller.facts[0], self._listeners.on_wait if self._use_local else None
+        requests = for_each_rank(
+            replace(asked, seed=facts.seed, starts_over=self._validation_starts_over), len(worlds), redraw
+        )
+        if dataset is not None:
+            return self.sharing.with_data_of_call(requests, name, dataset, worlds)
+        return self.sharing.with_registered(requests, name, facts.ray_batches.get(name), worlds)
+
+    def train(
+        self,
+        asked: EpochRequest,
+        max_retries: int,
+        dataset: Any,
+        can_resume: bool,
+        check: Callable[[Sequence[EpochAnswer]], None],
+    ) -> list[EpochAnswer]:
+        """Runs a training call.
+
+        Args:
+            asked: What every replica is asked.
+            max_retries: How many times it is repeated after a loss of workers.
+            dataset: What takes the place of the registered data; None if nothing does.
+            can_resume: Whether it can continue with the batches that are left, in another group.
+            check: Called with the answers before they count; raises where the replicas are not equal any more.
+        """
+        runner = self._runner_cls
+        call = Call(
+            runner.train_epoch,
+            partial(self.requests, "train", asked, dataset),
+            changes_state=True,
+            keeps_alike=True,
+            on_wait=self._listeners.on_wait,
+            resume=runner.resume_epoch if can_resume else None,
+            check=check,
+            is_repeatable=dataset is None,
+        )
+        try:
+            answers = self._throughput.run(call, max_retries)
+        except BaseException:
+            self.sharing.forget()
+            raise
+        if dataset is not None:
+            self.sharing.note_place("train", dataset, answers[0].place)
+        self._listeners.tell_end("train", asked, answers[0])
+        return answers
+
+    def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
+        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
+        call = Call(
+            self._runner_cls.validate,
+            partial(self.requests, "validation", asked, dataset),
+            changes_state=self._controller.facts[0].keeps_own_state,
+            on_wait=self._listeners.on_wait,
+            is_repeatable=dataset is None,
+        )
+        try:
+            answers: list[EpochAnswer] = self._controller.run(call)
+        except BaseException:
+            self.sharing.forget()
+            self._validation_starts_over = True
+            raise
+        self._validation_starts_over = False
+        self._listeners.tell_end("validation", asked, answers[0])
+        return answers

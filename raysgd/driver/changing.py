@@ -1,0 +1,290 @@
+"""Changes of what live workers train: another config or class, the state of another trainer; without new processes.
+
+Whatever is changed, workers that start later are made with it, and what cannot be changed leaves all as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import sysconfig
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raysgd._arguments import checks
+from raysgd.driver.calls import asked
+from raysgd.driver.trainer import ClassTrainer, naming_config_entry, show_options
+from raysgd.engine.processes.snapshots import Snapshot
+from raysgd.engine.renewal import renew, restart
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import UnpicklableError
+from raysgd.messages.range_test import Loss, LrCurve, RangeTest
+from raysgd.messages.settings import ReplicaSettings
+from raysgd.utils import BATCH_SIZE
+
+logger = logging.getLogger(__name__)
+
+
+class ChangingTrainer(ClassTrainer):
+    """A trainer whose workers can be told to train something else."""
+
+    def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
+        """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
+
+        With Horovod and `MultiWorkerMirroredStrategy` the processes are new, too. What was trained is gone: `save` it
+        before if you need it. Random generators are seeded again only if the trainer has a `seed`.
+
+        Args:
+            config: As for a new trainer.
+
+        Raises:
+            ValueError, TypeError: The config cannot work; nothing was changed.
+            WorkerError: The user's set-up failed; also of the class that it raised. The workers are ended, and the next
+                call starts new ones with the new config.
+        """
+        self._begin_again(replace(self._settings, config=self._checked_config(config)))
+
+    def _begin_again(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        show_options(self, settings)
+        self._calls.sharing = self._new_sharing()
+        self._replicas.settings = self._settings_to_send()
+        with self._naming_config_entries():
+            self._renew()
+        self._check_same_data(("train_data", "validation_data"))
+
+    def update_config(self, **changes: Any) -> None:
+        """Changes entries of the config in the running operators, which keep their state.
+
+        Each operator's `config` has the new values, and its `config_changed` is called. With `TorchTrainer`, that gives
+        the optimizers the hyperparameters that the config names, such as `lr`. Workers that start later are made with
+        the new config.
+
+        Args:
+            **changes: New values by name. The config has to have these names already.
+
+        Raises:
+            ValueError: The config has no such entry, or it cannot be changed in running operators.
+            UnpicklableError: A value cannot be sent to the workers.
+            WorkerError: `config_changed` raised; also of the class that it raised. The old config holds on all workers.
+        """
+        config, before = self._with_changes(changes)
+        with self._adopted(replace(self._settings, config=config)), self._naming_config_entries():
+            sent = self._replicas.settings.config
+            options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+            answers = self._on_all(self._runner_cls.change_config, sent, before, **options)
+        if answers[0]:
+            logger.warning(
+                "no optimizer follows %s: the operators find the new value in `self.config`. Override "
+                "`config_changed(self, config, changed)` to do something with it",
+                ", ".join(f"`config[{name!r}]`" for name in answers[0]),
+            )
+
+    def _with_changes(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The config with changes, checked, and the values that the entries had before."""
+        config = self._settings.config
+        for name in changes:
+            if name == BATCH_SIZE:
+                raise ValueError(
+                    f"`update_config({name}=...)`: loaders are made with it. Use `reset_config`, or load the state "
+                    "into a new trainer."
+                )
+            if name not in config:
+                guess = checks.did_you_mean(name, map(str, config))
+                raise ValueError(
+                    f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
+                    f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
+                )
+        return self._checked_config({**config, **changes}), {name: config[name] for name in changes}
+
+    def reload(self, training_operator_cls: type[Any]) -> None:
+        """Goes on with another operator class, usually an edited one, in the same workers and with the same state.
+
+        Each worker makes an operator of the new class and gives it the state of the old one. Only when all have done so
+        they drop the old ones. Hyperparameters of optimizers that the new class chooses differently are taken over.
+        Attributes that are not part of the state are as the new `setup` makes them.
+
+        Args:
+            training_operator_cls: The new class.
+
+        Raises:
+            TypeError: It is no operator class.
+            ValueError: The state does not fit what the new class registers, or the trainer is one with FSDP, Horovod or
+                creator functions. The old class is kept on all workers.
+            WorkerError: `setup` of the new class raised; also of the class that it raised. The old class is kept.
+        """
+        self._check_reload(training_operator_cls)
+        revision = self._settings.revision + 1
+        settings = replace(self._settings, training_operator_cls=training_operator_cls, revision=revision)
+        if self._group_settings.is_driver_only:
+            self._controller.ensure_group()
+        else:
+            _send_by_value(training_operator_cls)
+            self._newest_snapshot()  # its way to the driver is waited for below
+        edited = self._prepared(settings)
+        if not self._group_settings.is_driver_only:
+            self._controller.snapshot()  # the calls before this one were of the old class
+        with self._adopted(settings):
+            options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
+            facts = self._on_all(self._runner_cls.finish_reload, revision, edited, **options)
+        self._calls.sharing.forget()
+        if None in facts:  # the group was changed in between
+            self._controller.kill_group()
+            self._controller.ensure_group()
+        else:
+            self._controller.take_facts(facts)
+
+    @abstractmethod
+    def _check_reload(self, training_operator_cls: Any) -> None:
+        """Refuses what is no class of operators, and trainers whose workers cannot make another one beside theirs."""
+
+    def _prepared(self, settings: ReplicaSettings) -> Any:
+        """Lets all workers make an operator of the new class; returns what is edited in its hyperparameters."""
+        try:
+            answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
+            for name in ("train_data", "validation_data"):
+                found = [getattr(facts, name) for facts, _ in answers]
+                if len(set(found)) > 1:
+                    raise ValueError(
+                        f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
+                        f"{name.replace('_', ' ')}: {found}. The old class is kept."
+                    )
+        except BaseException:
+            with suppress(Exception):
+                if self._controller.group is not None:
+                    self._on_all(self._runner_cls.drop_reload)
+            raise
+        return answers[0][1]
+
+    def find_lr(
+        self,
+        start: float = 1e-6,
+        end: float = 10.0,
+        num_steps: int = 100,
+        *,
+        metric: str = "train_loss",
+        stop_at: float = 4.0,
+    ) -> LrCurve:
+        """Trains some steps with learning rates that grow, to find a good one; then puts the state back.
+
+        Models, optimizers, schedulers, random numbers, the position in the data and the operator's own state are as
+        before. Attributes of your own that are not part of the state are not put back.
+
+        Args:
+            start: The first learning rate. If there are several parameter groups or optimizers, that of the first; the
+                others keep their ratios to it.
+            end: The last one.
+            num_steps: How many steps.
+            metric: What `train_batch` reports the loss as.
+            stop_at: It ends when the smoothed loss is this many times its minimum, or the loss is not finite.
+
+        Returns:
+            Rates and losses, the rate at which the loss falls fastest (`suggestion`), and `plot(path)`.
+
+        Raises:
+            ValueError: An argument cannot work, there is no such metric, or no rate can be set.
+            WorkerError: The operator raised; also of the class that it raised. The state is put back.
+        """
+        test = RangeTest(start, end, num_steps, metric, stop_at)
+        self._check_takes_steps("find_lr")
+        snapshot = self._snapshot()
+        try:
+            return test.run(partial(self._steps_with, metric))
+        finally:
+            self._load_snapshot(snapshot)
+
+    def _check_takes_steps(self, name: str) -> None:
+        """Refuses a method where no loop of the library takes the steps."""
+
+    def _steps_with(self, metric: str, rates: Sequence[float]) -> list[list[Loss]]:
+        """Takes a step with each of these learning rates; returns the losses of each worker."""
+        request = asked(len(rates))
+
+        def requests(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+            shared = self._calls.requests("train", request, None, worlds)
+            return [(rates, metric, *each) for each in shared]
+
+        return self._controller.run(Call(self._runner_cls.take_steps, requests, changes_state=True, keeps_alike=True))
+
+    def take_state_of(self, other: Any) -> None:
+        """Loads the state of another trainer that is alive, past the driver and without a file.
+
+        Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
+
+        Args:
+            other: A trainer of the same class and kind of operators, with any number of workers.
+
+        Raises:
+            TypeError: It is a trainer of another class.
+            ValueError, KeyError: The state does not fit; the workers are as they were.
+        """
+        if not isinstance(other, ChangingTrainer) or other._runner_cls is not self._runner_cls:
+            raise TypeError(
+                f"`take_state_of` got a `{type(other).__name__}`: need a trainer of the same kind, a "
+                f"`{type(self).__name__}`."
+            )
+        self._load_snapshot(other._shared_snapshot())
+        if dict(other.config) != dict(self.config):
+            self._follow_config()
+
+    @abstractmethod
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        """Loads what workers had, perhaps another trainer's. It may be shared: nothing of it is changed."""
+
+    def _follow_config(self) -> None:
+        self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
+
+    @contextmanager
+    def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
+        """Workers that start from now on are made with other settings; no longer so if the body fails."""
+        before = self._settings
+        self._take_settings(settings)
+        try:
+            yield
+        except BaseException:
+            self._take_settings(before)
+            raise
+
+    def _take_settings(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._replicas.settings = self._settings_to_send()
+        show_options(self, settings)
+        group = self._controller.group
+        if group is not None:
+            group.standby.kill_all()  # they were made with other settings
+
+    @contextmanager
+    def _naming_config_entries(self) -> Iterator[None]:
+        """Errors of what cannot be sent to workers name the entry of the config."""
+        try:
+            yield
+        except UnpicklableError as error:
+            raise naming_config_entry(error, self._settings.config) from error.__cause__
+
+    def _renew(self) -> None:
+        """Makes new operators, from the present settings."""
+        if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
+            restart(self._controller)
+        else:
+            renew(self._controller, self._runner_cls.renew, self._replicas.settings)
+
+    def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Runs a method of the replicas on all of them."""
+        return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
+
+
+def _send_by_value(operator_cls: type[Any]) -> None:
+    """Lets a class of a user's module travel as it is now: workers may have imported what the module was before."""
+    module = sys.modules.get(operator_cls.__module__)
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
+        return
+    if not path.startswith(tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))):
+        import ray.cloudpickle
+
+        ray.cloudpickle.register_pickle_by_value(module)

@@ -1,0 +1,83 @@
+"""Makes the controller of a class-based trainer from its settings."""
+
+from __future__ import annotations
+
+from raysgd.engine.changes.lifecycle import ElasticRules
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
+from raysgd.engine.processes.resources import draining_nodes
+from raysgd.engine.shared.connection import Connection
+from raysgd.messages.replica_maker import ReplicaMaker
+from raysgd.messages.settings import GroupSettings
+
+WORDS = FrontEndWords(
+    when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
+    when_interrupted="State that you had not saved is lost.",
+    when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
+    when_spent=(
+        "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+    ),
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="the last completed state is kept",
+    restart_point="from the last completed call",
+)
+"""What users of a class-based trainer are told behind the engine's facts."""
+
+
+def make_controller(
+    settings: GroupSettings,
+    make_replica: ReplicaMaker,
+    connection: Connection,
+    reservation_timeout_s: float,
+    *,
+    keeps_survivors: bool,
+    renews_survivors: bool,
+) -> ElasticController:
+    """What keeps the workers alive, as the trainer's arguments ask for it.
+
+    Args:
+        settings: How many workers there are, and what each of them gets.
+        make_replica: Makes the replicas.
+        connection: What connects the workers.
+        reservation_timeout_s: How long to wait for resources.
+        keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
+        renews_survivors: Whether they can at least go back to a snapshot in their processes.
+    """
+    is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
+    rejoins = is_wanted and keeps_survivors
+    recovery = make_replica.settings.recovery_options
+    every_s = recovery.snapshot_every_s
+    if settings.use_local and every_s == "auto":
+        every_s = 0.0  # what runs in the driver may be changed there between calls, which nothing notes
+    num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
+    group = GroupSpec(
+        connection=connection,
+        make_replica=make_replica,
+        resources=settings.placement.resources(settings.num_cpus_per_worker, num_gpus),
+        packs=settings.placement.packs(by_default=num_gpus > 0),
+        use_local=settings.use_local,
+        initialization_hook=settings.initialization_hook,
+        reservation_timeout_s=reservation_timeout_s,
+        captures=not settings.is_driver_only,
+        snapshot_every_s=every_s,
+        regroups=rejoins,
+        renews=is_wanted and renews_survivors,
+        num_spares=settings.spare_workers,
+        heartbeat_s=recovery.heartbeat_s,
+        settle_timeout_s=recovery.settle_timeout_s,
+        words=WORDS,
+    )
+    scaling = ScalingPolicy(
+        max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
+    )
+    return ElasticController(
+        group,
+        scaling,
+        FailurePolicy(rejoins),
+        release_timeout_s=reservation_timeout_s,
+        rules=ElasticRules(settings.resize_check_s, draining_nodes),
+    )

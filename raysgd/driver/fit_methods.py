@@ -1,0 +1,292 @@
+"""What class-based trainers do with epochs: `train`, `validate`, `test`, `fit`, `epochs`, and their history."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from raysgd._arguments import checks
+from raysgd._numbers.results import Metrics
+from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
+from raysgd.driver.calls import EpochCalls, asked
+from raysgd.driver.fitting import Fit, FitOptions
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.processes.worker import is_sendable
+from raysgd.engine.shared.call import Call
+from raysgd.exceptions import UnpicklableError
+from raysgd.history.history import History, Kind
+from raysgd.history.recording import CallRecorder, as_test, recorded
+from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.messages.replica_maker import ReplicaMaker
+from raysgd.messages.settings import GroupSettings
+
+
+class FitMethods(ABC):
+    """What a trainer has that trains in epochs; `ClassTrainer` completes it."""
+
+    _calls: EpochCalls
+    _recorder: CallRecorder
+    _controller: ElasticController
+    _replicas: ReplicaMaker
+    _group_settings: GroupSettings
+    _settings: Any
+    _runner_cls: Any
+    _runs_worker_callbacks = False
+    """Whether replicas call callbacks around their steps."""
+
+    @abstractmethod
+    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
+        """Refuses what cannot take the place of the registered data for one call."""
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a training call can continue in another group, or from a snapshot inside it."""
+        return True
+
+    def _shown(self) -> AbstractContextManager[Any]:
+        """Shows how far a training call is, until the end of the block."""
+        return nullcontext()
+
+    @abstractmethod
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+        """Makes sure of what has to hold when all workers have answered; for training, before the call counts."""
+
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:  # noqa: B027
+        """Lets what follows the results of an epoch see them, when `fit` has validated."""
+
+    def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+        """The result of a call."""
+        return merged(answers, reduce_results)
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Any: ...
+
+    @recorded("train")
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+    ) -> Any:
+        """Trains for one pass over the data, or for `num_steps` batches per worker.
+
+        With the creators of `TFTrainer`, it is one `fit` of Keras.
+
+        Args:
+            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another. With
+                creators it is the `steps_per_epoch` of this call.
+            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
+                spent its time on, in seconds: see `ledger`.
+            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
+            max_retries: How many times this call is run again after a loss of workers.
+            info: Handed to the operator.
+            dataset: Trained on instead of the registered data, for this call: a loader or dataset of the framework,
+                arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
+                dataset, and others; see `docs/data.md`. Not with creators.
+
+        Returns:
+            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value. With
+            creators `train_<name>` for each entry of the history of Keras, its last value.
+
+        Raises:
+            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
+            WorkerError: Your code raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        checks.check_max_retries(max_retries)
+        request = asked(num_steps, profile, reduce_results, info)
+        self._check_dataset(dataset, training=True)
+        check = partial(self._check_answers, "train", asked=request)
+        with self._shown():
+            answers = self._calls.train(request, max_retries, dataset, self._goes_on and dataset is None, check)
+        return self._merged(answers, reduce_results)
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Any: ...
+
+    @recorded("validation")
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
+    ) -> Any:
+        """Evaluates on the validation data, every sample once.
+
+        Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
+        `validation_<name>` for each metric of the model.
+        """
+        request = asked(num_steps, profile, reduce_results, info)
+        self._check_dataset(dataset, training=False)
+        answers = self._calls.validate(request, dataset)
+        self._check_answers("validation", answers, request)
+        return self._merged(answers, reduce_results)
+
+    @abstractmethod
+    def save(self, checkpoint: Any) -> Any:
+        """Writes the state to a file."""
+
+    @abstractmethod
+    def load(self, checkpoint: Any) -> Any:
+        """Loads a file that `save` wrote."""
+
+    def fit(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Any] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+    ) -> History:
+        """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
+
+        Args:
+            epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
+                count.
+            callbacks: Objects of subclasses of `raysgd.callbacks.Callback`, called in this order.
+            validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
+                validated, unless your class has its own `validate` and that needs none.
+            dataset: Trained on instead of the registered data, as in `train`.
+            validation_dataset: Validated on instead of the registered data, as in `validate`.
+            resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
+                checkpoint that the callbacks find, as `Checkpointing` does, and starts from the beginning if there is
+                none.
+            folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
+
+        Returns:
+            One row per epoch, and all that happened.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong, or a callback can do nothing in such a run. Nothing has begun.
+            CallbackError: A callback failed. The state of the training is kept.
+            WorkerError, WorkersLostError: As in `train`.
+        """
+        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
+        return Fit(self, options).run()
+
+    def epochs(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Any] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Trains as `fit` does, and gives you the results of each epoch when it ends.
+
+        The next epoch begins when you ask for it. If you leave the loop, the run is stopped: callbacks see its end, and
+        the trainer stays usable.
+
+        Args:
+            epochs: How many more epochs to train, as in `fit`.
+            callbacks: As in `fit`, and so are the others.
+            validation_freq: After how many epochs to validate.
+            dataset: Trained on instead of the registered data.
+            validation_dataset: Validated on instead of the registered data.
+            resume_from: A file to load first, or "auto".
+            folder: Where callbacks put their files.
+
+        Returns:
+            The rows of the history, one after the other.
+
+        Raises:
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError: As in `fit`.
+
+        Example:
+            >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
+            ...     print(epoch["epoch"], epoch["train_loss"])
+        """
+        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
+        return Fit(self, options).epochs()
+
+    def test(self, dataset: Any) -> Metrics:
+        """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
+        with self._recorder.as_test():
+            return as_test(self.validate(dataset=dataset))
+
+    @property
+    def history(self) -> History:
+        """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
+        return self._recorder.history
+
+    def _use_worker_callbacks(self, callbacks: Sequence[tuple[str, WorkerCallback]]) -> None:
+        """Lets these callbacks, and no others, run in the workers that there are, and in those to come.
+
+        Raises:
+            TypeError: This trainer has none in its workers.
+            ValueError: Two of them cannot be told apart.
+            UnpicklableError: One of them cannot be sent to a worker.
+        """
+        for name, callback in callbacks:
+            if not self._runs_worker_callbacks:
+                raise TypeError(
+                    f"`{name}` runs in the workers, around each step, which `{type(self).__name__}` cannot do: leave "
+                    "it out, or train with `TorchTrainer`."
+                )
+            if not is_sendable(callback):
+                raise UnpicklableError(f"`{name}` runs in the workers, and `{callback!r}` cannot be pickled.")
+        chosen = tuple(callback for _, callback in callbacks)
+        refuse_equal_keys(chosen)
+        self._settings = replace(self._settings, worker_callbacks=chosen)
+        self._replicas.settings = replace(self._replicas.settings, worker_callbacks=chosen)
+        group = self._controller.group
+        if group is not None:  # else the next workers are made with them
+            group.standby.kill_all()  # they were made without; others follow
+            function, args = self._runner_cls.install_callbacks, (chosen,)
+            call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
+            self._controller.run(call)

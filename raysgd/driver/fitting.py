@@ -1,0 +1,254 @@
+"""The loop behind `trainer.fit` and `trainer.epochs`: epochs, validation, callbacks, and where a run resumes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd._arguments import checks
+from raysgd._files.paths import check_path, make_folder
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.calling import calling
+from raysgd.callbacks.calling.calling import CallbackCalls, overrides
+from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of
+from raysgd.engine.shared.call import Call
+from raysgd.exceptions import InvalidCountError, NoDataError
+from raysgd.history.history import History
+from raysgd.messages import replica_calls
+from raysgd.messages.epochs import VALIDATES
+from raysgd.storage import files
+
+AUTO = "auto"
+_INSTEAD_OF_URI = "Callbacks that can write to a store take a URI themselves, as `Checkpointing(folder=...)` does."
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `fit` and `epochs` are asked, checked. The docstring of `fit` says what each field means.
+
+    Raises:
+        InvalidCountError: A count is out of range.
+        TypeError: Something is of another kind.
+        ValueError: A place is empty, or the folder is a URI.
+    """
+
+    epochs: int
+    callbacks: Any = ()
+    validation_freq: int = 1
+    dataset: Any = None
+    validation_dataset: Any = None
+    resume_from: Any = None
+    folder: Any = None
+
+    def __post_init__(self) -> None:
+        if not checks.is_integer(self.epochs) or self.epochs < 0:
+            raise InvalidCountError(f"`epochs={self.epochs!r}`: need a number of epochs, 0 or more.")
+        if not checks.is_integer(self.validation_freq) or self.validation_freq < 0:
+            raise InvalidCountError(
+                f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
+                "epochs."
+            )
+        if self.resume_from is not None:
+            files.check_location("resume_from", self.resume_from)
+        if self.folder is not None:
+            check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
+
+
+class Fit:
+    """One call of `fit` or `epochs`.
+
+    Args:
+        trainer: The trainer.
+        options: What it was asked.
+    """
+
+    def __init__(self, trainer: Any, options: FitOptions) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._callbacks: list[Callback] = calling.checked(options.callbacks)
+        self._run = Run(
+            name=trainer.training_operator_cls.__name__,
+            config=trainer.config,
+            trainer=trainer,
+            epochs=options.epochs,
+            folder=options.folder,
+            callbacks=self._callbacks,
+            save=lambda run, location: self._save(location),
+            may_validate=options.validation_freq > 0,
+        )
+        self._calls = CallbackCalls(self._callbacks, self._run)
+        self._sidecars = Sidecars()
+        self._seen = trainer.history.extent
+        self._num_events = len(trainer.history.events)
+        self._lacks_data = False
+
+    def run(self) -> History:
+        """Trains; returns the history of this run."""
+        for _ in self.epochs():
+            pass
+        return self._run.history
+
+    def epochs(self) -> Iterator[dict[str, Any]]:
+        """Trains; yields the row of each epoch as it ends. Closing the iterator stops the run.
+
+        Raises:
+            ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
+        """
+        if self._options.resume_from is None:
+            self._run.epochs = self._epochs_done() + self._options.epochs
+        self._check()
+        return self._epochs()
+
+    def _check(self) -> None:
+        options = self._options
+        self._trainer._check_dataset(options.dataset, training=True)
+        self._trainer._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
+        if options.resume_from == AUTO and not any(overrides(each, "newest_checkpoint") for each in self._callbacks):
+            raise ValueError(
+                '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
+                "`callbacks=[Checkpointing(...)]`, or the path of a file."
+            )
+        self._calls.check()
+        if options.folder is not None:
+            make_folder("folder", options.folder)
+
+    def _epochs(self) -> Iterator[dict[str, Any]]:
+        with self._in_workers():
+            self._resume()
+            with self._told_of_the_run():
+                while self._run.epoch < self._last_epoch and not self._run.is_stopping:
+                    row = self._epoch()
+                    if row is not None:
+                        yield row
+
+    @contextmanager
+    def _in_workers(self) -> Iterator[None]:
+        """Lets callbacks run in the workers inside the block."""
+        chosen, use = self._calls.worker_callbacks(), self._trainer._use_worker_callbacks
+        if not chosen:
+            yield
+            return
+        try:
+            use(chosen)
+            yield
+        except BaseException:
+            try:
+                use(())
+            except Exception as error:  # the one that ended the run is the one to see
+                logger.warning("could not take callbacks out of the workers: %r", error)
+            raise
+        use(())
+
+    @contextmanager
+    def _told_of_the_run(self) -> Iterator[None]:
+        error: BaseException | None = None
+        try:
+            self._calls.begin()
+            yield
+        except GeneratorExit:
+            if self._run.epoch < self._last_epoch:
+                self._run.stop("the program has left the loop over the epochs")
+            raise
+        except BaseException as raised:  # Ctrl-C too
+            error = raised
+            raise
+        finally:
+            self._calls.end(error)
+
+    @property
+    def _last_epoch(self) -> int:
+        assert self._run.epochs is not None
+        return self._run.epochs
+
+    def _epoch(self) -> dict[str, Any] | None:
+        """Trains an epoch; returns its row, None if a callback has stopped the run before."""
+        run, trainer, options = self._run, self._trainer, self._options
+        self._calls.begin_epoch()
+        if run.is_stopping:
+            return None
+        run.epoch += 1
+        with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
+            given = {} if options.dataset is None else {"dataset": options.dataset}
+            info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
+            trained = trainer.train(info=info, **given)
+            if self._validates and run.epoch % options.validation_freq == 0:
+                self._validate(trained)
+        self._calls.check_progress()
+        self._tell_of_events()
+        return self._tell_of_result()
+
+    @property
+    def _validates(self) -> bool:
+        can_validate = self._options.validation_dataset is not None or self._trainer._facts.has_validation
+        return can_validate and not self._lacks_data and self._options.validation_freq > 0
+
+    def _validate(self, trained: Any) -> None:
+        """Validates; a `validate` of the user's that turns out to need data, where there is none, is not run again."""
+        try:
+            validated = self._trainer.validate(dataset=self._options.validation_dataset)
+        except NoDataError as error:
+            self._lacks_data = True
+            logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
+        else:
+            self._trainer._after_validation(trained, validated)
+
+    def _tell_of_events(self) -> None:
+        events = self._trainer.history.events[self._num_events :]
+        self._num_events += len(events)
+        for event in events:
+            self._run.history.events.append(event)
+            self._calls.event(event)
+
+    def _tell_of_result(self) -> dict[str, Any]:
+        row = self._take_records()
+        row["epoch"] = self._run.epoch
+        self._calls.result(row)
+        if len(self._trainer.history):
+            self._trainer.history[-1].update(row)
+        self._take_records()
+        return row
+
+    def _take_records(self) -> dict[str, Any]:
+        """Takes over what the trainer has recorded since; returns the row of the epoch."""
+        history, recorded = self._run.history, self._trainer.history
+        for record in recorded.part(self._seen, recorded.extent).records:
+            history.add(record)
+        self._seen = recorded.extent
+        return history[-1] if len(history) else history.add_row({})
+
+    # ------------------------------------------------------------------------------------------- saved and resumed
+
+    def _save(self, location: str) -> None:
+        self._trainer.save(location)
+        self._sidecars.write(location, Sidecar(self._run.epoch, self._run.history, self._calls.states()))
+        self._calls.checkpoint(location)
+
+    def _resume(self) -> None:
+        location = self._place_to_resume()
+        if location is not None:
+            self._load(location)
+        self._run.epoch = self._epochs_done()
+
+    def _place_to_resume(self) -> str | None:
+        given = self._options.resume_from
+        if given != AUTO:
+            return None if given is None else str(given)
+        found = [each.newest_checkpoint(self._run) for each in self._callbacks]
+        return max((str(each) for each in found if each is not None), key=epoch_of, default=None)
+
+    def _load(self, location: str) -> None:
+        self._trainer.load(location)
+        sidecar = self._sidecars.read(location)
+        if sidecar is not None:
+            history = self._run.history
+            history.take_over(sidecar.history)
+            self._calls.load_states(sidecar.callbacks)
+
+    def _epochs_done(self) -> int:
+        done: list[int] = self._trainer._controller.run(Call(replica_calls.epochs_done, rank=0))
+        return done[0]

@@ -1,0 +1,234 @@
+"""`predict` in the driver: rounds of batches over the workers there are, and the outputs in the order of the rows.
+
+A round is a call that changes nothing. If a worker dies in it, the round is divided again over the others and repeated,
+so no row is lost or doubled. Why there are rounds: ADR 78.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from raysgd._arguments import checks
+from raysgd.arrays import trees
+from raysgd.arrays.containers import Container
+from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
+from raysgd.driver.progress import ProgressListeners
+from raysgd.driver.sharing import SharePlacement, placed_once
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import CallProgress
+from raysgd.messages.prediction import PredictRequest
+from raysgd.messages.prediction_data import DEFAULT_BATCH_SIZE, BatchRequest, PredictionSource
+from raysgd.messages.settings import ReplicaSettings
+from raysgd.utils import BATCH_SIZE
+
+_SHORT_S, _LONG_S = 0.25, 1.0
+_MOST_BYTES = 64 * 2**20
+_MOST_BATCHES = 1024
+_LARGE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call of `predict` asks, besides the data.
+
+    Attributes:
+        info: For the operator.
+        has_target: Whether batches that are tuples end with a target; None to go by the data.
+        max_retries: How many times a round is repeated after a loss of workers.
+    """
+
+    info: Mapping[str, Any]
+    has_target: bool | None
+    max_retries: int
+
+
+class RoundSize:
+    """How many batches a worker gets in a round: enough that few rounds are needed, and not more than fit in memory.
+
+    Attributes:
+        num_batches: For each worker, in the next round.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = 1
+
+    def note(self, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> None:
+        """Learns from a round: how long it took, and how many bytes came and went in how many batches."""
+        if seconds < _SHORT_S:
+            self.num_batches *= 2
+        elif seconds > _LONG_S:
+            self.num_batches //= 2
+        fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
+        self.num_batches = max(1, min(self.num_batches, fitting, _MOST_BATCHES))
+
+
+class PredictionRounds:
+    """The rounds of one prediction.
+
+    Args:
+        controller: Runs calls on the workers.
+        predict: The method of the replicas.
+        source: Has the data.
+        asked: What else was asked.
+        place: Puts something where a rank can take it from.
+        listeners: Are told how far it is.
+    """
+
+    def __init__(
+        self,
+        controller: ElasticController,
+        predict: Callable[..., Any],
+        source: PredictionSource,
+        asked: Options,
+        place: Callable[[int, Any], Any],
+        listeners: ProgressListeners,
+    ) -> None:
+        self._controller, self._predict, self._source = controller, predict, source
+        self._asked, self._place, self._listeners = asked, place, listeners
+        self._key = uuid.uuid4().hex
+        self._pace = RoundSize()
+        self._num_done = 0
+        self._worlds: Sequence[World] = ()
+
+    def outputs(self) -> Iterator[Any]:
+        """The output for each batch, in order."""
+        while pieces := self._source.draw(self._pace.num_batches * self._controller.num_workers):
+            yield from self._round(pieces)
+        self._tell(self._num_done, is_done=True)
+
+    def _round(self, pieces: Sequence[Any]) -> list[Any]:
+        began_at = time.monotonic()
+        call = Call(self._predict, partial(self._requests, pieces), on_wait=self._listeners.on_wait)
+        answers = self._controller.run(call, max_retries=self._asked.max_retries)
+        outputs = [output for answer in answers for output in answer]
+        num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
+        self._pace.note(time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
+        self._num_done += len(pieces)
+        self._tell(self._source.num_batches)
+        return outputs
+
+    def _tell(self, total: int | None, is_done: bool = False) -> None:
+        self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
+
+    def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """What each rank is asked; for a group that knows nothing of this prediction also what all of it need."""
+        is_new, self._worlds = worlds is not self._worlds, worlds
+        shares = self._shares(len(worlds)) if is_new else None
+        requests, first = [], 0
+        is_last = self._num_done + len(pieces) == self._source.num_batches
+        for rank, own in enumerate(dealt(pieces, len(worlds))):
+            work = self._source.work(own)
+            is_large = sum(map(self._source.nbytes, own)) > _LARGE_BYTES
+            request = self._request(first, len(worlds), is_last)
+            parts = [request, self._place(rank, work) if is_large else work]
+            requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
+            first += len(own)
+        return requests
+
+    def _request(self, first: int, num_workers: int, is_last: bool) -> PredictRequest:
+        asked, done, total = self._asked, self._num_done, self._source.num_batches
+        has_target = self._source.has_target if asked.has_target is None else asked.has_target
+        return PredictRequest(self._key, asked.info, has_target, done + first, done, num_workers, total, is_last)
+
+    def _shares(self, num_workers: int) -> list[Any] | None:
+        """What every worker needs of the data, put once for all of them."""
+        if self._source.share is None:
+            return None
+        return placed_once(self._place, [self._source.share] * num_workers)
+
+
+def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
+    """Pieces in runs, one for each worker, as evenly as possible.
+
+    Example:
+        >>> dealt([1, 2, 3, 4, 5], 3)
+        [[1, 2], [3, 4], [5]]
+    """
+    size, more = divmod(len(pieces), num_workers)
+    ends = [rank * size + min(rank, more) for rank in range(num_workers + 1)]
+    return [pieces[start:stop] for start, stop in pairwise(ends)]
+
+
+class PredictingTrainer(ABC):
+    """What a class-based trainer needs to predict."""
+
+    _controller: ElasticController
+    _listeners: ProgressListeners
+    _settings: ReplicaSettings
+    _runner_cls: Any
+    _place: SharePlacement
+
+    @abstractmethod
+    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
+        """Where the batches come from, and what the results are returned in."""
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        streaming: bool = False,
+        feature_columns: Any = None,
+        has_target: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+        max_retries: int = 3,
+    ) -> Any:
+        """Predicts on all workers: one result for each row of the data, in the order of the rows.
+
+        Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
+        are those of one process, whatever the number of workers. The training state does not change.
+
+        Args:
+            data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
+                dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
+            batch_size: Rows in a batch of one worker. None: that of the data, else that of the config, else 32.
+            streaming: Whether to return an iterator with one result for each batch, for data or results that do not
+                fit in memory. It works as you draw from it.
+            feature_columns: Of a data frame or a dataset of Ray Data: the columns that the model gets.
+            has_target: Whether batches that are tuples end with a target, which is left out. None: those of datasets
+                and loaders do if they have several parts; arrays that you pass are all inputs.
+            info: Added to `batch_info`.
+            max_retries: How many times a round of batches is repeated after a loss of workers.
+
+        Returns:
+            The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
+
+        Raises:
+            TypeError: The data is of an unknown kind.
+            ValueError: The order of the data cannot be kept, they have no such columns, or an output has other rows
+                than its batch.
+            WorkerError: The operator raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        checks.refuse_text(streaming=streaming)
+        if has_target is not None and not isinstance(has_target, bool):
+            raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
+        checks.check_max_retries(max_retries)
+        size = self._usual_batch_size() if batch_size is None else batch_size
+        size = checks.check_count("batch_size", size, "It is the number of rows in a batch.")
+        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
+        outputs = self._predicted(source, Options(checks.check_info(info), has_target, max_retries))
+        return container.stream(outputs) if streaming else container.collect(outputs)
+
+    def _usual_batch_size(self) -> Any:
+        options, num_workers = self._settings.batch_options, self._controller.num_workers
+        config = options.config_for(self._settings.config, num_workers)
+        return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
+
+    def _predicted(self, source: PredictionSource, asked: Options) -> Iterator[Any]:
+        """The output for each batch."""
+        runner, listeners = self._runner_cls, self._listeners
+        rounds = PredictionRounds(self._controller, runner.predict, source, asked, self._place, listeners)
+        try:
+            yield from rounds.outputs()
+        finally:
+            source.close()

@@ -1,0 +1,168 @@
+"""Data that the driver divides: Ray Data that operators registered, and what single calls bring along."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysgd.arrays.ray_batches import RayBatches, RayShare, ray_batches
+from raysgd.arrays.ray_data import are_cpus_free
+from raysgd.arrays.whole_data import DataPosition, WholeShare, is_creator
+from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.shared.types import World
+from raysgd.messages.batching import config_for_worker
+from raysgd.messages.epochs import EpochRequest
+
+Requests = list[tuple[Any, ...]]
+"""For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
+
+
+def for_each_rank(request: EpochRequest, num_workers: int, redraw: Callable[[], Any] | None) -> Requests:
+    """The same request for every rank; rank 0 is told what to `redraw` if it is in the driver."""
+    requests: Requests = [(request,)] * num_workers  # one object: the engine then packs it once for all ranks
+    return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
+
+
+@dataclass(frozen=True)
+class SharePlacement:
+    """Puts shares where their ranks can take them from. Ray knows who holds one only if it travels by itself.
+
+    Attributes:
+        use_local: Whether rank 0 is in the driver, where its share stays.
+    """
+
+    use_local: bool
+
+    def __call__(self, rank: int, share: Any) -> Any:
+        """What to send to the rank."""
+        if self.use_local and rank == 0:
+            return share
+        import ray
+
+        try:
+            return ray.put(share)
+        except TypeError:
+            packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+            raise
+
+
+@dataclass(frozen=True)
+class _Division:
+    data: Any
+    worlds: Sequence[World]
+    key: str
+
+
+class DataSharing:
+    """Adds to requests what each worker needs of such data: once for each group, as long as calls succeed.
+
+    What workers have been given they keep, and with it their place in it. A call that fails may leave them at different
+    places, so they are given new shares after it.
+
+    Args:
+        config: That of all workers together.
+        place: Puts the share of a rank where the rank can take it from.
+        whole: Makes of data of a call, and the config of one worker, what all workers are given alike; None for data of
+            another kind.
+        config_for: Makes of that config the one of a worker, one of so many.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        place: Callable[[int, Any], Any],
+        whole: Callable[[Any, Mapping[str, Any]], Any] = lambda data, config: None,
+        config_for: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = config_for_worker,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._whole = whole
+        self._config_for = config_for
+        self._places: dict[str, tuple[Any, DataPosition | None]] = {}
+        self._divisions: dict[str, _Division] = {}
+        self._has_warned = False
+
+    def with_registered(
+        self, requests: Requests, name: str, batches: RayBatches | None, worlds: Sequence[World]
+    ) -> Requests:
+        """Requests with shares of Ray Data that operators registered.
+
+        Args:
+            requests: By rank.
+            name: "train" or "validation".
+            batches: What is registered; None if it is not of Ray Data.
+            worlds: The group; the same object as long as the group is the same.
+        """
+        if batches is None:
+            return requests
+        _, shares = self._shares(name, batches, worlds, lambda: self._dealt(batches, worlds))
+        return self._with_shares(requests, shares)
+
+    def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
+        """Requests with shares of a dataset that takes the place of what is registered, for one call.
+
+        Args:
+            requests: By rank.
+            name: "train" or "validation".
+            dataset: Of Ray Data, with `set_num_shards(n)` and `get_shard(i)`, or of a kind that `whole` knows.
+            worlds: The group.
+        """
+        if ray_batches(dataset) is None and not getattr(dataset, "keeps_position", False) and not is_creator(dataset):
+            self._divisions.pop(_of_call(name), None)  # what it gives may be something else each time
+        key, shares = self._shares(_of_call(name), dataset, worlds, lambda: self._divided(name, dataset, worlds))
+        return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
+
+    def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
+        """Notes where a call stopped, for the next one with the same object."""
+        self._places[name] = dataset, place
+
+    def forget(self) -> None:
+        """Makes new shares in the next call."""
+        self._divisions.clear()
+
+    def _with_shares(self, requests: Requests, shares: Sequence[Any]) -> Requests:
+        if not shares:
+            return requests
+        if all(share is shares[0] for share in shares):
+            return [(*each, share) for each, share in zip(requests, placed_once(self._place, shares), strict=True)]
+        return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
+
+    def _shares(
+        self, name: str, data: Any, worlds: Sequence[World], divide: Callable[[], Sequence[Any]]
+    ) -> tuple[str, Sequence[Any]]:
+        """A name for what workers have, and what each is given; nothing if they have it."""
+        known = self._divisions.get(name)
+        if known is not None and known.data is data and known.worlds is worlds:
+            return known.key, ()
+        shares = divide()
+        self._divisions[name] = _Division(data, worlds, uuid.uuid4().hex)
+        return self._divisions[name].key, shares
+
+    def _divided(self, name: str, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
+        batches, config = ray_batches(dataset), self._config_for(self._config, len(worlds))
+        if batches is not None:
+            return self._dealt(batches.sized(config), worlds)
+        if not hasattr(dataset, "set_num_shards"):
+            known, place = self._places.get(name, (None, None))
+            whole = WholeShare(self._whole(dataset, config), place if known is dataset else None)
+            return [whole] * len(worlds)
+        dataset.set_num_shards(len(worlds))
+        return [dataset.get_shard(world.rank) for world in worlds]
+
+    def _dealt(self, batches: RayBatches, worlds: Sequence[World]) -> Sequence[RayShare]:
+        self._has_warned = self._has_warned or not are_cpus_free()
+        return batches.shares(len(worlds))
+
+
+def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
+    """One share for all ranks, put once for all of those that it has to travel to."""
+    share, num_others = shares[0], len(shares) - 1
+    first = place(0, share)
+    is_local = first is share  # and the others are elsewhere
+    return [first, *[place(1, share) if is_local and num_others else first] * num_others]
+
+
+def _of_call(name: str) -> str:
+    return f"{name} of a call"

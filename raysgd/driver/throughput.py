@@ -1,0 +1,81 @@
+"""How fast a trainer is, and what its last training call measured: for `status`, for Ray's metrics, for the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.types import Heartbeat
+from raysgd.engine.status import TrainerStatus
+from raysgd.history.accounts import Accounts
+from raysgd.history.gauges import Gauges
+from raysgd.messages.epochs import EpochAnswer
+
+logger = logging.getLogger(__name__)
+
+
+class Throughput:
+    """Runs training calls, and keeps what there is to tell of the last one.
+
+    Attributes:
+        samples_per_s: Of the last training call; None before the first.
+    """
+
+    def __init__(self, name: str, controller: ElasticController) -> None:
+        self._controller = controller
+        self._gauges = Gauges(name)
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self.samples_per_s: float | None = None
+        self.accounts = Accounts()
+
+    def run(self, call: Call, max_retries: int) -> list[EpochAnswer]:
+        """Runs a training call."""
+        history = self._controller.history
+        self.accounts.begin_call()
+        began, num_rejoins = time.perf_counter(), history.count("rejoined")
+        answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+        self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
+        self._note(self._heartbeats)
+        num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
+        self.samples_per_s = num_samples / (time.perf_counter() - began) or None
+        self.report()
+        if history.count("rejoined") > num_rejoins:
+            self._tell_what_is_measured(num_samples)
+        return answers
+
+    def _tell_what_is_measured(self, num_samples: int) -> None:
+        """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
+        ledgers = [heartbeat.data for heartbeat in self._heartbeats.values() if heartbeat.data is not None]
+        if ledgers and num_samples < ledgers[0].used:
+            logger.warning(
+                "the metrics of this call cover only %s samples: those of the lost worker were lost with it. The "
+                "training did use its samples",
+                num_samples,
+            )
+
+    def report(self) -> None:
+        """Gives Ray's metrics the numbers of now."""
+        self._gauges.report(len(self._controller.history.events), self._glance)
+
+    def _glance(self) -> TrainerStatus:
+        found = self._controller.glance(self._heartbeats, self.samples_per_s)
+        return self.with_ledger(found)
+
+    def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
+        """A status, and where the time went."""
+        told = {worker.rank: worker.heartbeat for worker in status.workers if worker.heartbeat is not None}
+        self._note(told)
+        self.accounts.warn()
+        return replace(status, ledger=self.accounts.ledger(len(status.workers)))
+
+    def _note(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        self.accounts.note({rank: heartbeat.time for rank, heartbeat in heartbeats.items()})
+
+    def end(self) -> None:
+        """Takes the trainer out of Ray's metrics."""
+        self.accounts.end()
+        self._gauges.end()

@@ -1,0 +1,315 @@
+"""What the class-based front ends have in common: calls on all operators, results, and the end of a trainer."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import finalize
+
+from raysgd._arguments import checks
+from raysgd.driver.calls import EpochCalls
+from raysgd.driver.controlling import make_controller
+from raysgd.driver.fit_methods import FitMethods
+from raysgd.driver.predicting import PredictingTrainer
+from raysgd.driver.progress import ProgressListeners
+from raysgd.driver.read_only_config import ReadOnlyConfig
+from raysgd.driver.saves import FileSaves
+from raysgd.driver.sharing import DataSharing, SharePlacement
+from raysgd.driver.throughput import Throughput
+from raysgd.driver.trainer_views import TrainerViews
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
+from raysgd.engine.processes.worker import is_sendable
+from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.status import TrainerStatus
+from raysgd.exceptions import UnpicklableError
+from raysgd.history.recording import CallRecorder
+from raysgd.messages import replica_calls
+from raysgd.messages.recovery import Recovery
+from raysgd.messages.replica_maker import ReplicaMaker
+from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.utils import BATCH_SIZE
+
+TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
+
+logger = logging.getLogger(__name__)
+
+
+class ClassTrainer(TrainerViews, PredictingTrainer, FitMethods):
+    """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
+
+    training_operator_cls: type[Any]
+    initialization_hook: Callable[[], Any] | None
+    num_cpus_per_worker: float
+    use_gpu: bool
+    backend: str
+    timeout_s: float
+    use_local: bool
+    recovery: str
+    min_workers: int
+    spare_workers: int
+    resize_check_s: float | None
+    recovery_options: Recovery
+    _runner_cls: Any
+    """The class of the replicas, a `ClassRunner`."""
+    _divide_by_hand: str
+    """What to do where each worker loads a part of the data by itself."""
+
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
+        self._group_settings, self._settings, self._writer = group, settings, writer
+        self._place = SharePlacement(group.use_local)
+        show_options(self, group, settings, settings.batch_options)
+        self._replicas = ReplicaMaker(self._runner_cls)
+        self._begin(self._make_controller())
+        self._check_same_data(("train_data", "validation_data"))
+        checks.warn_of_obstacle(
+            self._facts.epoch_obstacle,
+            snapshot_every_n_steps=settings.recovery_options.snapshot_every_n_steps,
+            resize_check_s=group.resize_check_s,
+        )
+
+    def _new_sharing(self) -> DataSharing:
+        settings = self._settings
+        return DataSharing(settings.config, self._place, self._whole_data, settings.batch_options.config_for)
+
+    @abstractmethod
+    def _make_connection(self) -> Connection:
+        """What connects the workers."""
+
+    @property
+    @abstractmethod
+    def _keeps_survivors(self) -> bool:
+        """Whether the survivors of a loss can go on, as far as their framework is concerned."""
+
+    @property
+    def _renews_survivors(self) -> bool:
+        """Whether those that cannot go on can go back to a snapshot in their processes."""
+        return False
+
+    @property
+    @abstractmethod
+    def _reservation_timeout_s(self) -> float:
+        """How long to wait for resources."""
+
+    def _settings_to_send(self) -> ReplicaSettings:
+        """What the replicas are made from, as something that other processes can use."""
+        return self._settings
+
+    def _make_controller(self) -> ElasticController:
+        """What keeps the workers alive, as the trainer's arguments ask for it."""
+        self._replicas.settings = self._settings_to_send()
+        return make_controller(
+            self._group_settings,
+            self._replicas,
+            self._make_connection(),
+            self._reservation_timeout_s,
+            keeps_survivors=self._keeps_survivors,
+            renews_survivors=self._renews_survivors,
+        )
+
+    def _begin(self, controller: ElasticController) -> None:
+        """Starts the workers; they end with the trainer, also without a `shutdown`."""
+        self._controller = controller
+        self._listeners = ProgressListeners(controller)
+        self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
+        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
+        self._calls = EpochCalls(
+            self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
+        )
+        self._finalizer = finalize(self, _abandon, controller)
+        self._saves = FileSaves(controller, self._writer)
+        try:
+            controller.start()
+        except UnpicklableError as error:
+            raise naming_config_entry(error, self._settings.config) from error.__cause__
+        controller.observe_with(self._throughput.report)
+
+    @abstractmethod
+    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
+        """What all workers are given alike of data of a call; None for data of another kind."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
+        """Loads such a state into all workers; returns when they have it.
+
+        Args:
+            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
+            blocking: Accepted for compatibility: loading always waits, so that an error is not lost.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered; the workers are as they were.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
+            )
+        self._load_state(dict(state_dict))
+
+    @abstractmethod
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned."""
+
+    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A config that this trainer can work with."""
+        return checks.check_config(config)
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Runs `fn()` once in each worker process; returns the results in rank order."""
+        call = Call(
+            replica_calls.execute,
+            lambda worlds: [(fn,)] * len(worlds),
+            changes_state=True,  # it may seed, say
+            is_repeatable=False,
+        )
+        return self._controller.run(call)
+
+    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
+
+        Where it raises on some workers only, or not at the same line, all are replaced: some may have
+        changed and others not.
+        """
+        call = Call(
+            replica_calls.apply,
+            lambda worlds: [(fn,)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            is_repeatable=False,
+        )
+        return self._controller.run(call)
+
+    def get_local_operator(self) -> Any:
+        """The live operator of rank 0, with `use_local=True` only.
+
+        Raises:
+            NotImplementedError: All workers are remote.
+        """
+        runner = self._controller.ensure_group().local_replica
+        if runner is None:
+            raise NotImplementedError(
+                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
+                "`use_local=True`."
+            )
+        return runner.operator
+
+    def shutdown(self, force: bool = False) -> None:
+        """Ends the workers and gives their resources back; a second time it does nothing.
+
+        From another thread it ends a running call too, which raises `TrainerShutdownError`.
+
+        Args:
+            force: End the processes at once instead of letting them close first.
+        """
+        try:
+            self._finalizer.detach()
+            self._saves.await_states()
+            self._controller.stop(force)
+            self._throughput.end()
+        finally:
+            self._writer.close()
+
+    def __enter__(self: TrainerT) -> TrainerT:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(force=error is not None)
+
+    def status(self) -> TrainerStatus:
+        """How the trainer is doing: workers, throughput, where the time went, data, losses, last snapshot.
+
+        Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
+        from a second thread while `train` runs.
+        """
+        return self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
+
+    def _snapshot(self) -> Snapshot:
+        """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
+        if self.use_local:
+            self._controller.snapshots.touch()
+        return self._controller.snapshot()
+
+    def _newest_snapshot(self) -> NewestSnapshot:
+        """The state as it is now, once it is copied; perhaps it is on its way to the driver."""
+        if self.use_local:
+            self._controller.snapshots.touch()
+        return self._controller.newest_snapshot()
+
+    def _shared_snapshot(self) -> Snapshot:
+        """The same for what all ranks share; random numbers may be those of a little earlier, which costs no copy."""
+        landed = self._controller.landed_snapshot() if not self.use_local else None
+        return self._snapshot() if landed is None else landed
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """A read-only copy of the config, with the batch size that the present number of workers really takes."""
+        config = dict(self._settings.config)
+        if BATCH_SIZE in config:
+            options = self._settings.batch_options
+            config[BATCH_SIZE] = options.joint_size(config[BATCH_SIZE], self._controller.num_workers)
+        return ReadOnlyConfig(config)
+
+    @property
+    def max_replicas(self) -> int:
+        """How many workers to train with, at most."""
+        return self._group_settings.num_workers
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are now."""
+        return self._controller.num_workers
+
+    @property
+    def worker_group(self) -> Any:
+        """The running group, started again if it was ended; `RuntimeError` after `shutdown`."""
+        return self._controller.ensure_group()
+
+    @property
+    def _facts(self) -> Any:
+        """What a replica that was set up says of itself; alike on all ranks, but for the data."""
+        return self._controller.facts[0]
+
+    @property
+    def _num_failures(self) -> int:
+        return self._controller.history.num_failures
+
+    @property
+    def _last_resize(self) -> float:
+        return self._controller.history.last_resize
+
+    def _check_same_data(self, names: Sequence[str]) -> None:
+        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
+        for name in names:
+            found = [getattr(facts, name) for facts in self._controller.facts]
+            if len(set(found)) > 1:
+                self.shutdown(force=True)
+                raise ValueError(
+                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
+                    "dataset that all workers have alike. If each worker loads its own part, "
+                    f"{self._divide_by_hand}."
+                )
+
+
+def show_options(trainer: ClassTrainer, *settings: Any) -> None:
+    """Lets every option be read as an attribute, unless the class says more about it than what was passed."""
+    for each in settings:
+        names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
+        vars(trainer).update({name: getattr(each, name) for name in names})
+
+
+def naming_config_entry(error: UnpicklableError, config: Mapping[str, Any]) -> UnpicklableError:
+    """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
+    found = [key for key, value in config.items() if not is_sendable(value)]
+    return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
+
+
+def _abandon(controller: ElasticController) -> None:
+    """For a trainer that was never shut down: at its collection or at the end of the program."""
+    controller.stop(force=True)

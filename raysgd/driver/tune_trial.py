@@ -1,0 +1,269 @@
+"""One trial of Ray Tune, whatever trains in it.
+
+The only module that knows which methods Ray Tune calls, in which order, and what it wants back. Front ends describe a
+trial (`TuneTrial`), or derive from the class of `trainer_trainable`. `ray.tune` is imported where it is needed.
+
+Why there is one module for all of them: ADR 72.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from raysgd._imports.optional import require
+from raysgd.exceptions import MissingTuneError
+
+Bundles = Sequence[Mapping[str, float]]
+
+_CONFIG_FILE = "trial.json"
+
+
+@dataclass(frozen=True)
+class TrialStepResult:
+    """What one step of a trial came to.
+
+    Attributes:
+        metrics: What was reported; None where nothing new was.
+        has_checkpoint: Whether there is a checkpoint that Tune does not have yet, so that it asks for one; None leaves
+            that to the rules of Tune alone.
+        is_last: Whether the trial is over.
+    """
+
+    metrics: dict[str, Any] | None
+    has_checkpoint: bool | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class TrialInfo:
+    """What a trial knows of itself.
+
+    Attributes:
+        logdir: Its folder on the node where it runs.
+        name: What Tune calls it; None outside of Tune.
+        identity: Its id; None outside of Tune.
+        resources: What Tune reserved for it; None outside of Tune.
+    """
+
+    logdir: Path
+    name: str | None = None
+    identity: str | None = None
+    resources: Any = None
+
+
+class TuneTrial(Protocol):
+    """What trains in a trial. All methods run in the process of the trial, one after the other."""
+
+    def step(self) -> TrialStepResult:
+        """Trains until there is something to report, or until the end."""
+
+    def save(self, folder: Path) -> None:
+        """Writes what `load` needs into a folder."""
+
+    def load(self, folder: Path) -> None:
+        """Goes on from what `save` wrote, here or in another process."""
+
+    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
+        """Begins again with another config, as a new trial would. False: it cannot, and is ended and made again."""
+
+    def end(self) -> None:
+        """Gives everything back. A second time it does nothing."""
+
+
+def require_tune(purpose: str) -> Any:
+    """The module `ray.tune`.
+
+    Args:
+        purpose: What needs it.
+
+    Raises:
+        MissingTuneError: It is not installed, or something that it needs is not.
+    """
+    try:
+        return require("ray.tune", extra="tune", purpose=purpose)
+    except ImportError as error:
+        raise MissingTuneError(str(error)) from error
+
+
+def reservation(bundles: Bundles, strategy: str = "PACK", *, purpose: str = "a trial") -> Any:
+    """What Tune reserves for a trial, as it wants it: the first bundle is for the trial itself."""
+    return require_tune(purpose).PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
+
+
+def make_trainable(
+    make_trial: Callable[[dict[str, Any], TrialInfo], TuneTrial],
+    bundles_of: Callable[[dict[str, Any]], Bundles],
+    name: str,
+    *,
+    strategy: str = "PACK",
+    purpose: str = "a trial",
+) -> type[Any]:
+    """A class for `tune.Tuner` or `tune.run`.
+
+    Args:
+        make_trial: Makes what trains, in the process of the trial. It pickles.
+        bundles_of: What a trial with such a config needs: the trial itself, then each worker.
+        name: The name of the class, which Tune shows.
+        strategy: How the bundles are placed.
+        purpose: What needs Tune, for the error.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+    """
+    tune = require_tune(purpose)
+    from ray.tune import result as names
+
+    def as_result(reported: TrialStepResult, last: dict[str, Any] | None) -> dict[str, Any]:
+        flags = {} if reported.has_checkpoint is None else {names.SHOULD_CHECKPOINT: reported.has_checkpoint}
+        if not reported.is_last:
+            return {**(reported.metrics or {}), **flags}
+        if reported.metrics is None and not reported.has_checkpoint:
+            return {names.RESULT_DUPLICATE: True, names.DONE: True}
+        return {**(reported.metrics or last or {}), **flags, names.DONE: True}
+
+    class TrialTrainable(tune.Trainable):  # type: ignore[name-defined]
+        """One trial."""
+
+        _last: dict[str, Any] | None = None
+
+        def setup(self, config: dict[str, Any]) -> None:
+            self._trial = make_trial(dict(config), _info_of(self))
+
+        def step(self) -> dict[str, Any]:
+            reported = self._trial.step()
+            self._last = reported.metrics or self._last
+            return as_result(reported, self._last)
+
+        def save_checkpoint(self, checkpoint_dir: str) -> None:
+            self._trial.save(Path(checkpoint_dir))
+
+        def load_checkpoint(self, checkpoint_dir: str) -> None:
+            self._trial.load(Path(checkpoint_dir))
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            self._last = None
+            if not self._trial.reset(dict(new_config), _info_of(self)):
+                self._trial.end()
+                self.setup(new_config)
+            return True
+
+        def cleanup(self) -> None:
+            self._trial.end()
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> Any:
+            return reservation(bundles_of(dict(config)), strategy)
+
+    TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
+    return TrialTrainable
+
+
+def _info_of(trainable: Any) -> TrialInfo:
+    return TrialInfo(
+        Path(trainable.logdir), trainable.trial_name or None, trainable.trial_id or None, trainable.trial_resources
+    )
+
+
+@functools.cache
+def trainer_trainable(purpose: str) -> type[Any]:
+    """The class behind `BaseTorchTrainable` and `TFTrainable`: a trainer with `train` and `validate` as a trial.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+    """
+    tune = require_tune(purpose)
+
+    class TrainerTrainable(tune.Trainable):  # type: ignore[name-defined]
+        """One trial: each step is an epoch and a validation. A subclass makes the trainer."""
+
+        _checkpoint_name: ClassVar[str]
+        _trainer: Any = None
+
+        def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
+            raise NotImplementedError(
+                f"`{type(self).__name__}` makes no trainer: override `_create_trainer(self, tune_config)`, and return "
+                "one with the trial's config."
+            )
+
+        def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
+            """Gives the trainer another config, and new operators; False where it has to be another trainer."""
+            return False
+
+        @property
+        def trainer(self) -> Any:
+            """The trainer of this trial."""
+            return self._trainer
+
+        def setup(self, config: dict[str, Any]) -> None:
+            """Starts the workers."""
+            self._trainer = self._create_trainer(dict(config))
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            """Lets the workers serve another trial; they keep their processes where they can."""
+            if not self._reset_trainer(dict(new_config)):
+                self.cleanup()
+                self.setup(new_config)
+            return True
+
+        def save_checkpoint(self, checkpoint_dir: str) -> str:
+            """Writes the state into the folder. Returns the folder, as Ray Tune wants it."""
+            self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
+            write_config(Path(checkpoint_dir), self.config)
+            return checkpoint_dir
+
+        def load_checkpoint(self, checkpoint: str) -> None:
+            """Loads what `save_checkpoint` wrote; the path of the file does, too.
+
+            Of another config than this one, the optimizers keep this one's numbers. Override it if you have state
+            outside of the trainer, as does `save_checkpoint`.
+            """
+            path = Path(checkpoint)
+            self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
+            if has_changed(path, self.config):
+                self._trainer._follow_config()
+
+        def cleanup(self) -> None:
+            """Ends the workers."""
+            trainer, self._trainer = self._trainer, None
+            if trainer is not None:
+                trainer.shutdown()
+
+    return TrainerTrainable
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Notes the plain values of a config beside a checkpoint."""
+    (folder / _CONFIG_FILE).write_text(json.dumps(_plain(config)), encoding="utf-8")
+
+
+def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was written with another config. Where nothing was noted, it counts as the same."""
+    try:
+        noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return bool(noted != _plain(config))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON brings back as it was: of other objects only their class counts."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; dicts that are in both are merged, and of other values the second one's counts."""
+    result = dict(first)
+    for name, value in second.items():
+        before = result.get(name)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        result[name] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return result

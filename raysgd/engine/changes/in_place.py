@@ -1,0 +1,269 @@
+"""Changes of a group whose workers keep their processes: after a loss, or because workers leave or step in.
+
+Why survivors form a new group in place: ADR 9.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysgd._text.rank_words import listed
+from raysgd.engine.changes.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer, NextGroup, renew_without_lost
+from raysgd.engine.changes.growth import Growth
+from raysgd.engine.changes.lifecycle import Lifecycle
+from raysgd.engine.decisions.failures import Diagnosis, classify, words
+from raysgd.engine.decisions.history import EventKind
+from raysgd.engine.decisions.policies import RetryBudget, are_alike, takers
+from raysgd.engine.processes import replica_calls
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.types import GroupReport, StateHandover
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the group in place.
+
+    Attributes:
+        kind: What it is called in the history, unless ranks are lost over it.
+        cause: Why, given the ranks that are lost.
+        staying: Ranks that are to stay.
+        began: When it began.
+        can_wait: Whether to wait for workers that are still starting.
+        budget: What pays for it; None for what costs nothing.
+        leaving: Ranks that leave in an orderly way.
+        orphans: How far those are.
+    """
+
+    kind: EventKind
+    cause: Callable[[Collection[int]], str]
+    staying: Sequence[int]
+    began: float
+    can_wait: bool
+    budget: RetryBudget | None = None
+    leaving: frozenset[int] = frozenset()
+    orphans: tuple[Any, ...] = ()
+
+    def to_rebuild(self, failed: CannotForm, gone: Collection[int]) -> CannotForm:
+        """What became of it where the ranks cannot form a new group, with the words for the rebuild."""
+        cause = self.cause(gone)
+        is_loss = self.kind == "rejoined" or bool(gone) or failed.is_loss
+        return CannotForm(
+            failed.reason,
+            failed.staying,
+            is_loss,
+            kind="rebuilt" if is_loss else self.kind,
+            cause=f"{cause}; {failed.reason}" if failed.reason else cause,
+        )
+
+
+class InPlaceChanges:
+    """Changes the group of a lifecycle in place."""
+
+    def __init__(self, lifecycle: Lifecycle, growth: Growth, on_wait: Callable[[], None]) -> None:
+        self._lifecycle, self._growth, self._on_wait = lifecycle, growth, on_wait
+
+    def rejoin(self, report: GroupReport, budget: RetryBudget, tell_stuck: Callable[[], None]) -> CannotForm | None:
+        """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
+
+        Returns:
+            Why only a rebuild is left; None when it worked.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        began = lifecycle.now()
+        survivors = self._settled(report, tell_stuck)
+        if group.stuck and classify(report).kind == "disconnected":  # else they are slow, and another one died
+            budget.note_hang()
+        silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
+
+        def cause(gone: Collection[int]) -> str:
+            return words(classify(report), gone) + silent
+
+        return self._change(_Change("rejoined", cause, survivors, began, self._can_wait, budget))
+
+    def renew(self, report: GroupReport, tell_stuck: Callable[[], None]) -> GroupReport | None:
+        """After a loss that replicas cannot go on from: keeps the survivors' processes, with new replicas in all.
+
+        Returns:
+            The replicas' set-up answers; they have no state yet. None where only new workers are left.
+        """
+        former = self._former(can_wait=self._can_wait, goes_on=False)
+        try:
+            next_group = former.form(self._settled(report, tell_stuck))
+        except CannotForm as failed:
+            logger.warning("no process is kept: %s", failed.reason or "no worker is left")
+            return None
+        group = self._lifecycle.running
+        renewed = group.renew(next_group.staying, next_group.joining, self._on_wait)
+        renewed = renew_without_lost(group, renewed, self._lifecycle.scaling.min_workers, self._on_wait)
+        if not renewed.ok:
+            logger.warning("could not form a new group: %s", words(classify(renewed)))
+            return None
+        return renewed
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether survivors of a loss wait for new workers: ADR 11."""
+        return self._lifecycle.rules.resize_check_s is None
+
+    def lost_behind(self, diagnosis: Diagnosis) -> set[int]:
+        """After a loss of which some saw only a connection break, and that nothing follows: who does not answer."""
+        if diagnosis.kind != "disconnected":
+            return set()
+        group = self._lifecycle.running
+        return set(range(len(group))) - set(group.answering(range(len(group))))
+
+    def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+        """The survivors of a loss, freed of what they waited for."""
+        survivors = self._lifecycle.running.settle(report, tell_stuck)
+        self._lifecycle.suspect(survivors)
+        return survivors
+
+    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> CannotForm | None:
+        """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
+
+        Args:
+            leaving: Nodes that are going away.
+            cause: Why.
+            parts: What each rank copied of its progress when it was held inside a call.
+
+        Returns:
+            Why only a rebuild is left; None when it worked.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
+        kind: EventKind = "left" if len(staying) < len(group) else "grown"
+        if not lifecycle.spec.regroups:
+            return CannotForm("", staying, kind=kind, cause=cause)
+        change = _Change(
+            kind,
+            cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
+            staying=staying,
+            began=lifecycle.now(),
+            can_wait=kind == "left",
+            leaving=frozenset(range(len(group))) - frozenset(staying),
+            orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
+        )
+        return self._change(change)
+
+    def grow(self) -> CannotForm | None:
+        """Between two calls: lets as many workers step in as there is room for.
+
+        Returns:
+            Why only a rebuild is left; None when it worked, or there was no one to step in.
+        """
+        lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
+        self._growth.start_standby()
+        deadline = lifecycle.now() + STANDBY_WAIT_S
+        while standby.num_coming and lifecycle.now() < deadline:
+            lifecycle.sleep(0.005)
+            self._on_wait()
+        standby.kill_unresponsive()
+        return self.change(frozenset(), "there is room for more workers") if standby.num_ready else None
+
+    def are_possible(self) -> bool | None:
+        """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
+        report = self._ask_progress()
+        if not report.ok:
+            return False if classify(report).kind == "user" else None
+        return not any(answer.value.obstacle for answer in report.values)
+
+    def are_replicas_alike(self) -> bool:
+        """After a call that failed on all of them, which wait for the next one: whether they are in one state."""
+        report = self._ask_progress()
+        return report.ok and are_alike([answer.value for answer in report.values])
+
+    def _ask_progress(self) -> GroupReport:
+        group = self._lifecycle.running
+        return group.on_replica(
+            replica_calls.replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait
+        )
+
+    def _change(self, change: _Change) -> CannotForm | None:
+        lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
+
+        def gone(staying: Collection[int]) -> set[int]:
+            """The ranks that were lost, as they were numbered when it began."""
+            infos = lifecycle.running.infos
+            kept = {infos[rank] for rank in staying}
+            return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
+
+        try:
+            next_group = self._try_change(change)
+        except CannotForm as failed:
+            return change.to_rebuild(failed, gone(failed.staying))
+        except BaseException as error:  # Ctrl-C too: a group that is formed half-way must never be used
+            lifecycle.end_call(type(error).__name__)
+            raise
+        if lifecycle.running.infos[0] != before[0]:
+            lifecycle.snapshots.drop_incoming()
+        self._note(change, next_group, len(before), gone(range(len(lifecycle.running))))
+        return None
+
+    def _former(self, budget: RetryBudget | None = None, can_wait: bool = True, goes_on: bool = True) -> GroupFormer:
+        lifecycle = self._lifecycle
+        return GroupFormer(
+            lifecycle.running,
+            lifecycle.scaling,
+            budget,
+            can_wait=can_wait,
+            nodes_to_avoid=lambda: lifecycle.nodes_to_avoid,
+            suspect=lifecycle.suspect,
+            now=lifecycle.now,
+            on_wait=self._on_wait,
+            goes_on=goes_on,
+        )
+
+    def _try_change(self, change: _Change) -> NextGroup:
+        """Forms the next group; where workers are lost over it, another one without them, which waits for no one new.
+
+        Raises:
+            CannotForm: No group can be formed.
+        """
+        former, staying, without_state = self._former(change.budget, change.can_wait), change.staying, set[int]()
+        orphans = change.orphans
+        while True:
+            next_group = former.form(staying, without_state)
+            report = self._regroup(next_group, orphans)
+            if report.ok:
+                self._lifecycle.facts = list(report.values)
+                return next_group
+            staying = self._survivors_of(report, next_group)
+            had_state = [rank not in without_state for rank in next_group.staying]
+            without_state = {o.rank for o in report.outcomes if not o.ok and not any(had_state[o.rank : o.rank + 1])}
+            orphans = () if report.outcomes[0].ok and 0 in staying else orphans
+            former = replace(former, can_wait=False)
+
+    def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:
+        staying, joining, source = next_group.staying, next_group.joining, next_group.source
+        new_ranks = range(len(staying), next_group.num_workers)
+        handover = StateHandover(source, (*takers(next_group.progress_reports, source), *new_ranks), orphans)
+        return self._lifecycle.running.regroup(staying, joining, handover, self._on_wait)
+
+    def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
+        """Who lives after a group could not be formed.
+
+        Raises:
+            CannotForm: It failed for another reason than the loss of workers.
+        """
+        diagnosis = classify(report)
+        reason = f"could not form a new group: {words(diagnosis)}"
+        logger.warning("%s", reason)
+        survivors = self._settled(report) if diagnosis.kind != "user" else []
+        if diagnosis.kind == "user" or len(survivors) == failed.num_workers:
+            raise CannotForm(reason, range(len(failed.staying)), is_loss=diagnosis.kind != "user")
+        return survivors
+
+    def _note(self, change: _Change, formed: NextGroup, old_size: int, gone: Collection[int]) -> None:
+        """Notes a change that was made: in the budget, and in the history."""
+        source = formed.progress_reports[formed.source]
+        if change.budget is not None:
+            change.budget.pay_for_rejoin(source.progress)
+        kind: EventKind = "rejoined" if gone else change.kind
+        if kind != "grown" or len(self._lifecycle.running) > old_size:  # else nothing has changed: newcomers are dead
+            self._lifecycle.record(kind, old_size, change.began, change.cause(gone), source.words)
+        self._growth.owe_spares()

@@ -1,0 +1,142 @@
+"""When a running call stops at a step boundary, because workers are to leave or can step in.
+
+Why all ranks agree on a step before they stop: ADR 10.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import count
+
+from raysgd.engine.changes.growth import Growth
+from raysgd.engine.changes.lifecycle import Lifecycle
+from raysgd.engine.decisions.policies import KeepGroup
+from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes import replica_calls
+
+_NODES_S = 2.0
+_HOLD_AHEAD_S = 0.05
+_MIN_MARGIN = 2
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class HoldFacts:
+    """What is known of the group and the cluster at one moment.
+
+    Attributes:
+        is_leaving: Whether some of the workers are on nodes that are going away.
+        may_grow: Whether more workers are wanted, and looked for while a call runs.
+        is_growth_due: Whether it is time to look for room again.
+        regroups: Whether workers can step in without a rebuild.
+        num_more: How many more workers a rebuild would give; 0 if unknown.
+        num_ready: Standby workers that are ready.
+        num_coming: Standby workers that are starting.
+    """
+
+    is_leaving: bool = False
+    may_grow: bool = False
+    is_growth_due: bool = False
+    regroups: bool = True
+    num_more: int = 0
+    num_ready: int = 0
+    num_coming: int = 0
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Stop at a step boundary, says `reason`; where workers `step_in`, only if they are still alive."""
+
+    reason: str
+    step_in: bool = False
+
+
+@dataclass(frozen=True)
+class StartStandby:
+    """Start workers that can step in later."""
+
+
+def decide_hold(facts: HoldFacts) -> Hold | StartStandby | KeepGroup:
+    """Pure: whether the running call has to stop for a change of the group."""
+    if facts.is_leaving:
+        return Hold("a node is going away")
+    if not facts.may_grow:
+        return KeepGroup()
+    if not facts.regroups:
+        return Hold("there is room for more workers") if facts.num_more else KeepGroup()
+    if facts.is_growth_due:
+        return StartStandby()
+    if facts.num_ready and not facts.num_coming:
+        return Hold("there is room for more workers", step_in=True)
+    return KeepGroup()
+
+
+class StepHold:
+    """Stops a running call at a step boundary where that is due."""
+
+    def __init__(self, lifecycle: Lifecycle, growth: Growth) -> None:
+        self._lifecycle, self._growth = lifecycle, growth
+        now = lifecycle.now()
+        self._next_nodes = now + _NODES_S
+        self._next_growth = now + (lifecycle.rules.resize_check_s or 0.0)
+        self._margin = _MIN_MARGIN
+        self._is_holding = False
+        self.reason = ""
+
+    def poll(self, steps_per_s: float) -> None:
+        """Does what is due. `steps_per_s` says how fast the ranks are."""
+        group = self._lifecycle.group
+        if group is None or self._is_holding:
+            return
+        facts = self._facts(group)
+        decision = decide_hold(facts)
+        if isinstance(decision, StartStandby):
+            self._growth.start_standby()
+            decision = decide_hold(_with_standby(replace(facts, is_growth_due=False), group))
+        if not isinstance(decision, Hold):
+            return
+        self.reason = decision.reason
+        if decision.step_in:
+            group.standby.kill_unresponsive()
+            if not group.standby.num_ready:
+                return
+        self._agree(group, steps_per_s)
+
+    def _facts(self, group: WorkerGroup) -> HoldFacts:
+        """What there is to know; the cluster is asked only when that is due."""
+        lifecycle, now = self._lifecycle, self._lifecycle.now()
+        is_leaving = False
+        if now >= self._next_nodes:
+            self._next_nodes = now + _NODES_S
+            is_leaving = bool(lifecycle.leaving_nodes_in_use())
+        check_s, regroups = lifecycle.rules.resize_check_s, lifecycle.spec.regroups
+        if is_leaving or check_s is None or len(group) >= lifecycle.scaling.max_workers:
+            return HoldFacts(is_leaving)
+        is_due = now >= self._next_growth
+        if is_due:
+            self._next_growth = now + check_s
+        num_more = self._growth.find_room() if is_due and not regroups else 0
+        facts = HoldFacts(may_grow=True, is_growth_due=is_due, regroups=regroups, num_more=num_more)
+        return _with_standby(facts, group)
+
+    def _agree(self, group: WorkerGroup, steps_per_s: float) -> None:
+        """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        margin = max(self._margin, math.ceil(steps_per_s * _HOLD_AHEAD_S))
+        number = next(_numbers)
+        first = group.ask_beside("beside", replica_calls.propose_hold, number, margin, None, ranks=[0])
+        at = first.get(0)
+        answers = {0: at}
+        if at is not None:
+            answers |= group.ask_beside(
+                "beside", replica_calls.propose_hold, number, margin, at, ranks=range(1, len(group))
+            )
+        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
+        group.ask_beside("beside", replica_calls.settle_hold, number, is_agreed)
+        self._is_holding = is_agreed
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+
+def _with_standby(facts: HoldFacts, group: WorkerGroup) -> HoldFacts:
+    return replace(facts, num_ready=group.standby.num_ready, num_coming=group.standby.num_coming)

@@ -1,0 +1,134 @@
+"""The start of a group: reserve, create, connect and build."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from raysgd.engine.decisions import ranks
+from raysgd.engine.decisions.failures import classify, words
+from raysgd.engine.group.group_calls import GroupCalls
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.members import Members
+from raysgd.engine.group.standby import StartupCheck
+from raysgd.engine.processes import resources
+from raysgd.engine.processes.platform import Platform
+from raysgd.engine.processes.slots import Slots
+from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.shared.types import GroupReport, Rendezvous
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
+
+logger = logging.getLogger(__name__)
+
+
+class Startup:
+    """Starts the workers of a group, once."""
+
+    def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls, platform: Platform) -> None:
+        self._spec, self._slots, self._members, self._calls = spec, slots, members, calls
+        self._platform = platform
+        self._startup = StartupCheck.on(platform, spec.heartbeat_s)
+        self._is_cancelled = False
+
+    def prepare(self, num_workers: int, num_spares: int, timeout_s: float, min_workers: int) -> GroupReport:
+        """Makes so many workers ready to be connected, and holds room for so many spares.
+
+        Workers that die over it are left out, as long as `min_workers` are ready.
+
+        Returns:
+            Where the workers live; or the report of what failed.
+
+        Raises:
+            ReservationTimeoutError: The resources were not granted in time.
+            TrainerShutdownError: After `cancel`.
+        """
+        self._create(num_workers, num_spares, timeout_s)
+        report = self._make_ready(timeout_s, min_workers)
+        if report.ok:
+            # Now that all are there, it is known where they are, and so which rank each gets.
+            order = ranks.in_order(report.values, first_stays=self._spec.use_local)
+            workers = self._members.workers
+            self._members.give_ranks([workers[index] for index in order], [report.values[index] for index in order])
+        return report
+
+    def connect(self) -> GroupReport:
+        """Connects the workers that are ready, and makes their replicas. Returns the replicas' set-up answers."""
+        build = partial(self.build, captures=self._spec.captures_after_calls)
+        return self._calls.connect(build, self.look_after)
+
+    def look_after(self) -> None:
+        """Kills workers that freeze meanwhile. To be called now and then while they start."""
+        self._startup.poll()
+
+    def cancel(self) -> None:
+        """From another thread: the start raises as soon as it can."""
+        self._is_cancelled = True
+
+    def check_wanted(self) -> None:
+        """Raises `TrainerShutdownError` after `cancel`."""
+        if self._is_cancelled:
+            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
+
+    def _create(self, num_workers: int, num_spares: int, timeout_s: float) -> None:
+        spec, workers = self._spec, self._members.workers
+        if spec.use_local:
+            workers.append(self._platform.new_local_worker(spec.connection))
+        if num_workers == len(workers):
+            return
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
+        self._platform.ensure_running()
+        # The driver's share is held too.
+        self._slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self.check_wanted)
+        slot_of_driver = self._slots.take() if spec.use_local else None
+        for _ in range(len(workers), num_workers):
+            worker = self._platform.new_worker(self._slots.take(), spec.connection, spec.num_threads)
+            workers.append(worker)
+            self._startup.add(worker)
+        self.check_wanted()
+        if slot_of_driver is not None:
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+
+    def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
+        placed = self._members.submit("describe", ranks=self._members.remote_ranks)  # answered beside the user's hook
+        calls = self._members.submit("prepare", self._spec.initialization_hook)
+        if placed and not self._slots.are_own:
+            self._await_placement(list(placed.values()), timeout_s)
+        while True:
+            report = self._calls.gather(calls, self.look_after)
+            if report.ok:
+                self._members.workers = [self._members.workers[rank] for rank in calls]
+                return report
+            dead = {found.rank for found in report.outcomes if found.failure is not None}
+            if classify(report).kind == "user" or len(calls) - len(dead) < min_workers:
+                return report
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            self._leave_out(dead)
+            calls = {rank: call for rank, call in calls.items() if rank not in dead}
+
+    def _leave_out(self, dead: Iterable[int]) -> None:
+        for rank in dead:
+            worker = self._members.remote(rank)
+            self._startup.remove(worker)
+            worker.kill()
+            self._slots.give_back(worker.slot)
+
+    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
+        """Inside another placement group the actors themselves may have to wait for room: not forever."""
+        import ray
+
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        if waiting:
+            raise ReservationTimeoutError(
+                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                + resources.explain(self._spec.resources, len(references), resources.cluster_view())
+            )
+
+    def build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
+        """Lets all members join and make their replicas; returns the calls. With `captures` they copy the state."""
+        make_replica = self._spec.make_replica
+        return {
+            rank: worker.submit("build", self._members.worlds[rank], rendezvous, make_replica, captures)
+            for rank, worker in enumerate(self._members.workers)
+        }

@@ -1,0 +1,1 @@
+"""Worker processes: where they run, how they are called, what travels between them and the driver."""

@@ -1,0 +1,411 @@
+"""The only module that asks Ray what is free, and that creates and removes placement groups of live trainers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raysgd.engine.decisions.policies import capacity
+from raysgd.engine.processes.reservation_guard import guard
+from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
+from raysgd.exceptions import ReservationTimeoutError
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.01
+_SLICE_S = 1.0
+_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
+_TELL_S = 5.0  # a cluster that is idle grants within a second
+_BUNDLE = "bundle_group_"
+
+
+def _ray() -> Any:
+    """Ray. Its own annotations are incomplete, which is nothing to trouble every caller with."""
+    import ray
+
+    return ray
+
+
+def ensure_ray() -> None:
+    """Connects to Ray; starts a local single-node one when nothing is running."""
+    ray = _ray()
+    if not ray.is_initialized():
+        logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
+        ray.init(include_dashboard=False)
+
+
+def is_ray_client() -> bool:
+    """Whether this process drives a cluster through a Ray Client connection."""
+    return bool(_ray().util.client.ray.is_connected())
+
+
+def outer_group() -> Any:
+    """The placement group that this process is in and that is meant for what it starts, too; None without one."""
+    ray = _ray()
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
+def cluster_view() -> ClusterView:
+    """The live nodes with their total and free resources, and the placement groups that hold or want some.
+
+    Inside an existing placement group that group is all there is: each bundle counts as a node.
+    """
+    ray = _ray()
+    outer = outer_group()
+    if outer is not None:
+        bundles = enumerate(outer.bundle_specs)
+        return ClusterView(
+            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
+        )
+    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
+    nodes = tuple(
+        _node_view(node, free.get(node["NodeID"], {}), groups)
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving
+    )
+    return ClusterView(nodes, _holders(groups))
+
+
+def _node_view(node: Mapping[str, Any], free: Mapping[str, float], groups: Collection[str]) -> NodeView:
+    return NodeView(
+        node["NodeID"],
+        node["NodeManagerAddress"],
+        _plain(node["Resources"]),
+        _plain(free),
+        _is_settling(free, groups),
+    )
+
+
+def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
+    """Whether a node still has bundles of a placement group that is none of `groups`, a list made later.
+
+    Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
+    a busy machine seconds, and in the same moment its bundles are off the node's list.
+    """
+    return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
+
+
+def _free_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Free resources node by node; Ray's public interface has only the sum, which serves for a single node."""
+    ray = _ray()
+    try:
+        return dict(importlib.import_module("ray._private.state").available_resources_per_node())
+    except (ImportError, AttributeError):
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        return {alive[0]: ray.available_resources()} if len(alive) == 1 else {}
+
+
+def _placement_groups() -> dict[str, Any]:
+    """What Ray says of each placement group that was not removed, by its id."""
+    table = _ray().util.placement_group_table()
+    return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
+
+
+def _holders(groups: Mapping[str, Any]) -> tuple[PlacementGroupHolder, ...]:
+    return tuple(
+        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        for identity, entry in groups.items()
+    )
+
+
+def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Without the bookkeeping entries that Ray keeps beside the real resources."""
+    hidden = ("node:", "object_store_memory", "memory")
+    return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
+
+
+def draining_nodes() -> frozenset[str]:
+    """The nodes that Ray knows will go away soon. Ray keeps this query private; where it is missing, none are known."""
+    try:
+        return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def find_process(actor: Any) -> WorkerInfo | None:
+    """Where an actor's process is that has not answered yet; None while there is none.
+
+    Ray keeps this query private; where it is missing, no process is found.
+    """
+    try:
+        entry = importlib.import_module("ray._private.state").actors(actor._actor_id.hex())
+        pid, place = entry.get("Pid"), entry.get("Address", {})
+    except (ImportError, AttributeError):
+        return None
+    return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
+
+
+def kill_process(info: WorkerInfo) -> None:
+    """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+    if info.node_id == _ray().get_runtime_context().get_node_id():
+        _sigkill(info.pid)
+    else:
+        _run_beside(info, _sigkill)
+
+
+def watch_process(info: WorkerInfo) -> Any:
+    """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
+
+    Returns:
+        Ray's reference to the answer, which takes some seconds where it is no.
+    """
+    return _run_beside(info, _works)
+
+
+def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
+    """Calls a function with the number of a process on the node of that process, in another one."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
+    }
+    return _ray().remote(**options)(function).remote(info.pid)
+
+
+def _sigkill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _works(pid: int) -> bool:
+    """Whether a process gets any processor time within some seconds. Where the system does not tell, it does not."""
+    try:
+        before = _processor_ticks(pid)
+        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
+            time.sleep(_POLL_S)
+            if _processor_ticks(pid) > before:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _processor_ticks(pid: int) -> int:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel
+
+
+def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
+    """The table for error messages: what was asked, what the cluster has, and what holds it."""
+    lines = [f"  requested:  {num_workers} x {need.bundle()}"]
+    for node in view.nodes:
+        lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
+    for holder in view.holders:
+        how = "held" if holder.state == "CREATED" else "waited for"
+        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {[dict(b) for b in holder.bundles]}")
+    held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
+    used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
+    if used - held > 1e-6:
+        lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
+    return "\n".join(lines)
+
+
+def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
+    """Why the nodes that there are can never hold so many workers, or None if they can once nothing else runs."""
+    most = capacity(view, need, free_only=False)
+    if most >= num_workers:
+        return None
+    found = "No node is large enough for a worker" if most == 0 else f"The nodes have room for {most} workers at most"
+    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}"
+
+
+def _state_of(group: Any) -> str:
+    """What Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray has answered."""
+    return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
+
+
+class Reservation:
+    """Resources for all workers at once, all or none.
+
+    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on `close`.
+
+    Args:
+        need: What one worker needs.
+        num_workers: How many there are.
+        has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
+            that one, None for none.
+        when_not_granted: What to do where the cluster does not grant them, for the error.
+    """
+
+    def __init__(
+        self,
+        need: Resources,
+        num_workers: int,
+        has_driver: bool = False,
+        packs: bool = False,
+        within: Any = "default",
+        when_not_granted: str = "",
+    ) -> None:
+        ray = _ray()
+        self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
+        self._holder: Any = None
+        self._outer = outer_group() if within == "default" else within
+        self._own: Any = None
+        self._guard: Any = None
+        bundle = need.bundle()
+        if self._outer is None and bundle and num_workers:
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
+            bundles = [bundle] * num_workers
+            if has_driver and need.num_gpus:
+                bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
+            self._guard = guard(name)
+            self._own = ray.util.placement_group(bundles, strategy="PACK" if packs else "SPREAD", name=name)
+
+    def __len__(self) -> int:
+        return self._num_workers
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it holds resources itself, so that the actors of the workers find their place at once."""
+        return self._own is not None
+
+    def is_granted(self) -> bool:
+        """Whether the resources are there, as of now."""
+        group = self._own or self._outer
+        return group is None or _state_of(group) == "CREATED"
+
+    def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
+
+        Args:
+            timeout_s: How long to wait.
+            check: Called now and then while it waits; may raise.
+
+        Raises:
+            ReservationTimeoutError: After `timeout_s`.
+        """
+        group = self._own or self._outer
+        if group is None:
+            return
+        try:
+            self._await(group, timeout_s, check)
+        except BaseException:
+            self.close(timeout_s=5.0)
+            raise
+
+    def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
+        began = time.monotonic()
+        words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
+        waited_s = 0.0
+        while not group.wait(int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
+            time.sleep(_POLL_S)
+            check()
+            waited_s = time.monotonic() - began
+            while words and waited_s >= words[-1][0]:
+                words.pop()[1](timeout_s)
+            if waited_s >= timeout_s:
+                if self.is_granted():  # meanwhile: this process, too, may have stood still
+                    return
+                raise self._timeout(timeout_s)
+
+    def _tell_impossible(self, timeout_s: float) -> None:
+        reason = impossibility(self._need, self._num_workers, cluster_view())
+        if reason is not None:
+            logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
+
+    def _tell_missing(self, timeout_s: float) -> None:
+        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        logger.warning(
+            "waiting for resources: %s workers with %s each, there is room for %s now; giving up after %g s",
+            self._num_workers,
+            self._need.bundle(),
+            num_fitting,
+            timeout_s,
+        )
+
+    def _timeout(self, timeout_s: float) -> ReservationTimeoutError:
+        message = (
+            f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
+            f"{explain(self._need, self._num_workers, cluster_view())}\n{self._when_not_granted}"
+        )
+        return ReservationTimeoutError(message.rstrip())
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Options that place the actor number `index` into this reservation.
+
+        Its tasks find a place as those of this process do: our bundles are full. In a trial of Tune they go into
+        the trial's placement group, which may have a bundle for them.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
+        if self._need.custom:
+            options["resources"] = dict(self._need.custom)
+        if self._need.runtime_env:
+            options["runtime_env"] = dict(self._need.runtime_env)
+        group = self._own or self._outer
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=index if self._own is not None else -1,
+            )
+        return options
+
+    def nodes(self) -> list[str | None]:
+        """For each bundle the live node that holds it now, or None; Ray moves the bundles of a node that was lost."""
+        ray = _ray()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if self._own is None:
+            return [next(iter(alive), None)] * self._num_workers
+        holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
+        return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
+
+    def gpus_of_driver(self) -> list[str]:
+        """Takes the GPUs of the first worker for this very process, and returns their ids.
+
+        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `close`. Inside a worker or
+        somebody else's placement group nothing is taken: what this process may use was decided there.
+        """
+        if self._own is None or not self._need.num_gpus:
+            return []
+        ray = _ray()
+        options = {**self.actor_options(0), "num_cpus": 0}
+        self._holder = ray.remote(_GPUHolder).options(**options).remote()
+        ids: list[str] = ray.get(self._holder.gpu_ids.remote())
+        return ids
+
+    def close(self, timeout_s: float) -> None:
+        """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
+        if self._own is None:
+            return
+        ray = _ray()
+        group, self._own = self._own, None
+        holder, self._holder = self._holder, None
+        if not ray.is_initialized():
+            return
+        if holder is not None:
+            ray.kill(holder)
+        ray.util.remove_placement_group(group)
+        if self._guard is not None:
+            ray.kill(self._guard)
+        self._await_removal(group, timeout_s)
+
+    def _await_removal(self, group: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while _state_of(group) != "REMOVED":
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "the reservation of %s workers was not removed within %s s", self._num_workers, timeout_s
+                )
+                return
+            time.sleep(_POLL_S)
+
+
+class _GPUHolder:
+    """An actor that holds GPUs for a process that is not an actor."""
+
+    def gpu_ids(self) -> list[str]:
+        """Which GPUs Ray gave it."""
+        return [str(identity) for identity in _ray().get_gpu_ids()]

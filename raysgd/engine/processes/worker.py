@@ -1,0 +1,469 @@
+"""What runs inside one worker process, and the driver's handle on a remote one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+from raysgd._text import log_lines
+from raysgd._text.log_lines import WorkerLogLine
+from raysgd.engine.processes.forked_children import let_go_of_ray
+from raysgd.engine.processes.slots import Slot
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.faults import describe_fault
+from raysgd.engine.shared.replica import Capture, Replica, ReplicaFactory
+from raysgd.engine.shared.types import (
+    LOOPBACK,
+    Failure,
+    FailureKind,
+    HeldAtStep,
+    Outcome,
+    Rendezvous,
+    ReplicaProgress,
+    StateHandover,
+    WorkerInfo,
+    World,
+)
+from raysgd.exceptions import UnpicklableError
+
+ValueT = TypeVar("ValueT")
+
+
+class WorkerFailed(Exception):
+    """Carries a worker's failure across the process boundary; raised, so that Ray ends the wait at once."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:  # brief: Ray puts it into the text of its exception once more
+        return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A call's value and, when asked for, this rank's part of a snapshot; `notes` are what the worker logged."""
+
+    value: Any
+    capture: Capture | None = None
+    notes: tuple[WorkerLogLine, ...] = ()
+
+
+@dataclass(frozen=True)
+class StandbyReady:
+    """What a worker answers that is ready to step in."""
+
+    info: WorkerInfo
+    facts: Any
+    notes: tuple[WorkerLogLine, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeftGroup:
+    """What a worker answers that has left its group.
+
+    Attributes:
+        progress: How far its replica is.
+        port: Where it listens for the ranks of the next group; None where it has to know its rank for that.
+    """
+
+    progress: ReplicaProgress
+    port: int | None
+
+
+def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
+    """What a worker logged up to an answer of it."""
+    if found.failure is not None:
+        return found.failure.notes
+    return found.value.notes if isinstance(found.value, Answer | StandbyReady) else ()
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Stands for an object in Ray's store among packed arguments; Ray hands such an object over by itself."""
+
+    index: int
+
+
+def packed_bytes(what: str, value: Any) -> bytes:
+    """`value` as it travels to a worker.
+
+    Raises:
+        UnpicklableError: It cannot be pickled. The message begins with `what` it is.
+    """
+    from ray import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(value, protocol=5)
+    except Exception as error:
+        raise UnpicklableError(
+            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {_in_short(error)}. "
+            "Omit what belongs to this process (locks, open files, connections, generators), and make it there."
+        ) from error
+    return packed
+
+
+def is_sendable(value: Any) -> bool:
+    """Whether a value can travel to a worker."""
+    try:
+        packed_bytes("it", value)
+    except UnpicklableError:
+        return False
+    return True
+
+
+def _in_short(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def _timed_capture(replica: Replica, landed: int | None) -> Capture:
+    began = time.perf_counter()
+    part = replica.capture(landed)
+    return replace(part, seconds=time.perf_counter() - began)
+
+
+def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: Sequence[Any]) -> tuple[Any, ...]:
+    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
+    from ray import ObjectRef
+
+    references = [arg for arg in args if isinstance(arg, ObjectRef)]
+    rooms = iter(range(len(references)))
+    plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
+    return packed_bytes("What the call is given", (function, capture, landed, plain)), *references
+
+
+class WorkerProcess:
+    """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
+
+    def __init__(
+        self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
+    ) -> None:
+        if log_level is not None:
+            log_lines.collect(log_level)
+        self._connection = connection
+        self._num_threads = num_threads
+        self._is_remote = is_remote
+        self._world = World(rank=-1, size=0)
+        self._replica: Replica | None = None
+        self._busy_thread: int | None = None
+
+    def describe(self) -> WorkerInfo:
+        """Where this worker lives. Answered beside its work, so it is a sign of life too."""
+        return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
+
+    def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        """Runs the user's hook, then loads the framework. Returns where this worker lives."""
+        return self._guarded(lambda: self._prepare(initialization_hook))
+
+    def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        if self._num_threads is not None:
+            self._connection.limit_threads(self._num_threads)
+        if initialization_hook is not None:
+            initialization_hook()
+        if self._is_remote:
+            with _without_collections():
+                self._connection.load()
+        else:
+            self._connection.load_in_driver()
+        return self.describe()
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
+
+        def body() -> int:
+            if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
+                self._connection.leave()
+            return self._connection.open_endpoint(host, rank)
+
+        return self._guarded(body)
+
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
+        """Joins the group and builds the replica in it, instead of one that was here before."""
+
+        def body() -> Answer:
+            self._world = world
+            if self._replica is not None:
+                self._end_replica()
+                gc.collect()  # the next one may need its memory
+            self._connection.join(rendezvous, world)
+            self._replica = make_replica(world)
+            facts = self._replica.setup()
+            return Answer(facts, _timed_capture(self._replica, None) if capture else None, log_lines.drain())
+
+        return self._guarded(body)
+
+    def prepare_standby(
+        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
+    ) -> StandbyReady:
+        """Gets ready to step in: everything that a rank does before it joins, in a separate group.
+
+        Without `make_replica`, the replica is made only in the group that it joins.
+        """
+
+        def body() -> StandbyReady:
+            info = self._prepare(hook)
+            if make_replica is None:
+                return StandbyReady(info, None, log_lines.drain())
+            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+            self._connection.join(alone, World(rank=0, size=1), even_alone=True)
+            replica: Any = make_replica(world)
+            self._replica = replica
+            facts = replica.setup()
+            replica.warm_up()
+            return StandbyReady(info, facts, log_lines.drain())
+
+        return self._guarded(body)
+
+    def leave_group(self, host: str) -> LeftGroup:
+        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one."""
+
+        def body() -> LeftGroup:
+            connection, replica = self._connection, self.replica
+            connection.leave_for_another()
+            progress: ReplicaProgress = cast(Any, replica).replica_progress()
+            return LeftGroup(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
+
+        return self._guarded(body)
+
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
+        """Joins a new group and continues in it. Returns the replica's facts."""
+
+        def body() -> Any:
+            self._world = world
+            self._connection.join(rendezvous, world, even_alone=True)
+            replica: Any = self.replica
+            return replica.regroup(world, handover)
+
+        return self._guarded(body)
+
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answer:
+        """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
+
+        def body() -> Answer:
+            value = function(self.replica, *args)
+            is_over = not isinstance(value, HeldAtStep)
+            part = _timed_capture(self.replica, landed) if capture and is_over else None
+            return Answer(value, part, log_lines.drain())
+
+        return self._guarded(body)
+
+    def on_packed(self, packed: bytes, *values: Any) -> Answer:
+        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them."""
+
+        def unpack() -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
+            try:
+                function, capture, landed, args = pickle.loads(packed)
+            except ModuleNotFoundError as error:
+                raise cannot_import(error.name) from error
+            return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
+
+        function, capture, landed, args = self._guarded(unpack)
+        return self.on_replica(function, capture, landed, *args)
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
+        return function(*args, **kwargs)
+
+    def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does what `execute` does with `function(replica, *args, **kwargs)`."""
+        return function(self.replica, *args, **kwargs)
+
+    def beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
+        replica = self._replica
+        return None if replica is None else function(replica, *args)
+
+    def send(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Does what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
+        return self.beside(function, *args)
+
+    def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
+        """Returns what another worker has returned: as an object in the store of this node, which outlives that one's.
+
+        What comes first is all that the driver waits for, so that the object does not travel to it.
+        """
+        import ray
+
+        [value] = ray.get(list(references))
+        return None, value
+
+    def interrupt(self) -> None:
+        """From another thread: ends all waiting for other ranks."""
+        self._connection.interrupt()
+
+    def stack(self) -> str:
+        """From another thread: where the thread is that runs the calls, from the replica inwards."""
+        frame = sys._current_frames().get(self._busy_thread or 0)
+        if frame is None:
+            return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
+        frames = traceback.extract_stack(frame)
+        num_ours = max((index for index, entry in enumerate(frames, start=1) if entry.filename == __file__), default=0)
+        return "".join(traceback.format_list(frames[num_ours:] or frames))
+
+    def close(self) -> None:
+        """Lets the replica and the group go; errors of a broken group do not matter any more."""
+        try:
+            self._end_replica()
+        finally:
+            self._connection.leave()
+
+    def _end_replica(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.shutdown()
+
+    @property
+    def replica(self) -> Replica:
+        assert self._replica is not None, "the worker has no replica yet"
+        return self._replica
+
+    def _guarded(self, body: Callable[[], ValueT]) -> ValueT:
+        self._busy_thread = threading.get_ident()
+        try:
+            return body()
+        except BaseException as error:
+            if not self._is_from_call(error):
+                raise
+            kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
+            is_brief = kind == "disconnected"  # all survivors fail like this at the same time
+            fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
+            failure = Failure(kind, fault, log_lines.drain())
+            if kind == "disconnected":
+                self._connection.give_up(error)  # only this tells the ranks that wait for this one
+        raise WorkerFailed(failure)
+
+    def _is_from_call(self, error: BaseException) -> bool:
+        """Whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
+        return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
+
+    def _has_lost_its_group(self, error: BaseException) -> bool:
+        """A worker without others has no group to lose: any connection it speaks of is the user's own."""
+        return self._world.is_distributed and self._connection.is_connection_error(error)
+
+
+def cannot_import(module: str | None) -> ModuleNotFoundError:
+    """The error for objects of a module that the worker's process does not find."""
+    message = (
+        f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
+        "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
+        'let Ray ship it: `ray.init(runtime_env={"working_dir": "..."})` or `{"py_modules": [...]}`.'
+    )
+    return ModuleNotFoundError(message, name=module)
+
+
+class RemoteWorker:
+    """The driver's handle on a worker that is a Ray actor."""
+
+    is_local = False
+
+    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
+        self.slot = slot
+        self.actor = _actor_class().options(**slot.options).remote(connection, num_threads, log_level=log_lines.level())
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Starts a call and returns Ray's reference to its result."""
+        return getattr(self.actor, method).remote(*args, **kwargs)
+
+    def kill(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self.actor, no_restart=True)
+
+
+class _HostedProcess(WorkerProcess):
+    """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not _gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        let_go_of_ray()
+        super().__init__(*args, **kwargs)
+
+    def _guarded(self, body: Callable[[], Any]) -> Any:
+        """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
+        try:
+            return super()._guarded(body)
+        except WorkerFailed as carrier:
+            if carrier.failure.kind != "disconnected":
+                raise
+            return carrier.failure
+
+
+# Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
+_GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send", "relay")}
+_NUM_RETURNS = {"relay": 2}
+
+
+def _actor_class() -> Any:
+    """The actor class, made on first use because Ray is imported no earlier than needed."""
+    global _ACTOR_CLASS
+    if _ACTOR_CLASS is None:
+        import ray
+
+        members = {
+            name: ray.method(concurrency_group=group, num_returns=_NUM_RETURNS.get(name, 1))(_forwarding(name))
+            for group, names in _GROUPS.items()
+            for name in names
+        }
+        hosted = type("RaySGDWorker", (_HostedProcess,), members)
+        threads = dict.fromkeys(_GROUPS, 1)
+        options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
+        _ACTOR_CLASS = ray.remote(**options)(hosted)
+    return _ACTOR_CLASS
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    """A method that Ray may mark as its own without marking that of `WorkerProcess`."""
+
+    def method(self: WorkerProcess, *args: Any) -> Any:
+        return getattr(WorkerProcess, name)(self, *args)
+
+    return method
+
+
+_ACTOR_CLASS: Any = None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps the garbage collector away from what is made meanwhile: modules, which never become garbage.
+
+    Looking through them again and again is up to a third of the time that importing a framework takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def node_here() -> tuple[str, str]:
+    """Node id and address of this process; the host's name stands in for both where Ray is not running."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address()
+    host = socket.gethostname()
+    return host, "127.0.0.1"
+
+
+def _gpu_ids() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ()
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -1,0 +1,57 @@
+"""One piece of work for the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.shared.types import World
+
+
+@dataclass(frozen=True)
+class Call:
+    """One piece of work for the group.
+
+    Attributes:
+        function: Runs on the worker as `function(replica, *args)`.
+        args_for: The arguments of each rank, made again for every attempt because the world may have changed.
+        changes_state: Whether replicas are different afterwards, so that a snapshot is due.
+        keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
+            is another one than the others.
+        captures: Whether to copy the state afterwards in any case.
+        rank: The only rank to run on; None for all.
+        on_wait: Called in the driver some ten times a second while it waits.
+        resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
+            call that can only be begun again; where replicas are not changed by it, that is as good.
+        leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
+        check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
+            are not in one state.
+        is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
+    """
+
+    function: Callable[..., Any]
+    args_for: Callable[[Sequence[World]], Sequence[Sequence[Any]]] = lambda worlds: [()] * len(worlds)
+    changes_state: bool = False
+    keeps_alike: bool = False
+    captures: bool = False
+    rank: int | None = None
+    on_wait: Callable[[], None] | None = None
+    resume: Callable[..., Any] | None = None
+    leaves_as_new: bool = False
+    check: Callable[[Sequence[Any]], None] = lambda values: None
+    is_repeatable: bool = True
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether survivors of a loss can continue it."""
+        return self.resume is not None or not self.changes_state
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a copy of the state is due after it, or the call itself to be repeated."""
+        return self.changes_state and not self.leaves_as_new
+
+    def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
+        """Of the arguments of all ranks those of the ranks that it runs on."""
+        return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}

@@ -1,0 +1,101 @@
+"""What the engine expects of the object that lives in each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raysgd.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One rank's part of a snapshot, taken right after a call.
+
+    Attributes:
+        rank_state: What only this rank knows (its random state); small.
+        shared_state: What all ranks share (model, optimizer, ...), from rank 0 alone and only when it is small enough
+            to travel with the answer.
+        progress: How far this rank is in the running call, for a snapshot taken inside one; small.
+        token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
+            fetch.
+        is_part: Whether the shared state is divided: under each rank's token is a part of it.
+        seconds: How long the copy took.
+    """
+
+    rank_state: Any = None
+    shared_state: Any = None
+    progress: Any = None
+    token: int | None = None
+    is_part: bool = False
+    seconds: float = 0.0
+
+
+class Replica(Protocol):
+    """A framework object in a worker process. All methods but `fetch` run one after the other."""
+
+    def setup(self) -> Any:
+        """Builds the user's objects; the communication group exists already. Returns facts for the front end."""
+
+    def capture(self, landed_token: int | None) -> Capture:
+        """Copies the state, once. `landed_token` names the newest shared state that the driver holds by now."""
+
+    def fetch(self, token: int) -> Any:
+        """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a snapshot; `own_state` is None where it was taken with fewer ranks."""
+
+    def shutdown(self) -> None:
+        """Lets go of everything that a killed process would leak or that another replica here would trip over."""
+
+
+class RegroupingReplica(Replica, Protocol):
+    """A replica that survives the loss of others: it keeps its process and its memory and continues in a new group.
+
+    `heartbeat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
+    """
+
+    def replica_progress(self) -> ReplicaProgress:
+        """How far it is. The old group has been left when this is called."""
+
+    def warm_up(self) -> None:
+        """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""
+
+    def regroup(self, world: World, handover: StateHandover) -> Any:
+        """Goes on in the new group, which exists already, at `world`. Returns facts, like `setup`."""
+
+    def heartbeat(self) -> Heartbeat:
+        """A sign of life."""
+
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
+        """Asks to stop ahead of step `at` of the running call; with None, of the step `margin` steps from now.
+
+        Args:
+            number: Larger than that of each proposal before. One that arrives twice, or late, is ignored.
+            margin: How many steps ahead.
+            at: The step that another rank has chosen.
+
+        Returns:
+            The step; None when it cannot stop there. A rank that gets there waits until the proposal is settled.
+        """
+
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
+        """All ranks will stop at the step that was proposed under this number, or none will."""
+
+    def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+        """Does what `restore` does with a snapshot that was taken inside a call, which will continue.
+
+        Args:
+            shared_state: As for `restore`.
+            own_state: As for `restore`.
+            first: How far rank 0 was.
+            parts: How far those ranks were whose metrics this one counts.
+        """
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot `number` taken inside the running call; None if it is not kept any more."""
+
+
+ReplicaFactory = Callable[[World], Replica]

@@ -1,0 +1,152 @@
+"""Pure: what the time of the ranks was spent on, in named bins that add up to the time that passed.
+
+Workers measure (`raysgd/worker/time/ledger.py`), the driver adds up (`raysgd/history/accounts.py`). The bins: ADR 97.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+USEFUL, AGAIN, DATA, EXCHANGE, SLOWER_RANK = "useful", "again", "data", "exchange", "slower_rank"
+SNAPSHOT, START_UP, EVALUATION, DRIVER, OTHER = "snapshot", "start_up", "evaluation", "driver", "other"
+DETECT, FORM, HAND_OVER = "recovery_detect", "recovery_form", "recovery_hand_over"
+RESUME, REPLACE = "recovery_resume", "recovery_replace"
+RECOVERY = (DETECT, FORM, HAND_OVER, RESUME, REPLACE)
+
+BINS: Mapping[str, str] = {
+    USEFUL: "useful steps",
+    AGAIN: "steps done again",
+    DATA: "waiting for data",
+    EXCHANGE: "exchanging",
+    SLOWER_RANK: "waiting for a slower rank",
+    SNAPSHOT: "snapshot",
+    DETECT: "recovery: until the old group was left",
+    FORM: "recovery: until a new group had formed",
+    HAND_OVER: "recovery: handing over the state",
+    RESUME: "recovery: until the call went on",
+    REPLACE: "recovery: no process in the place",
+    START_UP: "start-up",
+    EVALUATION: "evaluation",
+    DRIVER: "driver (between calls)",
+    OTHER: "other",
+}
+"""Names of the bins, and words for them."""
+
+_SHOWN_FROM = 0.0005
+_OUTSIDE = (START_UP, EVALUATION, DRIVER)
+_LOST = (AGAIN, SNAPSHOT, *RECOVERY)
+_AVOIDABLE = {
+    "waiting for data": (DATA,),
+    "exchanging gradients": (EXCHANGE,),
+    "waiting for a slower rank": (SLOWER_RANK,),
+    "copying snapshots": (SNAPSHOT,),
+    "recovering from losses": (AGAIN, *RECOVERY),
+}
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """What one replica says of its time.
+
+    Attributes:
+        of: Tells replicas apart, also where they take the same place one after the other.
+        seconds: By bin, since the replica took its place.
+        unsaved_s: Seconds of useful steps since its state was last copied.
+        is_successor: Whether it took the place of a rank in a group that went on.
+    """
+
+    of: str
+    seconds: Mapping[str, float]
+    unsaved_s: float = 0.0
+    is_successor: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class TimeLedger:
+    """Where the time of every rank of a trainer went.
+
+    Attributes:
+        ranks: Seconds by bin, for each rank that has told; the bins of a rank add up to the time it has existed.
+        notes: What is missing in it, in words.
+    """
+
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def of(self, rank: int) -> Mapping[str, float]:
+        """Seconds of a rank by bin.
+
+        Raises:
+            ValueError: The rank has told nothing.
+        """
+        if rank in self.ranks:
+            return self.ranks[rank]
+        known = f"known are {sorted(self.ranks)}" if self.ranks else "no rank has told anything yet"
+        raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
+
+    def total(self) -> dict[str, float]:
+        """Seconds of all ranks together, by bin; bins without any are left out."""
+        return dict(self._total)
+
+    @cached_property
+    def _total(self) -> dict[str, float]:
+        sums = dict.fromkeys(BINS, 0.0)
+        for seconds in self.ranks.values():
+            for name in seconds.keys() & sums.keys():
+                sums[name] += seconds[name]
+        return {name: seconds for name, seconds in sums.items() if seconds > 0}
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all ranks together in training calls, recoveries included."""
+        return _inside(self.total())
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time in training calls that was not lost to failures or spent on guarding against them.
+
+        None before the first training call.
+        """
+        return goodput_of(self.total())
+
+    def largest_avoidable(self) -> tuple[str, float] | None:
+        """What took the largest share of the time in training calls that could be saved, and that share."""
+        total = self.total()
+        inside = _inside(total)
+        if not inside:
+            return None
+        shares = {words: sum(total.get(name, 0.0) for name in names) / inside for words, names in _AVOIDABLE.items()}
+        words = max(shares, key=shares.__getitem__)
+        return words, shares[words]
+
+    def __str__(self) -> str:
+        total = self.total()
+        everything = sum(total.values())
+        shares = {name: spent / everything for name, spent in total.items()}
+        parts = [f"{words} {shares[name]:.1%}" for name, words in BINS.items() if shares.get(name, 0.0) >= _SHOWN_FROM]
+        goodput = self.goodput
+        head = [] if goodput is None else [f"goodput {goodput:.1%}"]
+        return "; ".join([*head, *([", ".join(parts)] if parts else []), *self.notes])
+
+
+def goodput_of(seconds: Mapping[str, float]) -> float | None:
+    """The share of the time in training calls that was not lost.
+
+    Example:
+        >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
+        0.9
+    """
+    inside = _inside(seconds)
+    return 1.0 - sum(seconds.get(name, 0.0) for name in _LOST) / inside if inside else None
+
+
+def _inside(seconds: Mapping[str, float]) -> float:
+    """Seconds in training calls, recoveries included."""
+    return sum(spent for name, spent in seconds.items() if name not in _OUTSIDE)

@@ -1,0 +1,312 @@
+"""The data that passes between the parts of the engine. Everything is frozen; results are new objects."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from raysgd._text.log_lines import WorkerLogLine
+from raysgd.engine.shared.time_spent import TimeSpent
+from raysgd.exceptions import WorkerFault
+
+FailureKind = Literal["died", "disconnected", "user"]
+LOOPBACK = "127.0.0.1"
+PORT_BITS = 16
+"""What a rank listens at is a port in these bits; more bits name a Unix socket."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a worker process lives, and which GPUs Ray gave it."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    gpu_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a group listen for each other. The driver hands it round through Ray.
+
+    Attributes:
+        addresses: Host and port of each rank, by rank; the port may have more bits than `PORT_BITS`.
+        on_one_node: Whether all ranks are.
+        secret: By which the ranks of this group know each other.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    on_one_node: bool
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank."""
+        return tuple(host for host, _ in self.addresses)
+
+    @property
+    def address(self) -> str:
+        """The host of rank 0."""
+        return self.addresses[0][0]
+
+    @property
+    def port(self) -> int:
+        """That of rank 0."""
+        return self.addresses[0][1] & (1 << PORT_BITS) - 1
+
+
+def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
+    """Under which address each of these workers is to listen for the others.
+
+    On a single node that is the loopback address: no one from outside needs to connect, and the node's public address
+    may be unreachable from itself.
+    """
+    on_one_node = len({info.node_id for info in infos}) == 1
+    return [LOOPBACK if on_one_node else info.node_ip for info in infos]
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's place among all workers.
+
+    Attributes:
+        gpu_ids: The GPUs that Ray gave this worker.
+        node_gpu_ids: Those of all workers on its node, in order.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    gpu_ids: tuple[str, ...] = ()
+    node_gpu_ids: tuple[str, ...] = ()
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.size > 1
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker needs.
+
+    Attributes:
+        num_cpus: CPUs.
+        num_gpus: GPUs.
+        custom: Other amounts by name.
+        runtime_env: The environment that Ray makes for its process; empty for that of the job.
+    """
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    custom: Mapping[str, float] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def bundle(self) -> dict[str, float]:
+        """The same as a mapping for Ray, without the zeros (Ray refuses bundles of zeros)."""
+        amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
+        return {name: amount for name, amount in amounts.items() if amount > 0}
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One live node: what it has in all and what of it is free.
+
+    Attributes:
+        is_settling: Whether more of it will be free in a moment: a placement group that was removed still holds some.
+    """
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    available: Mapping[str, float]
+    is_settling: bool = False
+
+
+@dataclass(frozen=True)
+class PlacementGroupHolder:
+    """A placement group that holds or waits for resources."""
+
+    name: str
+    state: str
+    bundles: tuple[Mapping[str, float], ...]
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What the cluster looked like at one moment."""
+
+    nodes: tuple[NodeView, ...]
+    holders: tuple[PlacementGroupHolder, ...] = ()
+
+    def without(self, node_ids: Collection[str]) -> ClusterView:
+        """The same as if these nodes were not there."""
+        return replace(self, nodes=tuple(node for node in self.nodes if node.node_id not in node_ids))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one worker's call did not return a value; `notes` are what it logged before."""
+
+    kind: FailureKind
+    fault: WorkerFault
+    notes: tuple[WorkerLogLine, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one worker's call: a value, a failure, or no answer before we stopped listening."""
+
+    rank: int
+    value: Any = None
+    failure: Failure | None = None
+    answered: bool = True
+
+    @property
+    def ok(self) -> bool:
+        return self.answered and self.failure is None
+
+
+@dataclass(frozen=True)
+class ReplicaProgress:
+    """How far a replica is in a call that broke off, or that was held at a step boundary.
+
+    Attributes:
+        progress: Steps of the call that it has completed, counted alike on all ranks.
+        is_whole: Whether its state is that of a completed step, so that others may take it over.
+        obstacle: Why it cannot go on in another group; None when it can.
+        words: How far that is in the user's terms, for the log.
+    """
+
+    progress: int = 0
+    is_whole: bool = True
+    obstacle: str | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class StateHandover:
+    """Who takes over whose state when a new group is formed.
+
+    Attributes:
+        source: Rank, in the new group, whose state is the one to go on from.
+        takers: The ranks whose state is another one, or none yet, in the order in which they pass it on.
+        orphans: How far the ranks were that left in an orderly way; rank 0 counts what they had measured.
+    """
+
+    source: int = 0
+    takers: tuple[int, ...] = ()
+    orphans: tuple[Any, ...] = ()
+
+    def by_node(self, worlds: Sequence[World]) -> StateHandover:
+        """The same with takers in an order in which the state travels to each node once, beginning with the source's.
+
+        Args:
+            worlds: The place of each rank.
+        """
+        home = worlds[self.source].node_rank
+
+        def place(rank: int) -> tuple[bool, int, int]:
+            node = worlds[rank].node_rank
+            return node != home, node, rank
+
+        return replace(self, takers=tuple(sorted(self.takers, key=place)))
+
+    def for_rank(self, rank: int) -> StateHandover:
+        """What this rank has to know of it."""
+        return self if rank == 0 else replace(self, orphans=())
+
+
+@dataclass(frozen=True)
+class DataLedger:
+    """What became of the samples of the pass over the data that is running or was run last.
+
+    Attributes:
+        pass_index: Which pass, from 0.
+        due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
+        used: How many have been used, each once, by all workers together.
+        in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
+        unit: What is counted: "samples", or "batches" where a framework draws them by itself.
+    """
+
+    pass_index: int
+    due: int | None
+    used: int
+    in_flight: int = 0
+    unit: str = "samples"
+
+    def __str__(self) -> str:
+        used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
+        return f"epoch {self.pass_index + 1}: {used} {self.unit} used"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life of a replica.
+
+    Attributes:
+        epoch: The pass over the data that it is in.
+        step: Steps completed in the running call; -1 between calls.
+        phase: What it is doing.
+        num_samples: Samples that this rank has worked on in the running call.
+        snapshot: Number of the newest snapshot taken inside the running call; 0 when there is none.
+        at: When it was given, on the clock of its process.
+        own_s: Seconds of the training call, running or last, that this rank spent on its own work rather than on
+            waiting for others. None where that was not measured.
+        data: What became of the samples; None where the library does not divide the data.
+        notes: What its process logged since the last sign of life or answer.
+        time: What its time was spent on; None where that was not measured.
+    """
+
+    epoch: int = 0
+    step: int = -1
+    phase: str = "idle"
+    num_samples: int = 0
+    snapshot: int = 0
+    at: float = 0.0
+    own_s: float | None = None
+    data: DataLedger | None = None
+    notes: tuple[WorkerLogLine, ...] = ()
+    time: TimeSpent | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it comes from inside a training call."""
+        return self.phase == "training"
+
+
+@dataclass(frozen=True)
+class HeldAtStep:
+    """What a call returns on every rank that stopped at the step boundary at which it was asked to stop.
+
+    Attributes:
+        step: Steps of the call completed.
+        part: This rank's part of a snapshot taken there (a `Capture`).
+    """
+
+    step: int
+    part: Any
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """The outcomes of one call, in rank order."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def values(self) -> list[Any]:
+        return [outcome.value for outcome in self.outcomes]
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether every worker answered, lives and is connected, so that the group can take another call."""
+        return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

@@ -1,0 +1,1 @@
+"""What was measured, epoch by epoch: numbers, text, cards and charts."""

@@ -1,0 +1,165 @@
+"""Pure: what the replicas say of their time -> the time of every rank since the trainer started.
+
+Ranks outlive processes: a rank whose process is lost is taken by another one. What the lost process has told stays in
+the account of its rank, and the time without a process is added as recovery.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from raysgd._text.once import Once
+from raysgd._text.rank_words import named
+from raysgd.engine.shared.time_spent import AGAIN, BINS, EXCHANGE, REPLACE, START_UP, USEFUL, TimeLedger, TimeSpent
+
+_WARN_ABOVE = 0.2
+_WARN_AFTER_S = 60.0
+_ADVICE = {
+    "waiting for data": "load with more processes (`num_workers` of the loader), or do less for each sample",
+    "exchanging gradients": "make the batches larger, or accumulate gradients over several",
+    "waiting for a slower rank": "`trainer.status()` names the rank; give all ranks alike machines and data",
+    "copying snapshots": "copy less often: a larger `snapshot_every_n_steps`",
+    "recovering from losses": "`spare_workers=1` shortens recoveries",
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Account:
+    """The time of one rank.
+
+    Attributes:
+        since: When the rank began to exist, on the clock of the driver.
+        seconds: By bin.
+        newest: What its present process said last.
+        waited_in: The bin of the time until this process had the rank.
+    """
+
+    since: float
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BINS, 0.0))
+    newest: TimeSpent | None = None
+    waited_in: str = START_UP
+
+    @property
+    def told_until(self) -> float:
+        return self.since + sum(self.seconds.values())
+
+    def take_back(self, seconds: float) -> None:
+        """Time that cannot be: the first answer of a process came late, and all of that was booked before it."""
+        self.seconds[self.waited_in] -= min(max(0.0, seconds), self.seconds[self.waited_in])
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+
+class Accounts:
+    """Adds up what replicas tell.
+
+    Args:
+        clock: Returns seconds; only differences are used.
+
+    Example:
+        >>> clock = iter([0.0, 5.0]).__next__
+        >>> accounts = Accounts(clock)
+        >>> accounts.note({0: TimeSpent("a", {"useful": 3.0})})
+        >>> dict(accounts.ledger().total())
+        {'useful': 3.0, 'start_up': 2.0}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._accounts: dict[int, _Account] = {}
+        self._known: dict[str, TimeSpent] = {}
+        self._has_trained = self._is_over = False
+        self._once = Once()
+        self._lock = threading.Lock()  # `status` may be asked for from any thread
+
+    def begin_call(self) -> None:
+        """Notes that there was a training call."""
+        self._has_trained = True
+
+    def end(self) -> None:
+        """Notes that the trainer was shut down."""
+        self._is_over = True
+
+    def note(self, told: Mapping[int, TimeSpent | None]) -> None:
+        """Takes in what ranks say of their time so far."""
+        present = {rank: spent for rank, spent in told.items() if spent is not None}
+        with self._lock:
+            now = self._clock()
+            for rank, spent in present.items():
+                self._note(rank, spent, now)
+            for spent in present.values():  # only now: two ranks may have changed places
+                before = self._known.get(spent.of)
+                if before is None or spent.total_s > before.total_s:
+                    self._known[spent.of] = spent
+
+    def _note(self, rank: int, spent: TimeSpent, now: float) -> None:
+        account = self._accounts.get(rank)
+        if account is None:
+            account = self._accounts[rank] = _Account(now - spent.total_s if self._known else self._began)
+        before = self._known.get(spent.of)
+        if before is not None and spent.total_s <= before.total_s:
+            return  # known already, or overtaken by a later answer
+        if account.newest is None or account.newest.of != spent.of:
+            self._change_hands(account, spent, before, now)
+        for name in BINS:
+            account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
+        account.newest = spent
+        account.take_back(account.told_until - now)
+
+    def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
+        """Another process has the rank: books the time between, and the steps that the loss undid."""
+        last = account.newest
+        if last is not None and not spent.is_successor and before is None:  # it goes on from a snapshot
+            account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
+        own_s = spent.total_s - (before.total_s if before is not None else 0.0)
+        account.waited_in = START_UP if last is None else REPLACE
+        account.seconds[account.waited_in] += max(0.0, now - own_s - account.told_until)
+
+    def ledger(self, num_ranks: int | None = None) -> TimeLedger:
+        """Where the time went. Of ranks from `num_ranks` on, which are there no more, what they have told stays."""
+        ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
+        return TimeLedger(ranks, tuple(self._notes(num_ranks)))
+
+    @property
+    def _tells_exchanges(self) -> bool:
+        return len(self._accounts) < 2 or any(account.seconds[EXCHANGE] for account in self._accounts.values())
+
+    def _notes(self, num_ranks: int | None) -> list[str]:
+        notes = []
+        if self._is_over:
+            notes.append("the trainer was shut down, the ledger ends there")
+        if not self._has_trained:
+            notes.append("no training call was made yet")
+        silent = [rank for rank in range(num_ranks or 0) if rank not in self._accounts]
+        if silent and not self._is_over:
+            notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
+        if self._has_trained and not self._tells_exchanges:
+            notes.append(_UNTOLD)
+        return notes
+
+    def warn(self) -> None:
+        """Says once what takes the most time that could be saved, if that is much."""
+        ledger = self.ledger()
+        found = ledger.largest_avoidable()
+        if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):
+            return
+        words, share = found
+        if self._once.is_first("largest bin"):
+            logger.warning(
+                "%.0f %% of the time in training calls goes into %s. Try this: %s. `print(trainer.ledger())` shows all",
+                100 * share,
+                words,
+                _ADVICE[words],
+            )
+
+
+_UNTOLD = "exchanges cannot be told from useful steps here"

@@ -1,0 +1,106 @@
+"""The numbers of `trainer.status()` for whatever collects Ray's metrics. Without Ray nothing is reported."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from raysgd.engine.shared.time_spent import BINS
+from raysgd.engine.status import TrainerStatus
+
+_PAUSE_S = 0.9  # a bit less than the time between two looks at the workers
+_NOBODY = -1
+
+
+class _Number(NamedTuple):
+    """What is reported under a name; None where it is not known."""
+
+    description: str
+    of: Callable[[TrainerStatus], float | None]
+
+
+_NUMBERS = {
+    "raysgd_workers": _Number("Workers of a trainer", lambda status: len(status.workers)),
+    "raysgd_workers_wanted": _Number("Workers that a trainer is meant to have", lambda status: status.num_wanted),
+    "raysgd_spare_workers": _Number("Workers that wait to step in", lambda status: status.num_spares),
+    "raysgd_samples_per_second": _Number(
+        "Throughput of the training call, running or last", lambda status: status.samples_per_s
+    ),
+    "raysgd_straggler": _Number(
+        "The rank that the others wait for, or -1",
+        lambda status: _NOBODY if status.straggler is None else status.straggler,
+    ),
+    "raysgd_samples_due": _Number(
+        "Samples of the epoch", lambda status: None if status.data is None else status.data.due
+    ),
+    "raysgd_samples_used": _Number(
+        "Samples used in the epoch", lambda status: None if status.data is None else status.data.used
+    ),
+    "raysgd_losses": _Number("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
+    "raysgd_rejoins": _Number("Losses after which the survivors went on", lambda status: status.num_rejoins),
+    "raysgd_rebuilds": _Number("Losses after which all workers restarted", lambda status: status.num_rebuilds),
+    "raysgd_resizes": _Number("Changes of the number of workers", lambda status: status.num_resizes),
+    "raysgd_snapshot_timestamp_seconds": _Number(
+        "When the last snapshot reached the driver, in seconds since the epoch",
+        lambda status: None if status.snapshot is None else time.time() - status.snapshot.age_s,
+    ),
+    "raysgd_goodput": _Number(
+        "Share of the time in training calls that was not lost to failures or spent on guarding against them",
+        lambda status: None if status.ledger is None else status.ledger.goodput,
+    ),
+    **{
+        f"raysgd_time_{name}_seconds": _Number(
+            f"Time of all ranks together: {words}",
+            lambda status, name=name: None if status.ledger is None else status.ledger.total().get(name),  # type: ignore[misc]
+        )
+        for name, words in BINS.items()
+    },
+}
+_ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
+
+
+class Gauges:
+    """Reports the numbers of one trainer, at most once a second.
+
+    Args:
+        trainer: What tells it from other trainers in the same metrics.
+    """
+
+    def __init__(self, trainer: str) -> None:
+        self._tags = {"trainer": trainer}
+        self._gauges: dict[str, Any] = {}
+        self._due = float("-inf")
+        self._num_events = -1
+
+    def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
+        """Reports, unless it did a moment ago and nothing has happened to the workers since."""
+        now = time.monotonic()
+        if (now < self._due and num_events == self._num_events) or not _is_ray_up():
+            return
+        self._due, self._num_events = now + _PAUSE_S, num_events
+        status = read()
+        for name, number in _NUMBERS.items():
+            value = number.of(status)
+            if value is not None:
+                self._gauge(name).set(value, self._tags)
+
+    def end(self) -> None:
+        """Says that there are no workers any more, if it was said that there are some."""
+        if _is_ray_up():
+            for name in _ZERO_AT_THE_END:
+                if name in self._gauges:
+                    self._gauges[name].set(0, self._tags)
+
+    def _gauge(self, name: str) -> Any:
+        if name not in self._gauges:
+            from ray.util.metrics import Gauge
+
+            self._gauges[name] = Gauge(name, description=_NUMBERS[name].description, tag_keys=("trainer",))
+        return self._gauges[name]
+
+
+def _is_ray_up() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()

@@ -1,0 +1,291 @@
+"""`History`: what a trainer or a run has measured, call by call and epoch by epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
+
+from raysgd._imports import optional
+from raysgd._numbers.metric_names import validation_name
+from raysgd._numbers.results import as_number
+from raysgd.engine.decisions.history import GroupEvent
+from raysgd.history import views
+
+Entry = TypeVar("Entry")
+Kind = Literal["train", "validation", "test"]
+
+_MOST_ELEMENTS = 1000
+_ALLOWED: dict[Any, Any] = {float: (int, float)}
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of `train`, `validate` or `test`.
+
+    Attributes:
+        kind: "train", "validation" or "test".
+        epoch: How many epochs were begun by then.
+        metrics: What the call returned; empty with `reduce_results=False`.
+        began_at: When it began, in seconds since the Unix epoch.
+        seconds: How long it took, recoveries included.
+        num_workers: How many workers there were at its end.
+    """
+
+    kind: Kind
+    epoch: int
+    metrics: dict[str, Any]
+    began_at: float
+    seconds: float
+    num_workers: int
+
+
+class HistoryLimits(NamedTuple):
+    """How much a history has of each kind."""
+
+    rows: int = 0
+    records: int = 0
+    events: int = 0
+
+
+BEGINNING = HistoryLimits()
+
+
+class History(Sequence[dict[str, Any]]):
+    """One row per epoch: the metrics of training, and those of validation under names with `val_`.
+
+    A row also has "epoch", "seconds" (of the training call) and "num_workers".
+
+    Args:
+        events: Where losses and resizes are listed; by default a new list.
+
+    Attributes:
+        records: Every call of `train`, `validate` and `test`, in order.
+        events: Losses of workers and resizes.
+        stop_reason: Why a callback stopped the run; None if none did.
+
+    Example:
+        >>> history = History()
+        >>> history.add(CallRecord("train", 1, {"train_loss": 0.5}, 0.0, 2.0, 4))
+        >>> history.add(CallRecord("validation", 1, {"accuracy": 0.9}, 2.0, 1.0, 4))
+        >>> history[-1]["val_accuracy"], history["train_loss"]
+        (0.9, [0.5])
+    """
+
+    def __init__(self, events: list[GroupEvent] | None = None) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self.records: list[CallRecord] = []
+        self.events: list[GroupEvent] = [] if events is None else events
+        self._forgotten = BEGINNING
+        self.stop_reason: str | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(self, index: int | slice | str) -> Any:
+        """A row, some rows, or with the name of a metric its values, None where a row lacks it."""
+        if isinstance(index, str):
+            if index not in self.metrics:
+                raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
+            return [row.get(index) for row in self._rows]
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names in the rows, in the order in which they were first met."""
+        return list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def add(self, record: CallRecord) -> None:
+        """Adds a call: one of `train` begins a row, one of `validate` completes it."""
+        self.records.append(record)
+        if record.kind == "train":
+            self._rows.append(_row(record))
+        elif record.kind == "validation" and self._rows:
+            validation = {validation_name(name): value for name, value in record.metrics.items()}
+            self._rows[-1].update(validation, val_seconds=record.seconds)
+
+    def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds an epoch, or a report of a function, as a new row; returns the row."""
+        self._rows.append(dict(row))
+        return self._rows[-1]
+
+    def take_over(self, other: History) -> None:
+        """Puts what another history has ahead of what this one has; its reason to stop is that of a run before."""
+        self._rows[:0] = [dict(row) for row in other]
+        self.records[:0] = other.records
+        self.events[:0] = other.events
+
+    @property
+    def extent(self) -> HistoryLimits:
+        """How much there was of each kind, with what was forgotten."""
+        rows, records, events = self._forgotten
+        return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
+
+    def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
+        """Return what came between two moments, of which nothing was forgotten; the reason to stop stays behind."""
+        rows, records, events = self._forgotten
+        part = History(self.events[begin.events - events : end.events - events])
+        part._rows = self._rows[begin.rows - rows : end.rows - rows]
+        part.records = self.records[begin.records - records : end.records - records]
+        return part
+
+    def forget_old(self, most: int) -> None:
+        """Keep the newest `most` rows and calls. Nothing happens until there are a quarter more, so it is cheap."""
+        rows, records = (_surplus(len(each), most) for each in (self._rows, self.records))
+        del self._rows[:rows], self.records[:records]
+        before = self._forgotten
+        self._forgotten = before._replace(rows=before.rows + rows, records=before.records + records)
+
+    def thinned(self, most: int) -> History:
+        """Return at most `most` rows, calls of each kind, and events, evenly chosen, with the first and the last."""
+        thin = History(evenly(self.events, most))
+        thin._rows = evenly(self._rows, most)
+        chosen = {id(each) for kind in get_args(Kind) for each in evenly(self._of_kind(kind), most)}
+        thin.records = [record for record in self.records if id(record) in chosen]
+        thin.stop_reason = self.stop_reason
+        return thin
+
+    def _of_kind(self, kind: Kind) -> list[CallRecord]:
+        return [record for record in self.records if record.kind == kind]
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        pandas = optional.require("pandas", extra="data", purpose="`History.to_pandas`")
+        return pandas.DataFrame(self._rows)
+
+    def as_data(self) -> Any:
+        """All of it as JSON has it. What JSON has no place for becomes text, and NaN and infinity become null."""
+        content = {
+            "rows": self._rows,
+            "records": [asdict(record) for record in self.records],
+            "events": [asdict(event) for event in self.events],
+            "stop_reason": self.stop_reason,
+        }
+        return plain(content)
+
+    def to_json(self) -> str:
+        """What `as_data` returns, as text."""
+        return json.dumps(self.as_data(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """What `to_json` wrote. Metrics that are null become NaN.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            content = json.loads(text)
+            history = cls([_made(GroupEvent, entry) for entry in content["events"]])
+            history._rows = [_with_nan(row) for row in content["rows"]]
+            records = [_made(CallRecord, entry) for entry in content["records"]]
+            reason = content["stop_reason"]
+            history.stop_reason = None if reason is None else _checked("stop_reason", reason, str)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
+        for record in records:
+            record.metrics.update(_with_nan(record.metrics))
+        history.records = records
+        return history
+
+    def plot(self, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
+        """Draws metrics over epochs into a file, with matplotlib.
+
+        Args:
+            path: The file; its ending says what it is, such as `.png`, `.svg`, or `.pdf`.
+            metrics: Names of the metrics; all of them if None. `train_loss` and `val_loss` share a picture.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            KeyError: There is no such metric.
+            ValueError: There is nothing to draw yet.
+        """
+        views.save_plot(self, path, metrics)
+
+    def __repr__(self) -> str:
+        return views.as_line(self)
+
+    def __str__(self) -> str:
+        return views.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return views.as_card(self)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; text for what JSON has no place for, and null for NaN and infinity."""
+    number = as_number(value)
+    if isinstance(number, float):
+        return number if math.isfinite(number) else None
+    if number is not None or value is None or isinstance(value, str):
+        return number if value is not None and not isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
+        return plain(value.tolist())
+    return str(value)
+
+
+def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
+    """At most so many entries, two or more, evenly chosen; the first and the last are among them.
+
+    Example:
+        >>> evenly(range(10), 4), evenly("abc", 4)
+        ([0, 3, 6, 9], ['a', 'b', 'c'])
+    """
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[number * (len(entries) - 1) // (most - 1)] for number in range(most)]
+
+
+def _surplus(number: int, most: int) -> int:
+    return number - most if number > most + most // 4 else 0
+
+
+def _num_elements(value: Any) -> int:
+    return math.prod(getattr(value, "shape", ()))
+
+
+def _row(record: CallRecord) -> dict[str, Any]:
+    told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
+    return {**told, **record.metrics, **told}
+
+
+def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: _checked(name, value, hints[name]) for name, value in entry.items() if name in known})
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """Return a value if it is of a type, or one of the words of a `Literal`."""
+    words, base = get_args(hint), get_origin(hint)
+    if base is Literal:
+        is_right = isinstance(value, str) and value in words
+    else:
+        is_right = isinstance(value, _ALLOWED.get(hint, base or hint)) and not isinstance(value, bool)
+    if not is_right:
+        raise TypeError(f"{name}={value!r}")
+    return value
+
+
+def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in row.items()}

@@ -1,0 +1,117 @@
+"""Numbers, lengths of time and rows of metrics as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from raysgd._arguments.checks import did_you_mean
+
+_NOT_A_RESULT = frozenset({"epoch", "batch_count", "num_workers"})
+_LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
+
+
+def number(value: Any) -> str:
+    """A metric, with four digits.
+
+    Example:
+        >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
+        ['0.2500', '0.3333', '12346', '7', '1.230e-05', 'nan', 'True', 'a']
+    """
+    if isinstance(value, bool | Integral) or not isinstance(value, Real):
+        return str(value)
+    value = float(value)
+    if not math.isfinite(value):
+        return str(value)
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    return f"{value:#.4g}".removesuffix(".") if value else "0"
+
+
+def seconds(value: float) -> str:
+    """A length of time.
+
+    Example:
+        >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
+        ['0.4 ms', '0.25 s', '3.2 s', '60.0 s', '1 min 15 s', '1 h 07 min', '25 h 00 min']
+    """
+    if value < 0.1:
+        return f"{value * 1e3:.1f} ms"
+    if value < 60:
+        return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def rate(per_second: float) -> str:
+    """A throughput.
+
+    Example:
+        >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
+        ['0.5 samples/s', '12.3 samples/s', '895 samples/s', '4.3k samples/s', '1.2M samples/s']
+    """
+    divisor, unit = (1e6, "M") if per_second >= 1e6 else (1e3, "k") if per_second >= 1e3 else (1, "")
+    value = per_second / divisor
+    return f"{value:.{0 if value >= 100 else 1}f}{unit} samples/s"
+
+
+def counted(how_many: int, thing: str, things: str | None = None) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "loss", "losses")
+        ('1 epoch', '2 epochs', '0 losses')
+    """
+    return f"{how_many} {thing if how_many == 1 else things or thing + 's'}"
+
+
+def samples_per_s(row: Mapping[str, Any]) -> float | None:
+    """The throughput of a row, or of the metrics of a call with its `seconds`; None where it is not known."""
+    num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
+    if not is_real(num_samples) or not is_real(took) or not took:
+        return None
+    return float(num_samples) / float(took)  # type: ignore[arg-type]
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_metric(name: str, value: Any) -> bool:
+    """Whether an entry of a row is a metric to look at: a number that is neither a count nor a last value."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
+    return is_number and not is_count and not name.startswith(_LAST)
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the metrics to look at, in the order in which they are first met."""
+    return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
+
+
+def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
+    """The entries of a row that a view shows: the chosen ones, else all metrics."""
+    if metrics is None:
+        return {name: value for name, value in row.items() if is_metric(name, value)}
+    return {name: row[name] for name in metrics if name in row}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """What to tell of a metric that there is not.
+
+    Example:
+        >>> unknown("val_los", ["val_loss", "lr"])
+        'there is no metric `val_los`. Did you mean `val_loss`?'
+        >>> unknown("x", ["val_loss", "lr"])
+        'there is no metric `x`; there are `val_loss`, `lr`.'
+    """
+    known = [*known]
+    guess = did_you_mean(name, known)
+    if guess:
+        return f"there is no metric `{name}`.{guess}"
+    return f"there is no metric `{name}`; there are {', '.join(f'`{each}`' for each in known)}."

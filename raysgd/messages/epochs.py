@@ -1,0 +1,158 @@
+"""Pure: one call of `train` or `validate` as the class-based front ends put it to a replica, and what it answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raysgd._numbers import results
+from raysgd._numbers.results import WorkerMetrics
+from raysgd.arrays.whole_data import DataPosition
+from raysgd.engine.shared.types import Heartbeat
+from raysgd.messages.joint_work import JointWork
+
+VALIDATES = "validates"
+"""In the `info` of an epoch: whether `fit` validates after epochs."""
+
+
+@dataclass(frozen=True)
+class EpochRequest:
+    """One call of `train` or `validate`, as one worker sees it.
+
+    A replica in the driver calls `redraw` between steps, some ten times a second: nothing else runs there that could
+    show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
+
+    `shard_key` names data that takes the place of what is registered.
+    """
+
+    num_steps: int | None
+    info: Mapping[str, Any]
+    profile: bool
+    seed: int
+    shard_key: str | None = None
+    redraw: Callable[[], None] | None = None
+    starts_over: bool = False
+
+
+@dataclass(frozen=True)
+class EpochAnswer:
+    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
+
+    `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
+    training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
+    all ranks have to do alike, where that is recorded.
+    """
+
+    metrics: WorkerMetrics | None
+    returned: Any
+    num_steps: int
+    epoch_idx: int = 0
+    heartbeat: Heartbeat | None = None
+    place: DataPosition | None = None
+    joint_work: JointWork | None = None
+
+
+ProgressKind = Literal["train", "validation", "test", "predict"]
+
+
+@dataclass(frozen=True)
+class CallProgress:
+    """How far a running call is, seen from rank 0.
+
+    Attributes:
+        num_steps: Batches that it has drawn.
+        total: How many there are; None if that is not known.
+        epoch_idx: The pass over the train data, from 0.
+        num_epochs: How many there will be; None if that is not known.
+        loss: `train_loss` of the last batch, `val_loss` in an evaluation; None where there is none.
+        kind: What the call does.
+        metrics: All numbers that the last batch reported, by name.
+        is_done: Whether the call has returned.
+    """
+
+    num_steps: int
+    total: int | None
+    epoch_idx: int
+    num_epochs: int | None
+    loss: float | None
+    kind: ProgressKind = "train"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_done: bool = False
+
+
+def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+    """The workers' results as one dict, or as the list that they are.
+
+    Raises:
+        TypeError: An operator returned something that cannot be merged.
+    """
+    if not reduce_results:
+        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
+    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    if len(metrics) < len(answers):
+        strange = next(answer.returned for answer in answers if answer.metrics is None)
+        raise TypeError(
+            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
+            "dict of metrics, or pass `reduce_results=False` to get every worker's own."
+        )
+    return results.merge(metrics)
+
+
+def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:
+    """Calls an override of any generation with those of `named` that it takes.
+
+    `info` is the second positional argument of the older generation, under whatever name the user gave it.
+    """
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        positional = [
+            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
+        ]
+        if positional and positional[0].default is inspect.Parameter.empty:
+            return method(iterator, named.pop("info"), **named)
+        return method(iterator, **named)
+    arguments: list[Any] = [iterator]
+    keywords: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            keywords[parameter.name] = named[parameter.name]
+        elif index == 0 and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            arguments.append(named["info"])
+    return method(*arguments, **keywords)
+
+
+def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """`method` as a function of a batch and its info, whatever the user's override of it takes.
+
+    That is `batch_info`, also by keyword only; `batch_idx`, as in the guide of the old library; both, or nothing more
+    than the batch. Any other second argument is the info.
+    """
+    parameters = list(inspect.signature(method).parameters.values())
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]  # the batch
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
+    first = parameters[0] if parameters else None
+    takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
+    if takes_info_unnamed:
+        return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = known or {"batch_info"}
+    return lambda batch, info: method(batch, **{name: _told(name, info) for name in known})
+
+
+_BATCH_ARGUMENTS = {"batch_info", "batch_idx"}
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+}
+
+
+def _told(name: str, info: Mapping[str, Any]) -> Any:
+    return info if name == "batch_info" else info["batch_idx"]

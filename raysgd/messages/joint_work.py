@@ -1,0 +1,64 @@
+"""Pure: the work in a training call that all ranks have to do alike, and how ranks that did not are told apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raysgd._text.rank_words import named
+
+
+@dataclass(frozen=True)
+class JointWork:
+    """What one rank has done in a call.
+
+    Attributes:
+        counts: How often it did what.
+        marks: A number before the first thing or after each of the last ones, which follows from all before it.
+        is_over: Whether its call has ended.
+    """
+
+    counts: Mapping[str, int]
+    marks: tuple[int, ...]
+    is_over: bool = True
+
+    @property
+    def num(self) -> int:
+        """How many things it did."""
+        return sum(self.counts.values())
+
+    def can_become(self, other: JointWork) -> bool:
+        """Return whether a rank may come to what another one did, which is as much or more, as far as that is known."""
+        num_behind = other.num - self.num
+        if self.is_over and num_behind:
+            return False
+        return num_behind >= len(other.marks) or other.marks[-1 - num_behind] == self.marks[-1]
+
+
+def difference(works: Mapping[int, JointWork]) -> str:
+    """Return what ranks did that cannot become the same; nothing where it can."""
+    most = max(works.values(), key=lambda work: work.num)
+    if all(work.can_become(most) for work in works.values()):
+        return ""
+    return (
+        f"The workers did not do the same in a call: {_told(works)}. Replicas that exchange gradients have to compute "
+        "and apply the same ones in the same order. Let the branches of your code follow from what is equal on all "
+        'workers, such as a mean over them, and not from a batch or a rank. Or pass `parallel="none"` and keep the '
+        "replicas equal yourself."
+    )
+
+
+def _told(works: Mapping[int, JointWork]) -> str:
+    names = sorted({name for work in works.values() for name in work.counts})
+    uneven = [name for name in names if len({work.counts.get(name, 0) for work in works.values()}) > 1]
+    if not uneven:
+        return f"{', '.join(names)} as often on all of them, but in another order"
+    ranks = defaultdict(list)
+    for rank, work in sorted(works.items()):
+        ranks[", ".join(f"{name} {_times(work.counts.get(name, 0))}" for name in uneven)].append(rank)
+    return "; ".join(f"on {named(those)} {did}" for did, those in ranks.items())
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -1,0 +1,70 @@
+"""Where workers go, and in what environment they run there, as users say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from raysgd._arguments import checks
+from raysgd.engine.shared.types import Resources
+
+_OWN_ARGUMENTS = {"CPU": "num_cpus_per_worker", "GPU": "num_gpus_per_worker"}
+_STRATEGIES = ("PACK", "SPREAD")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What workers need beside CPUs and GPUs, and how they are placed. The trainers' docstrings say what each means.
+
+    Raises:
+        ValueError, TypeError: A value cannot work.
+    """
+
+    resources_per_worker: Mapping[str, float] | None = None
+    accelerator_type: str | None = None
+    placement_strategy: Literal["PACK", "SPREAD"] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_resources()
+        checks.accelerator(self.accelerator_type)
+        if self.placement_strategy not in (None, *_STRATEGIES):
+            near = get_close_matches(str(self.placement_strategy).upper(), _STRATEGIES, 1)
+            hint = f' Did you mean "{near[0]}"?' if near else ""
+            raise ValueError(
+                f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as there is room '
+                f'on), "SPREAD" (as many) and None (what the trainer does by itself).{hint}'
+            )
+        checks.check_runtime_env("runtime_env", self.runtime_env)
+
+    def _check_resources(self) -> None:
+        amounts = self.resources_per_worker
+        if amounts is None:
+            return
+        if not isinstance(amounts, Mapping) or not all(isinstance(name, str) for name in amounts):
+            raise TypeError(f'`resources_per_worker={amounts!r}`: need a dict, such as `{{"fast_disk": 1}}`, or None.')
+        for name, amount in amounts.items():
+            if name in _OWN_ARGUMENTS:
+                raise ValueError(
+                    f"`resources_per_worker` has {name!r}: pass `{_OWN_ARGUMENTS[name]}={amount!r}` instead."
+                )
+            checks.check_amount(f"resources_per_worker[{name!r}]", amount)
+
+    @property
+    def custom(self) -> dict[str, float]:
+        """What a worker needs beside CPUs and GPUs, as Ray counts it."""
+        return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
+
+    def resources(self, num_cpus: float, num_gpus: float) -> Resources:
+        """All that a worker needs."""
+        return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}))
+
+    def packs(self, by_default: bool) -> bool:
+        """Whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.
+
+        >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
+        (True, False, True)
+        """
+        return by_default if self.placement_strategy is None else self.placement_strategy == "PACK"

@@ -1,0 +1,192 @@
+"""One round of `predict` as a replica sees it: what travels there, and what it makes of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from raysgd.arrays import trees
+from raysgd.arrays.ray_batches import BatchForm
+from raysgd.messages.epochs import bind_batch_info
+
+HAS_TARGET = "has_target"
+"""In `batch_info` of `predict_batch`: whether the last part of a batch that is a tuple is a target."""
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """One round of a prediction, as one worker sees it.
+
+    Attributes:
+        key: Names the prediction, so that workers know what they have been given for it.
+        info: For the operator.
+        has_target: Whether batches that are tuples end with a target; None to go by the data.
+        first_batch: Index, among all batches, of the first one of this worker.
+        num_done: Batches that all workers had done before the round.
+        num_workers: How many workers share the round.
+        total: Batches in all, if that is known.
+        is_last: Whether the workers can forget what they were given for the prediction.
+    """
+
+    key: str
+    info: Mapping[str, Any]
+    has_target: bool | None
+    first_batch: int
+    num_done: int
+    num_workers: int
+    total: int | None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Rows of arrays, in one or more batches.
+
+    Attributes:
+        arrays: An array, or a tuple or dict of arrays.
+        sizes: Rows of each batch.
+        form: What becomes of them.
+    """
+
+    arrays: Any
+    sizes: Sequence[int]
+    form: BatchForm
+
+    def batches(self) -> Iterator[tuple[Any, int]]:
+        """The arrays of each batch, and its rows."""
+        start = 0
+        for size in self.sizes:
+            stop = start + size
+            yield trees.mapped(self.arrays, itemgetter(slice(start, stop))), size
+            start = stop
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches as the data gave them.
+
+    Attributes:
+        batches: The batches.
+        form: For dicts of columns of Ray Data; None for batches that are ready.
+    """
+
+    batches: Sequence[Any]
+    form: BatchForm | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a dataset that every worker has: a range of indices for each batch."""
+
+    ranges: Sequence[range]
+
+
+Work = RowSlice | Batches | Rows
+
+
+@dataclass(frozen=True)
+class PredictionBatch:
+    """A batch as `predict_batch` is given it."""
+
+    batch: Any
+    num_rows: int
+    has_target: bool
+
+
+class _NoSteps:
+    """It is not known how many batches there are."""
+
+    def num_steps(self) -> int | None:
+        return None
+
+
+class PredictionPlace:
+    """Where a replica is in a prediction, which says how far it is; stands in the place of a stream.
+
+    Attributes:
+        num_steps_taken: Batches done by all workers, as far as this one can tell.
+    """
+
+    def __init__(self, request: PredictRequest) -> None:
+        self.source = _NoSteps()
+        self._request = request
+        self.num_steps_taken = request.num_done
+
+    def note(self, num_own: int) -> None:
+        """Notes that this worker has done so many batches of the round; the others are about as far."""
+        done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
+        self.num_steps_taken = done if total is None else min(done, total)
+
+
+def coming(request: PredictRequest, batch: Any, num_rows: int) -> PredictionBatch:
+    """A batch, where it is known whether it ends with a target."""
+    has_several = isinstance(batch, tuple | list) and len(batch) > 1
+    return PredictionBatch(batch, num_rows, has_several if request.has_target is None else request.has_target)
+
+
+def outputs_of(
+    operator: Any,
+    batches: Iterable[PredictionBatch],
+    request: PredictRequest,
+    place: PredictionPlace,
+    plain: Callable[..., Any],
+) -> list[Any]:
+    """What the operator's `predict_batch` returns for each batch, as arrays.
+
+    Args:
+        operator: The operator.
+        batches: This worker's.
+        request: The round.
+        place: Is told about each batch.
+        plain: Makes an array of a tensor.
+
+    Raises:
+        ValueError: An output has other rows than its batch.
+    """
+    predict_batch, found = bind_batch_info(operator.predict_batch), []
+    for number, coming in enumerate(batches):
+        where = {"batch_idx": request.first_batch + number, HAS_TARGET: coming.has_target}
+        returned = predict_batch(coming.batch, {**request.info, **where})
+        output = as_arrays(returned, plain)
+        check_rows(output, coming.num_rows, type(operator).__name__)
+        found.append(output)
+        place.note(number + 1)
+    return found
+
+
+def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
+    """Tensors in tuples, dicts and lists as arrays; a list has an entry for each row."""
+    if isinstance(returned, Mapping):
+        return {name: as_arrays(part, plain) for name, part in returned.items() if part is not None}
+    if isinstance(returned, tuple):
+        parts = [as_arrays(part, plain) for part in returned]
+        return type(returned)(*parts) if hasattr(returned, "_fields") else tuple(parts)
+    if isinstance(returned, list):
+        return [trees.mapped(row, plain) for row in returned]
+    return plain(returned)
+
+
+def check_rows(output: Any, num_rows: int, name: str) -> None:
+    """Refuses an output that has not one row for each row of its batch.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if not any(True for _ in trees.leaves(output)):
+        raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with a row for each row.")
+    for part, leaf in trees.leaves(output):
+        found = trees.rows_of(leaf)
+        if found != num_rows:
+            what = f"a `{type(leaf).__name__}` without rows" if found is None else f"{found} rows"
+            raise ValueError(_wrong(name, part, what, num_rows))
+
+
+def _wrong(name: str, part: str, what: str, num_rows: int) -> str:
+    where = f" under `{part}`" if part else ""
+    return (
+        f"`{name}.predict_batch` returned {what}{where} for a batch of {num_rows} rows: return one for each row, in "
+        "the order of the batch, as a tensor, an array, or a list with an entry for each row; for several outputs "
+        "return a tuple or a dict of these."
+    )

@@ -1,0 +1,33 @@
+"""Replica calls: the functions that the trainers in the driver run on replicas.
+
+They have a module of their own, because a worker imports the module of each function that it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.messages.epochs import CallProgress
+
+
+def execute(replica: Any, fn: Callable[[], Any]) -> Any:
+    """Call a function of the user's."""
+    return fn()
+
+
+def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
+    """Call a function of the user's with the operator."""
+    return fn(replica.operator)
+
+
+def epochs_done(replica: Any) -> int:
+    """Return how many epochs the state of this replica has seen."""
+    done: int = replica.epochs_done
+    return done
+
+
+def progress(replica: Any) -> CallProgress | None:
+    """Return how far the running call is."""
+    found: CallProgress | None = replica.progress()
+    return found

@@ -1,0 +1,122 @@
+"""What the class-based trainers accept alike: checked once, when it is made, and passed on whole.
+
+A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs three places: the signature and
+docstring of the trainer, a field here or there with its check, and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from raysgd._arguments import checks
+from raysgd.exceptions import InvalidCountError
+from raysgd.messages.batch_options import BatchOptions
+from raysgd.messages.placement import Placement
+from raysgd.messages.recovery import Recovery
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """How many workers there are, what each of them gets, and what follows the loss of one.
+
+    The front ends' docstrings say what each field means.
+
+    Raises:
+        ValueError, TypeError: A value cannot work.
+        InvalidCountError: A count is out of range.
+    """
+
+    num_workers: int
+    backend: str
+    timeout_s: float
+    num_cpus_per_worker: float = 1
+    num_gpus_per_worker: float = 1
+    placement: Placement = field(default_factory=Placement)
+    initialization_hook: Callable[[], Any] | None = None
+    use_local: bool = False
+    recovery: str = "rejoin"
+    min_workers: int = 1
+    spare_workers: int = 0
+    resize_check_s: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.refuse_text(use_local=self.use_local)
+        if self.initialization_hook is not None and not callable(self.initialization_hook):
+            raise TypeError(f"`initialization_hook={self.initialization_hook!r}`: need a function without parameters.")
+        checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
+        if self.recovery not in ("rejoin", "rebuild"):
+            raise ValueError(
+                f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" '
+                "(all workers restart). Limits and snapshots belong to `recovery_options`."
+            )
+        self._check_counts()
+        checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
+        if self.resize_check_s is not None:
+            checks.check_seconds("resize_check_s", self.resize_check_s, may_be_least=False)
+
+    def _check_counts(self) -> None:
+        checks.check_num_workers(
+            "min_workers", self.min_workers, hint="It is the number of workers to wait for after a loss."
+        )
+        if self.min_workers > self.num_workers:
+            raise InvalidCountError(
+                f"`min_workers={self.min_workers}` with `num_workers={self.num_workers}`: it cannot exceed "
+                "`num_workers`. Lower one or raise the other."
+            )
+        checks.check_num_workers(
+            "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
+        )
+
+    @property
+    def is_driver_only(self) -> bool:
+        """Whether the only worker is the driver itself."""
+        return self.use_local and self.num_workers == 1
+
+    def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
+        """Refuses spares where no survivors are kept that they could step in beside.
+
+        Args:
+            obstacles: What else keeps none: whether it applies, and the argument that asks for it.
+            way_out: The arguments that keep survivors.
+        """
+        own = ((self.num_workers == 1, "`num_workers=1`"), (self.recovery == "rebuild", '`recovery="rebuild"`'))
+        for applies, what in (*own, *obstacles):
+            if self.spare_workers and applies:
+                raise ValueError(
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: spares join survivors, and a loss "
+                    f"leaves none here. Use {way_out}, or no spares."
+                )
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What every replica is made from; a front end adds fields.
+
+    Attributes:
+        training_operator_cls: The operator class.
+        config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
+        use_gpu: Whether each worker has GPUs.
+        recovery_options: Limits of time, and when the state is copied.
+        batch_options: How large the joint batch is, and how it is divided.
+        revision: How many times the operator class was replaced by `reload`.
+
+    Raises:
+        ValueError: A value cannot work.
+    """
+
+    training_operator_cls: type[Any]
+    config: Mapping[str, Any]
+    _: KW_ONLY
+    use_gpu: bool = False
+    recovery_options: Recovery = field(default_factory=Recovery)
+    batch_options: BatchOptions = field(default_factory=BatchOptions)
+    revision: int = 0
+
+    def config_for(self, num_workers: int) -> dict[str, Any]:
+        """The config that the operator is passed, one of so many."""
+        return self.batch_options.config_for(self.config, num_workers)
+
+    def __post_init__(self) -> None:
+        checks.check_kind("recovery_options", self.recovery_options, Recovery)

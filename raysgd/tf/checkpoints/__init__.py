@@ -1,0 +1,1 @@
+"""Checkpoint files of TensorFlow: written whole, read strictly."""

@@ -1,0 +1,227 @@
+"""The checkpoint file of TensorFlow front ends: written whole or not at all, read without running code.
+
+The file is an ordinary `.npz` archive of NumPy: every array of the state is a member of it, with the path to it as its
+name, and `numpy.load(path)["models/0/1"]` is one of them. One more member, `state.json`, holds the rest of the state:
+its containers, numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which
+is compared when it is read.
+
+Why the file is an `.npz` archive: ADR 33.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import zipfile
+from typing import IO, Any
+
+import numpy as np
+
+from raysgd._reading.plain_pickle import PlainUnpickler, array_of, check_depth, plain_dtype
+from raysgd._reading.stored_archive import members
+from raysgd._reading.strict_reading import check_format, checked_state, content_of, refusals_of
+
+FORMAT_VERSION = 1
+"""The newest format that this version of raysgd reads, and the one that it writes."""
+
+REQUIRED_KEYS = ("epoch", "models", "optimizers")
+"""What makes a dict a training state."""
+
+FORMER_OPTIMIZER = "former_optimizer"
+"""In the state of a file of the former library, instead of `optimizers`: its optimizer weights, in their own order."""
+
+_INDEX = "state.json"
+_ZIP_START = b"PK\x03\x04"
+_NPY_START = re.compile(rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)", re.DOTALL)
+_NPY_HEADER = re.compile(rb"\{'descr': '(?P<descr>[^']{2,12})', 'fortran_order': False, 'shape': \([0-9, ]*\), \} *\n")
+_TAG = "raysgd"
+_LEGACY_KEYS = ("epoch", "weights", "optimizer_weights")
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Writes `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+
+    Raises:
+        ValueError: Something in `state` could not be given back; the message says where it is.
+        OSError: The file could not be written. `path` is as it was before.
+    """
+    from raysgd.storage import files  # here, because workers only read
+
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    check_depth(state, "`state`")
+    tree = _encoded(state, "", arrays)
+    names = {name: {"dtype": array.dtype.name, "shape": array.shape} for name, array in arrays.items()}
+    index = json.dumps({"format": FORMAT_VERSION, "state": tree, "arrays": names})
+    with files.saving(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, _storable(array), allow_pickle=False)
+        archive.writestr(_INDEX, index)
+
+
+def check(state: dict[str, Any]) -> None:
+    """Refuses a state that a file could not give back.
+
+    Raises:
+        ValueError: The message says where in it.
+    """
+    check_depth(state, "`state`")
+    _encoded(state, "", {})
+
+
+def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
+    """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
+
+    Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
+    has `FORMER_OPTIMIZER` in place of `optimizers`.
+
+    Args:
+        path: The file.
+        name: What errors call it, where it is a copy of something else.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
+        UnsafeCheckpointError: A file of the former library that holds more than arrays. A `ValueError`.
+        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+    """
+    name = name or os.fspath(path)
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        is_archive = file.read(len(_ZIP_START)) == _ZIP_START
+        file.seek(0)
+        if not is_archive:
+            return _read_legacy(file, num_bytes, name)
+        state = _read_archive(file, num_bytes, name)
+    return checked_state(state, name, REQUIRED_KEYS)
+
+
+def _read_archive(file: IO[bytes], num_bytes: int, name: str) -> Any:
+    with refusals_of(name):
+        archive = memoryview(content_of(file, num_bytes, maps=True))
+        found = members(archive)
+        index = json.loads(bytes(found[_INDEX].checked(archive)))
+        version = index["format"]
+    check_format(name, version, FORMAT_VERSION)
+    with refusals_of(name):
+        arrays = {
+            key: _array(found[f"{key}.npy"].checked(archive), facts["dtype"], facts["shape"])
+            for key, facts in index["arrays"].items()
+        }
+        state = _decoded(index["state"], arrays)
+        check_depth(state)
+    return state
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state, or of a part of one, whose arrays may be written to."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value
+
+
+def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+    """`value` as JSON takes it; arrays go into `arrays` under their path."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = np.asarray(value) if value.dtype.kind == "V" else value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        name = _unused(path.strip("/"), arrays)
+        arrays[name] = value
+        return {_TAG: "array", "value": name}
+    if type(value) in (list, tuple):
+        items = [_encoded(item, f"{path}/{index}", arrays) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
+    if type(value) is dict:
+        pairs = [(_encoded(key, path, {}), _encoded(item, f"{path}/{key}", arrays)) for key, item in value.items()]
+        if all(isinstance(key, str) for key, _ in pairs) and _TAG not in value:
+            return dict(pairs)
+        return {_TAG: "dict", "value": [list(pair) for pair in pairs]}
+    raise ValueError(
+        f"`state{''.join(f'[{part!r}]' for part in path.strip('/').split('/'))}` is a "
+        f"`{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint cannot give back without running "
+        "code. Allowed are NumPy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these. Convert "
+        "it in `state_dict()`."
+    )
+
+
+def _decoded(tree: Any, arrays: dict[str, Any]) -> Any:
+    if isinstance(tree, list):
+        return [_decoded(item, arrays) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TAG not in tree:
+        return {key: _decoded(item, arrays) for key, item in tree.items()}
+    kind, value = tree[_TAG], tree["value"]
+    if kind == "array":
+        return arrays[value]
+    if kind == "float":
+        return float(value)
+    if kind == "bytes":
+        return base64.b64decode(value)
+    items = [_decoded(item, arrays) for item in value]
+    return tuple(items) if kind == "tuple" else {key: item for key, item in items}
+
+
+def _unused(name: str, arrays: dict[str, Any]) -> str:
+    candidate, number = name, 0
+    while candidate in arrays or not candidate:
+        number += 1
+        candidate = f"{name}~{number}"
+    return candidate
+
+
+def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in a kind of number that NumPy's format knows; bfloat16 and the like go as the integers they are."""
+    array = np.ascontiguousarray(array) if array.ndim else array
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+def _array(content: memoryview, dtype_name: str, shape: list[int]) -> Any:
+    """The array in a `.npy` member. Its header is compared with what the index says, and not believed."""
+    header_at = _NPY_START.match(content)
+    header = _NPY_HEADER.match(content, header_at.end()) if header_at is not None else None
+    if header is None:
+        raise ValueError("an array has no valid header")
+    array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[header.end() :])
+    return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
+
+
+def _small_float(name: str) -> np.dtype[Any]:
+    """A dtype that NumPy alone does not know; it is stored as the integers that it is."""
+    import ml_dtypes  # noqa: F401 - it tells NumPy
+
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.names is not None:
+        raise ValueError("an array has another type than the file says")
+    return dtype
+
+
+def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
+    with refusals_of(name, "Files of the former library are read if they hold arrays alone."):
+        state = PlainUnpickler(file, num_bytes).load()
+    checked_state(state, name, _LEGACY_KEYS)
+    for key in ("weights", "optimizer_weights"):
+        if not isinstance(state[key], list | tuple) or not all(
+            isinstance(a, np.ndarray | np.generic) for a in state[key]
+        ):
+            raise ValueError(f"`{name}` holds no training state: its {key!r} are no list of arrays.")
+    return {
+        "epoch": state["epoch"],
+        "models": [list(state["weights"])],
+        FORMER_OPTIMIZER: list(state["optimizer_weights"]),
+    }

@@ -1,0 +1,1 @@
+"""Datasets of TensorFlow: divided over the workers, and the position in them."""

@@ -1,0 +1,186 @@
+"""Data for one call as `tf.data`, made in each worker: of arrays, of a dataset in the driver, of a creator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysgd.arrays.arrays import Arrays, as_arrays, is_frame, is_of_arrays
+from raysgd.arrays.ray_batches import RayShare, ray_batches
+from raysgd.arrays.whole_data import Creator, creator_of, is_creator, size_of
+from raysgd.messages.prediction_data import num_rows_of
+from raysgd.tf.data.predicting import plain
+from raysgd.tf.data.ray_dataset import as_batch
+from raysgd.tf.objects import datasets
+
+_ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each worker"
+
+
+@dataclass(frozen=True)
+class ArrayDataset:
+    """A dataset that is made of arrays.
+
+    Attributes:
+        batches: In the form of batches already, but for all rows.
+        batch_size: Of one worker.
+        shuffle: Whether each pass has a different order.
+        drop_last: Whether to leave out a last batch that is not full.
+        seed: What the order comes from.
+    """
+
+    batches: Any
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    seed: int
+
+    def make(self) -> Any:
+        """The dataset."""
+        import tensorflow as tf
+
+        rows = tf.data.Dataset.from_tensor_slices(self.batches)
+        if self.shuffle:
+            rows = rows.shuffle(num_rows_of(self.batches), seed=self.seed)
+        return rows.batch(self.batch_size, drop_remainder=self.drop_last)
+
+
+@dataclass(frozen=True)
+class DriverDataset:
+    """A dataset of the driver's, as it is or ready to travel.
+
+    Attributes:
+        dataset: The dataset.
+    """
+
+    dataset: Any
+
+    def make(self) -> Any:
+        """The dataset."""
+        return self.dataset.unpacked() if isinstance(self.dataset, datasets.PackedDataset) else self.dataset
+
+
+def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
+    """Refuses what cannot be used for one call.
+
+    Args:
+        dataset: What the call was given.
+        name: What the argument is called.
+        with_fit: Whether Keras's own loops draw the batches.
+        training: Whether it is to train on.
+
+    Raises:
+        TypeError: It is of an unknown kind.
+        ValueError: Keras's own loops cannot use it.
+    """
+    if dataset is None:
+        return
+    if with_fit and training:
+        raise ValueError(
+            "`train(dataset=...)` with creators cannot work: `fit` trains on what `data_creator` returns. Pass "
+            "`training_operator_cls`, or return the dataset from `data_creator`."
+        )
+    if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
+        return
+    if _is_dataset(dataset) or is_creator(dataset):
+        return
+    has_shards = hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")
+    if not with_fit and (ray_batches(dataset) is not None or has_shards):
+        return
+    raise TypeError(
+        f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
+        "dataset of Ray Data, a function `(config, batch_size)` that returns a `tf.data.Dataset`, or an object with "
+        "`set_num_shards(n)` and `get_shard(i)`."
+    )
+
+
+def _is_dataset(dataset: Any) -> bool:
+    tensorflow = sys.modules.get("tensorflow")
+    return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
+
+
+def whole(
+    dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool
+) -> ArrayDataset | DriverDataset | Creator | None:
+    """What every worker makes its dataset of; None for data of another kind.
+
+    Args:
+        dataset: What the call was given.
+        config: That of one worker.
+        seed: What the order of shuffled arrays comes from.
+        travels: Whether it goes to other processes.
+
+    Raises:
+        ValueError: It cannot be divided over the workers, or there is no batch size.
+    """
+    if _is_dataset(dataset):
+        datasets.check_dataset("dataset", dataset)
+        return DriverDataset(datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
+    if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
+        return _of_arrays(dataset if isinstance(dataset, Arrays) else Arrays(dataset), config, seed)
+    return creator_of(dataset, config)
+
+
+def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> ArrayDataset:
+    if data.transform is not None:
+        raise ValueError(
+            "`Arrays(transform=...)` with a `TFTrainer` cannot work: `tf.data` transforms in graphs. Pass a "
+            "`tf.data.Dataset` with `map`."
+        )
+    size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
+    rows = as_arrays(plain(data.data), in_columns=data.feature_columns is not None)
+    num_rows_of(rows)
+    return ArrayDataset(as_batch(rows, data.form), size, data.shuffle, data.drop_last, seed)
+
+
+def made(data: Any, is_distributed: bool) -> Any:
+    """The dataset of batches that such data make.
+
+    Raises:
+        TypeError, ValueError: A creator returned something else.
+        ValueError: A shuffled dataset would come in another order on each worker.
+    """
+    dataset = data.make()
+    datasets.check_dataset("what the creator in `dataset=` returned", dataset)
+    is_own_order = not isinstance(data, ArrayDataset) and datasets.is_shuffled(dataset)
+    if is_distributed and is_own_order and datasets.is_divided(dataset):
+        raise ValueError(
+            "`dataset=` got a shuffled `tf.data.Dataset`, whose order each worker would draw by itself. Pass "
+            "`raysgd.data.Arrays(data, shuffle=True)`, or register the dataset in `setup`."
+        )
+    return dataset
+
+
+class PlainBatches:
+    """Batches of a share that are no `tf.data`: of Ray Data, or of an object with `get_shard`.
+
+    Args:
+        share: The share.
+    """
+
+    def __init__(self, share: Any) -> None:
+        self._share = share
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._share, RayShare):
+            return (as_batch(arrays, self._share.form) for arrays in self._share.arrays())
+        return map(_in_arrays, self._share)
+
+    def cardinality(self) -> int:
+        """Unknown."""
+        return -2
+
+
+def _in_arrays(batch: Any) -> Any:
+    """Lists of tuples of numbers or arrays become one array for each place."""
+    if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
+        return tuple(_joined([np.asarray(part) for part in parts]) for parts in zip(*batch, strict=True))
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _joined(parts: list[Any]) -> Any:
+    join: Callable[..., Any] = np.stack if parts[0].ndim == 0 else np.concatenate
+    return join(parts)

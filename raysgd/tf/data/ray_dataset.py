@@ -1,0 +1,56 @@
+"""Batches of Ray Data as `tf.data`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from raysgd.arrays import trees
+from raysgd.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
+from raysgd.engine.shared.types import World
+from raysgd.tf.objects.datasets import prepare_dataset_shard
+
+
+def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
+    """What waits for this worker's share.
+
+    Raises:
+        ValueError: There is no batch size.
+    """
+    return RayLoader(batches.sized(config), world, as_batch)
+
+
+def dataset_over(loader: RayLoader) -> Any:
+    """A `tf.data.Dataset` of the batches that a loader has when somebody iterates; it is not divided again.
+
+    Looks at the first row of the dataset, to know what batches are like.
+    """
+    import tensorflow as tf
+
+    first = as_batch(loader.batches.dataset.take_batch(1, batch_format="numpy"), loader.batches.form)
+    signature = tf.nest.map_structure(_spec, first)
+    return prepare_dataset_shard(tf.data.Dataset.from_generator(lambda: iter(loader), output_signature=signature))
+
+
+def as_batch(arrays: Any, form: BatchForm) -> Any:
+    """What a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
+    return formed(trees.mapped(arrays, _as_array), form, _joined)
+
+
+def _as_array(values: Any) -> Any:
+    values = stacked(values)
+    return values.astype(np.float32) if values.dtype == np.float64 else values
+
+
+def _joined(columns: list[Any]) -> Any:
+    """Columns side by side; one of single numbers is one wide."""
+    return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
+
+
+def _spec(values: Any) -> Any:
+    import tensorflow as tf
+
+    tensor = tf.convert_to_tensor(values)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

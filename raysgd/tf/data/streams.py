@@ -1,0 +1,258 @@
+"""Where the batches of a replica come from, and the stream over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raysgd.connections.group import EarlyVotes
+from raysgd.engine.shared.types import DataLedger, World
+from raysgd.tf.objects import datasets
+from raysgd.tf.objects.datasets import Sharding
+from raysgd.tf.parallel.step import TFStep
+from raysgd.worker.data import streams
+
+
+@dataclass(frozen=True)
+class StreamItem:
+    """A batch of one replica.
+
+    Attributes:
+        batch: The batch.
+        num_samples: This rank's samples in the step; 0 where the batch is only there to take part.
+        num_joint: Samples of all ranks in the step; 0 where that is not known.
+        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
+    """
+
+    batch: Any
+    num_samples: int
+    num_joint: int
+    weights: tuple[float, float] = (0.0, 0.0)
+
+
+class TFSource(Protocol):
+    """Where the batches of a pass come from."""
+
+    def open(self, consumed: int) -> Iterator[StreamItem]:
+        """Starts a pass after `consumed` samples."""
+
+    def num_steps(self) -> int | None:
+        """Steps of a pass, if known."""
+
+
+class Passes:
+    """A dataset, and how many passes over it were begun in this process.
+
+    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow. To go back, a
+    copy of the dataset that was never passed over takes its place.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._original = dataset
+        self._copy: Any = None
+        self.dataset = dataset
+        self.num_begun = 0
+        self.num_samples: int | None = None  # of a pass; known when one came to its end
+        self.is_shuffled = datasets.is_shuffled(dataset)
+
+    def begin(self) -> None:
+        """Notes that a pass is begun."""
+        self.num_begun += 1
+
+    def can_repeat(self) -> bool:
+        """Whether a pass that was begun can be begun once more, in the same order."""
+        if self.is_shuffled and self._copy is None:
+            self._copy = datasets.unused_copy(self._original)
+        return not self.is_shuffled or self._copy is not None
+
+    def go_to(self, index: int) -> bool:
+        """Makes the next pass that of `index`, by drawing what earlier ones drew for their order; False if it cannot.
+
+        Without a shuffle all passes are alike.
+        """
+        if not self.is_shuffled:
+            return True
+        if self.num_begun > index:
+            if not self.can_repeat():
+                return False
+            self.dataset, self._copy, self.num_begun = self._copy, None, 0
+        while self.num_begun < index:
+            iter(self.dataset)
+            self.num_begun += 1
+        return True
+
+    def counted(self, skipped: int) -> Any:
+        """The dataset without its first batches, for loops of others: it notes by itself when a pass is begun."""
+        if not self.is_shuffled:
+            return self.dataset.skip(skipped) if skipped else self.dataset
+        return datasets.noting_passes(self.dataset, skipped, self.begin)
+
+
+class TFDividedSource:
+    """A dataset that the library divides.
+
+    Args:
+        passes: The same dataset on all ranks.
+        sharding: What its batches are.
+        world: The place among the replicas.
+        pads: Whether a rank without samples still takes part in a step, as it must in training.
+        num_joint: How many batches of one worker make a step; None: as many as there are workers.
+    """
+
+    def __init__(
+        self, passes: Passes, sharding: Sharding, world: World, pads: bool, num_joint: int | None = None
+    ) -> None:
+        self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
+        self._num_joint = world.size if num_joint is None else num_joint
+
+    def open(self, consumed: int) -> Iterator[StreamItem]:
+        self._passes.begin()
+        joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
+        for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
+            item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
+            consumed += item.num_joint
+            if item.num_samples or self._pads:
+                yield item
+        self._passes.num_samples = consumed
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of a pass, once one came to its end."""
+        return self._passes.num_samples
+
+    def num_steps(self) -> int | None:
+        number = int(self._joint(self._passes.dataset).cardinality())
+        return number if number >= 0 else None
+
+    def _joint(self, dataset: Any) -> Any:
+        return datasets.joint(dataset, self._sharding, self._num_joint)
+
+    def go_to_pass(self, index: int) -> bool:
+        """Makes the next pass that of `index`; False where that cannot be done."""
+        return self._passes.go_to(index)
+
+
+class OwnSource:
+    """A dataset that each rank has its own part of.
+
+    Ranks that step together may have different numbers of batches: one that has run out repeats its last batch with
+    weight 0 until all have.
+
+    Args:
+        dataset: This rank's batches.
+        votes: How ranks that step together agree; None for those that do not.
+    """
+
+    def __init__(self, dataset: Any, votes: EarlyVotes | None) -> None:
+        self._dataset, self._votes = dataset, votes
+
+    def open(self, consumed: int) -> Iterator[StreamItem]:
+        batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
+        last = None
+        for item in batches:
+            if item is not None:
+                last = item
+                yield item
+            elif last is None:
+                raise ValueError(
+                    "The train dataset of this rank is empty while other ranks have data, so it has no batch to step "
+                    "with. Give every rank at least one batch."
+                )
+            else:
+                yield StreamItem(last.batch, 0, 0)
+
+    def _alone(self) -> Iterator[StreamItem]:
+        for batch in self._dataset:
+            yield StreamItem(batch, int(datasets.num_samples(batch)), 0)
+
+    def num_steps(self) -> int | None:
+        number = int(self._dataset.cardinality())
+        return number if self._votes is None and number >= 0 else None
+
+
+class TFOncePerCall:
+    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
+
+    def __init__(self, source: TFSource) -> None:
+        self._source = source
+        self._is_used = False
+
+    def open(self, consumed: int) -> Iterator[StreamItem]:
+        if self._is_used:
+            return iter(())
+        self._is_used = True
+        return self._source.open(consumed)
+
+    def num_steps(self) -> int | None:
+        return self._source.num_steps()
+
+
+def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
+    """The items of this rank, then None until all ranks have run out."""
+    coming = next(items, None)
+    vote = votes.ask(coming is not None)
+    while vote.result():
+        item, coming = coming, next(items, None) if coming is not None else None
+        vote = votes.ask(coming is not None)  # answered while this step is computed
+        yield item
+
+
+def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
+    """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
+
+    Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
+    """
+    import tensorflow as tf
+
+    def generate() -> Iterator[Any]:
+        last = None
+        for batch in in_lockstep(iter(dataset), votes):
+            if batch is None and last is None:
+                raise ValueError("The train dataset of this rank is empty while other ranks have data.")
+            last = batch if batch is not None else tf.nest.map_structure(lambda tensor: tensor[:0], last)
+            yield last
+
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
+
+
+class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
+    """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
+
+    Attributes:
+        consumed: Samples of the pass begun last, of all ranks, in the batches handed out so far.
+    """
+
+    consumed = 0
+    _completed = 0
+
+    @property
+    def completed(self) -> int:
+        return self._completed
+
+    def ledger(self) -> DataLedger | None:
+        """What became of the samples; None where each rank has its own. May be called from a second thread."""
+        if not isinstance(self.source, TFDividedSource):
+            return None
+        completed = self._completed
+        in_flight = max(0, self.consumed - completed) if self._num_open else 0
+        return DataLedger(self.pass_index, self.source.num_samples, completed, in_flight)
+
+    def settle(self) -> None:
+        super().settle()
+        self._completed = self.consumed
+
+    def resume(self, pass_index: int, consumed: int) -> None:
+        super().resume(pass_index, consumed)
+        self.consumed = self._completed = consumed
+
+    def _begin_pass(self, consumed: int) -> Iterator[StreamItem]:
+        self.consumed = self._completed = consumed
+        return iter(self.source.open(consumed))
+
+    def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
+        self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)
+        self.consumed += item.num_joint
+        return item.batch

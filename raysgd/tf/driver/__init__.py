@@ -1,0 +1,1 @@
+"""What `TFTrainer` does in the driver: its arguments, and trials of Ray Tune."""

@@ -1,0 +1,170 @@
+"""What `TFTrainer` accepts: checks that refuse an argument before anything starts, and defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd._arguments.checks import check_num_workers
+from raysgd._imports.optional import require_installed
+from raysgd.arrays.ray_batches import ray_batches
+from raysgd.messages.batching import check_joint_size, split_batch_size
+from raysgd.messages.settings import GroupSettings
+from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.objects import datasets, registration
+from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+
+def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
+    """The number of workers, under whichever name it was given."""
+    if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
+        raise ValueError(
+            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
+        )
+    name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
+    if value is None:
+        return 1
+    return check_num_workers(name, value, hint=f"To run without Ray actors pass `use_local=True` with `{name}=1`.")
+
+
+def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
+    """The operator class that was passed, or one made of the creators."""
+    if operator_cls is None:
+        missing = [
+            name
+            for name, creator in (("model_creator", model_creator), ("data_creator", data_creator))
+            if creator is None
+        ]
+        if missing:
+            raise TypeError(
+                f"`TFTrainer` needs `{'` and `'.join(missing)}`: pass `model_creator` and `data_creator`, or "
+                "`training_operator_cls`."
+            )
+        return make_operator(model_creator, data_creator)
+    if model_creator is not None or data_creator is not None:
+        raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
+    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
+        return operator_cls
+    is_instance = isinstance(operator_cls, TrainingOperator)
+    found = f"an instance of `{type(operator_cls).__name__}`" if is_instance else repr(operator_cls)
+    raise TypeError(
+        f"`training_operator_cls` is {found}: need a subclass of `raysgd.tf.TrainingOperator`, the class itself."
+    )
+
+
+def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
+    """The function that an operator of creators makes its model with."""
+    creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
+    return creator
+
+
+_FROM_CREATOR = "the data come from `data_creator`. Return them from there, as datasets of batches"
+_INSTEAD = {
+    "x": _FROM_CREATOR,
+    "y": _FROM_CREATOR,
+    "batch_size": "the batches are those of the datasets. Call `.batch(batch_size)` on them in `data_creator`",
+    "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
+    "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
+}
+"""Options of Keras that do not apply to what is trained on here, and what to do instead."""
+
+
+def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
+    """Refuses what Keras, or several workers, cannot be given."""
+    config, options = settings.config, settings.batch_options
+    options.refuse_with(
+        [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="gloo"`, or omit it')]
+    )
+    _check_options_for_keras(config)
+    _check_callbacks(config, num_workers, backend)
+    _check_validation_data(config, num_workers, backend)
+    if BATCH_SIZE in config:
+        if options.is_constant:
+            check_joint_size(config[BATCH_SIZE])
+        else:
+            split_batch_size(config[BATCH_SIZE], num_workers)
+
+
+def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
+    """Refuses data of a call that cannot be divided by samples, where a joint batch is constant.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
+    if dataset is not None and settings.batch_options.is_constant and is_dealt:
+        raise ValueError(
+            f'`train(dataset=...)` got `{type(dataset).__name__}`, which `joint_batch="constant"` cannot divide by '
+            "samples: pass arrays or a `tf.data.Dataset`."
+        )
+
+
+def _check_options_for_keras(config: Mapping[str, Any]) -> None:
+    """Refuses options for Keras of the wrong kind."""
+    for key in ("fit_config", "evaluate_config"):
+        options = config.get(key)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
+        for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
+            raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
+
+
+def _check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+    """Refuses what `fit` is to validate on, if it cannot be divided over several workers."""
+    if num_workers > 1 and backend == "gloo":
+        data = (config.get("fit_config") or {}).get("validation_data")
+        datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
+
+
+def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+    """Refuses callbacks of Keras that several workers cannot have."""
+    given = (config.get("fit_config") or {}).get("callbacks") or ()
+    callbacks = given if isinstance(given, list | tuple) else [given]
+    is_there = any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks)
+    if is_there and num_workers > 1 and backend == "gloo":
+        raise ValueError(
+            f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
+            "it would restore weights and epoch on rank 0 only. Leave it out: after the loss of a worker the "
+            "call goes on by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
+        )
+
+
+def check_backend(backend: Any, trains_with_fit: bool) -> None:
+    """Refuses an unknown backend, and one that the operator cannot use."""
+    if backend not in ("gloo", "mwms"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "mwms".')
+    if backend == "mwms" and not trains_with_fit:
+        raise ValueError(
+            '`backend="mwms"` trains compiled models of creator functions, with `fit`. For `training_operator_cls` use '
+            '`backend="gloo"`.'
+        )
+
+
+def check_spares(group: GroupSettings) -> None:
+    """Refuses spares where no survivors are kept that they could step in beside."""
+    group.refuse_spares(
+        [(group.backend == "mwms", '`backend="mwms"`')],
+        '`recovery="rejoin"` with several workers and `backend="gloo"`',
+    )
+
+
+def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
+    """Refuses snapshots that no group could go on from."""
+    if snapshot_every_n_steps is not None and backend == "mwms":
+        raise ValueError(
+            f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
+            'strategy can only start over. Use `backend="gloo"`, or shorter calls: `train(num_steps=...)`.'
+        )
+
+
+def check_installed() -> None:
+    """Refuses to start without the packages that the workers will need."""
+    require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
+
+
+def reservation_timeout_s() -> float:
+    """Seconds that the start of the workers waits for their resources."""
+    return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

@@ -1,0 +1,92 @@
+"""Makes the variables of models and optimizers before the first step, so that there is a state from the beginning."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf.objects import datasets, registration
+from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.training_operator import TrainingOperator
+
+logger = logging.getLogger(__name__)
+
+
+def check_batches(operator: TrainingOperator) -> None:
+    """Refuses datasets whose batches a single model cannot take.
+
+    Raises:
+        InvalidRegistrationError: A dataset has others.
+    """
+    if len(operator._models) != 1:
+        return
+    shapes = registration.input_shapes_of(operator._models[0])
+    for name in ("train_dataset", "validation_dataset"):
+        if getattr(operator, name) is not None:
+            datasets.check_batches_for(name, getattr(operator, name), shapes)
+
+
+def build(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchronizer: Synchronizer) -> None:
+    """Makes all variables where that is possible.
+
+    Args:
+        operator: Has registered models and optimizers.
+        uses_fit: Whether the model is compiled, and knows its optimizers.
+        may_trace: Whether its `train_step` may be traced to find out what each optimizer changes.
+        synchronizer: Watches the model then.
+    """
+    dataset = operator.train_dataset
+    with operator._raysgd.scope():
+        for model in operator._models:
+            if dataset is not None:
+                _try_to_build(model, dataset.element_spec)
+        if uses_fit and may_trace and _has_traced_train_step(operator, synchronizer):
+            return
+        if not uses_fit and len(operator._models) != len(operator._optimizers):
+            return
+        for model, optimizer in zip(operator._models, operator._optimizers, strict=not uses_fit):
+            if model.built and model.trainable_variables:
+                registration.build_optimizer(optimizer, model.trainable_variables)
+
+
+def check_loss(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
+    """Warns if a loss that users wrote is no mean over the samples, where several workers train."""
+    import tensorflow as tf
+
+    dataset, models = operator.train_dataset, operator._models
+    if dataset is None or synchronizer.group.size == 1 or not all(model.built for model in models):
+        return
+    losses = tf.nest.flatten(models[0].loss if uses_fit else operator._raysgd.registered.loss)
+    steps = [operator.train_step, operator.forward]
+    layers = [layer for model in models for layer in model._flatten_layers()]
+    if all(registration.is_stock(part) for part in [*losses, *steps, *layers]):
+        return
+    if uses_fit:
+        synchronizer.watch_model(models[0], may_be_idle=True)
+    step = models[0].train_step if uses_fit else operator.train_step
+    synchronizer.warn_of_sum(step, dataset.element_spec, models)
+
+
+def _try_to_build(model: Any, element_spec: Any) -> None:
+    try:
+        registration.build_model(model, element_spec)
+    except Exception as error:  # it builds itself in the first step, as it would without us
+        logger.debug("a model could not be built ahead of its first step: %s", error)
+
+
+def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
+    """Whether the user's `train_step`, which knows what each optimizer changes, could be traced."""
+    model = operator._models[0]
+    if model.run_eagerly or not registration.has_own_train_step(model):
+        return False
+    synchronizer.watch_model(model, may_be_idle=True)
+    try:
+        with synchronizer.exchanges.surfacing_errors():
+            registration.trace_train_step(model, operator.train_dataset.element_spec)
+    except IncompatibleModelError:
+        raise
+    except Exception as error:  # it says so itself in the first step, if it is no matter of tracing it this early
+        logger.debug("a `train_step` could not be traced ahead of the first step: %s", error)
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""Datasets as the data of one replica: which source is for which dataset, and whether its order can be repeated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from raysgd.arrays.ray_batches import RayLoader
+from raysgd.arrays.whole_data import WholeShare
+from raysgd.connections import tensorflow as connections
+from raysgd.engine.shared.types import DataLedger, World
+from raysgd.exceptions import NoDataError
+from raysgd.messages.epochs import EpochRequest
+from raysgd.tf.data import call_data
+from raysgd.tf.data.streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource
+from raysgd.tf.objects import datasets
+from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.worker.data import feed
+
+logger = logging.getLogger(__name__)
+
+
+class TFFeed(feed.Feed):
+    """Hands out the streams over datasets.
+
+    Args:
+        operator_of: The operator that has registered them.
+        synchronizer: Has the steps.
+        world: The place among the replicas.
+        seed: What the order of shuffled datasets depends on.
+        num_joint: How many batches of one worker make a step; None: as many as there are workers.
+    """
+
+    divided_source = TFDividedSource
+
+    def __init__(
+        self,
+        operator_of: Callable[[], TrainingOperator],
+        synchronizer: Synchronizer,
+        world: World,
+        seed: int,
+        num_joint: int | None,
+    ) -> None:
+        super().__init__()
+        self._operator_of = operator_of
+        self._synchronizer = synchronizer
+        self._world = world
+        self._seed = seed
+        self._num_joint = num_joint
+        self._passes: dict[str, Passes] = {}
+        self._of_call: tuple[str | None, TFBatchStream | None] = (None, None)
+        self._made: dict[str, tuple[str | None, Any]] = {}
+
+    @property
+    def train_passes(self) -> Passes:
+        """The passes over the train dataset."""
+        return self._passes_of("train_dataset")
+
+    def _passes_of(self, name: str) -> Passes:
+        if name not in self._passes:
+            self._passes[name] = Passes(getattr(self._operator_of(), name))
+        return self._passes[name]
+
+    def training(self, request: EpochRequest) -> TFBatchStream:
+        """The stream to train on: over the data of the request if it has some, else over the train dataset."""
+        if request.shard_key is not None:
+            return self._stream_of_call(request)
+        stream: TFBatchStream = super().training(request)
+        return stream
+
+    def _stream_of_call(self, request: EpochRequest) -> TFBatchStream:
+        """One that continues where the last call with the same data stopped."""
+        self.epoch += 1
+        key, stream = self._of_call
+        if stream is None or key != request.shard_key:
+            source, operator = self._source_of_call("train", request, training=True), self._operator_of()
+            stream = TFBatchStream(
+                source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
+            )
+            self._go_to_place(stream, self.data_of_call["train"])
+            self._of_call = request.shard_key, stream
+        return stream
+
+    def _go_to_place(self, stream: TFBatchStream, share: Any) -> None:
+        place, source = getattr(share, "place", None), stream.source
+        if not isinstance(source, TFDividedSource):
+            return
+        can_go = source.go_to_pass(self.epoch - 1 if place is None else place.pass_index)
+        if place is not None and can_go:
+            self.data_of_call["train"] = replace(share, place=None)
+            stream.resume(place.pass_index, place.consumed)
+
+    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Any:
+        """Where the batches of data of a call come from."""
+        share, world = self.data_of_call[name], self._world
+        votes = connections.votes() if training and world.is_distributed else None
+        if not isinstance(share, WholeShare):
+            return OwnSource(call_data.PlainBatches(share), votes)
+        dataset = self.made_of_call(name, request)
+        if not datasets.is_divided(dataset):
+            return OwnSource(dataset, votes)
+        is_ours = isinstance(share.data, call_data.ArrayDataset)
+        internals = self._operator_of()._raysgd
+        is_of_worker = is_ours and not internals.context.settings.batch_options.is_constant
+        sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
+        return TFDividedSource(Passes(dataset), sharding, world, pads=training)
+
+    def made_of_call(self, name: str, request: EpochRequest) -> Any:
+        """The dataset that the share for a call makes, once for all calls that use it."""
+        key, dataset = self._made.get(name, (None, None))
+        if key != request.shard_key:
+            dataset = call_data.made(self.data_of_call[name].data, self._world.is_distributed)
+            self._made[name] = request.shard_key, dataset
+        return dataset
+
+    def close(self) -> None:
+        super().close()
+        self._of_call = None, None
+
+    def _open_training(self, request: EpochRequest) -> TFBatchStream:
+        source, operator = self._source("train_dataset", training=True), self._operator_of()
+        return TFBatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
+
+    def ray_loader(self, name: str) -> RayLoader | None:
+        return self._operator_of()._raysgd.data.ray_loaders.get(name)
+
+    def _open_validation(self, request: EpochRequest) -> TFBatchStream:
+        if request.shard_key is not None:
+            once = TFOncePerCall(self._source_of_call("validation", request, training=False))
+            return TFBatchStream(once, self._synchronizer.validation_step, lambda: 0)
+        source = self._source("validation_dataset", training=False)
+        if self.ray_loader("validation") is not None:
+            source = TFOncePerCall(source)
+        return TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
+
+    def _source(self, name: str, *, training: bool) -> TFSource:
+        operator, world = self._operator_of(), self._world
+        dataset = getattr(operator, name)
+        if dataset is None:
+            return _Missing(name)
+        if datasets.is_divided(dataset):
+            passes, num_joint = self._passes_of(name), self._num_joint or world.size
+            return TFDividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
+        if training and world.is_distributed:
+            return OwnSource(dataset, connections.votes())
+        return OwnSource(dataset, None)
+
+    def take_place(self, world: World) -> None:
+        """Divides the data again, for a place in another group."""
+        self.go_to(self.epoch, self.position())
+        self._world = world
+
+    def obstacle(self, name: str) -> str | None:
+        dataset = getattr(self._operator_of(), f"{name}_dataset")
+        if dataset is None or datasets.is_divided(dataset):
+            return None
+        if self.ray_loader(name) is not None:
+            return f"Ray Data divides the {name} dataset, and keeps no position"
+        known_as = {"validation": "test"}.get(name, name)
+        return f"the {known_as} dataset is not divided by the library (its auto-shard policy is OFF)"
+
+    def ledger(self) -> DataLedger | None:
+        stream = self.train_stream
+        ledger: DataLedger | None = stream.ledger() if stream is not None else None
+        return ledger
+
+    def _origin(self, stream: TFBatchStream) -> dict[str, Any]:
+        return {"seed": self._seed}
+
+    def _go_to_position(self, stream: TFBatchStream, position: Mapping[str, Any]) -> None:
+        is_mid_pass = position["is_mid_pass"]
+        num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
+        is_same_order = position["seed"] == self._seed or not self.train_passes.is_shuffled
+        is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
+        if is_mid_pass and is_same_order:
+            stream.resume(position["pass_index"], position["consumed"])
+        elif is_mid_pass:
+            logger.warning(
+                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
+                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
+                position["seed"],
+            )
+
+
+def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
+    """Remembers what a step without samples must not change: all that is not trained, and metrics."""
+    variables = [variable for model in operator._models for variable in model.non_trainable_variables]
+    variables += [variable for metric in operator._raysgd.registered.metrics for variable in metric.variables]
+    values = [np.array(variable.numpy()) for variable in variables]
+
+    def undo() -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    return undo
+
+
+class _Missing:
+    """Stands for a dataset that was not registered; an error only where a batch is drawn."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def open(self, consumed: int) -> Any:
+        raise NoDataError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
+
+    def num_steps(self) -> int | None:
+        return None

@@ -1,0 +1,202 @@
+"""What TensorFlow makes of an operator: its data, its loop, its state, and its place in a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from raysgd.arrays.ray_batches import ray_batches_of
+from raysgd.connections import tensorflow as connections
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.messages.facts import RunnerFacts
+from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.tf.creator_operator import CreatorOperator
+from raysgd.tf.data import predicting
+from raysgd.tf.hosting import building
+from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
+from raysgd.tf.hosting.replica_state import KerasState
+from raysgd.tf.objects import datasets, learning_rates, registration, rng
+from raysgd.tf.objects.datasets import DatasetSignature
+from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.parallel import shared_variables
+from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+from raysgd.worker import hosted
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.operator import take_place
+from raysgd.worker.time.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+class TFHosted(hosted.Hosted):
+    """An operator of TensorFlow, and what is made for it."""
+
+    stock_train_epochs = (TrainingOperator.train_epoch, CreatorOperator.train_epoch)
+    settings: TFSettings
+    operator: TrainingOperator
+    loop: OperatorLoop
+    state: KerasState
+    feed: TFFeed
+
+    def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
+        self._num_workers = settings.num_workers or world.size
+        self._strategy = connections.strategy()
+        counts_steps = self._num_workers > 1 or settings.recovery_options.snapshot_every_n_steps is not None
+        self.synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
+        # With a batch size of all workers together a step is the same for any number of them.
+        num_joint = self._num_workers if BATCH_SIZE in settings.config else None
+        feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
+        super().__init__(settings, world, feed, ledger)
+
+    def build(self) -> RunnerFacts:
+        """Gives all ranks rank 0's weights, too."""
+        settings, world, synchronizer = self.settings, self.world, self.synchronizer
+        makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
+        if self._strategy is not None and not makes_fit:
+            raise IncompatibleModelError(
+                '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
+                '`backend="gloo"`.'
+            )
+        rng.seed_alike(settings.seed)
+        context = OperatorContext(settings, world, synchronizer, self._strategy)
+        config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
+        self.operator = operator = settings.training_operator_cls(config, context)
+        obstacle = self.feed.obstacle("train")
+        if settings.batch_options.is_constant and obstacle is not None:
+            way_out = "Omit it, or register a dataset that the library divides"
+            raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+        self.loop = self._loop_of(operator)
+        self.state = KerasState(operator, self.feed, self.loop, is_joint=self._strategy is not None)
+        synchronizer.restrict_to(lambda: operator._models)
+        building.check_batches(operator)
+        building.build(operator, makes_fit, self._strategy is None, synchronizer)
+        building.check_loss(operator, makes_fit, synchronizer)
+        weights = [v for model in operator._models for v in registration.weights_of(model)]
+        shared_variables.share_first(synchronizer.group, weights)
+        for model in operator._models:
+            registration.take_weights_in(model)
+        rng.part_ways(settings.seed, world.rank, operator._models)
+        operator._raysgd.chosen_rates = learning_rates.read(operator._optimizers)
+        return self.facts()
+
+    def _loop_of(self, operator: TrainingOperator) -> OperatorLoop:
+        if not isinstance(operator, CreatorOperator):
+            return OperatorLoop(operator, self.synchronizer, self.feed)
+        loop = FitLoop(operator, self.synchronizer, self.feed)
+        operator._raysgd.fit = loop.fit
+        return loop
+
+    def facts(self) -> RunnerFacts:
+        operator = self.operator
+        return RunnerFacts(
+            num_models=len(operator._models),
+            num_optimizers=len(operator._optimizers),
+            seed=self.settings.seed,
+            train_data=self._signature(operator.train_dataset),
+            validation_data=self._signature(operator.validation_dataset),
+            keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
+            epoch_obstacle=self.epoch_obstacle,
+            ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
+            has_validation=operator.validation_dataset is not None or self.has_own_validate,
+        )
+
+    def _signature(self, dataset: Any) -> DatasetSignature | None:
+        return datasets.signature_of(dataset) if dataset is not None and datasets.is_divided(dataset) else None
+
+    @property
+    def connection_obstacle(self) -> str | None:
+        if self._strategy is not None:
+            return "a process can be in one `MultiWorkerMirroredStrategy` only"
+        return None
+
+    @property
+    def epoch_obstacle(self) -> str | None:
+        return super().epoch_obstacle or self.group_obstacle
+
+    def edited_by(self, candidate: TFHosted) -> learning_rates.Rates:
+        mine, other = self.operator, candidate.operator
+        chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
+        present = learning_rates.read(mine._optimizers)  # of tf_keras these are no part of the state
+        wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
+        return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
+
+    def take_edited(self, edited: learning_rates.Rates) -> None:
+        if edited:
+            learning_rates.apply(edited, self.operator._optimizers)
+
+    def follow_config(self) -> None:
+        learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
+
+    def warm_up(self) -> None:
+        """The steps are on zeros."""
+        operator = self.operator
+        if not operator.warms_up_standby or self.epoch_obstacle is not None or operator.train_dataset is None:
+            return
+        self.synchronizer.rejoin(World(0, 1))  # no other rank is here yet
+        try:
+            with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+                operator.warm_up()
+        except Exception as error:  # in a real step the user would get the exception
+            logger.warning("warm-up of a standby worker failed: %r", error)
+
+    def take_place(self, world: World) -> None:
+        self.feed.take_place(world)
+        self.synchronizer.rejoin(world)
+        self.synchronizer.exchanges.forget_call()  # the ranks are compared, and some of them are new
+        take_place(self.operator, world)
+
+    def send(self, state: Any, takers: Sequence[int]) -> None:
+        self.synchronizer.group.send(state, takers)
+
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        return self.synchronizer.group.receive(source, takers)
+
+    def settle_in(self) -> None:
+        """Nothing: models know no group."""
+
+    @contextmanager
+    def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        synchronizer = self.synchronizer
+        synchronizer.exchanges.ledger = self._ledger
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(), self.loop.scaling_losses():
+            try:
+                yield
+            finally:
+                synchronizer.step.forget()
+            shared_variables.merge_statistics(synchronizer.group, self.operator._models)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+            try:
+                yield
+            finally:
+                self.synchronizer.validation_step.forget()
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Random states are given back, so that training goes on as if nothing had happened."""
+        with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
+            yield
+
+    @contextmanager
+    def giving_back_random_numbers(self) -> Iterator[None]:
+        own, drawn = self.state.own(), rng.capture()
+        try:
+            yield
+        finally:
+            self.state.restore_own(own)
+            rng.restore(drawn)
+
+    def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        return predicting.batches(work)
+
+    def as_array(self, value: Any) -> Any:
+        return predicting.plain(value)

@@ -1,0 +1,150 @@
+"""The state of a replica with Keras: what it is made of, whether another one fits, and how that is taken over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd.tf.checkpoints import former_optimizer
+from raysgd.tf.checkpoints.checkpoint_file import FORMER_OPTIMIZER
+from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.hosting.loops import OperatorLoop
+from raysgd.tf.objects import registration, rng
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+
+
+class KerasState(ReplicaState):
+    """Reads and replaces the state of models, optimizers and a `fit`.
+
+    Args:
+        operator: Has what is registered, and its own state.
+        feed: Has the position in the data.
+        loop: Has the place in a `fit`.
+        is_joint: Whether it takes all ranks to read a variable.
+    """
+
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, loop: OperatorLoop, is_joint: bool) -> None:
+        super().__init__(operator, feed)
+        self._loop = loop
+        self._is_joint = is_joint
+
+    def read(self) -> dict[str, Any]:
+        state = super().read()
+        return {**state, "operator": copy.deepcopy(state["operator"])}
+
+    def _parts(self) -> dict[str, Any]:
+        models = self._operator._models
+        if not models:
+            raise self.not_registered()
+        return {
+            "models": [[_array(variable) for variable in registration.weights_of(model)] for model in models],
+            "optimizers": self._values_of_optimizers(),
+        }
+
+    def _values_of_optimizers(self) -> list[list[Any]]:
+        optimizers = self._operator._optimizers
+        return [[_array(variable) for variable in registration.variables_of_optimizer(one)] for one in optimizers]
+
+    def _more_progress(self) -> dict[str, Any]:
+        return {"fit": self._loop.fit_state()}
+
+    def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
+        self._loop.resume_fit(resume.get("fit"))
+
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        if rank and not self._is_joint:
+            return None
+        state = self.read()
+        arrays = [array for part in ("models", "optimizers") for arrays in state[part] for array in arrays]
+        return None if rank else StateCopy(state, sum(array.nbytes for array in arrays))
+
+    def own(self) -> list[Any]:
+        return [_array(variable) for variable in self._seeds()]
+
+    def check_own(self, own: Sequence[Any]) -> None:
+        seeds = self._seeds()
+        if len(own) == len(seeds):  # those of other layers say nothing about these
+            _check_fit(seeds, own, "the random generators")
+
+    def restore_own(self, own: Sequence[Any]) -> None:
+        seeds = self._seeds()
+        if len(own) == len(seeds):
+            for variable, value in zip(seeds, own, strict=True):
+                variable.assign(value)
+
+    def _seeds(self) -> list[Any]:
+        return rng.seeds_of(self._operator._models)
+
+    def _check_parts(self, state: Mapping[str, Any]) -> None:
+        for variables, values, what in self._targets(state):
+            _check_fit(variables, values, what)
+        self._loop.check_fit_state((state.get(RESUME) or {}).get("fit"))
+
+    def _apply_parts(self, state: Mapping[str, Any]) -> None:
+        operator = self._operator
+        with operator._raysgd.scope():
+            for variables, values, _ in self._targets(state):
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+            for model in operator._models:
+                registration.take_weights_in(model)
+
+    def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
+        operator = self._operator
+        targets = [
+            (registration.weights_of(model), values, f"model {index}")
+            for index, (model, values) in enumerate(zip(operator._models, state["models"], strict=True))
+        ]
+        targets += [
+            (registration.variables_of_optimizer(optimizer), values, f"optimizer {index}")
+            for index, (optimizer, values) in enumerate(zip(operator._optimizers, state["optimizers"], strict=True))
+        ]
+        return targets
+
+    def from_former(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """A file of the old library as a state: the weights, the epoch, and what is known of the optimizer's variables.
+
+        Returns:
+            The state, and why the optimizer in it is the present one; nothing if it is that of the file.
+        """
+        operator, obstacle = self._operator, ""
+        optimizers = self._values_of_optimizers()
+        if len(optimizers) == 1:
+            try:
+                optimizers = [former_optimizer.arranged(operator._optimizers[0], state[FORMER_OPTIMIZER])]
+            except ValueError as error:
+                obstacle = str(error)
+        else:
+            obstacle = f"the file is of one optimizer, and {len(optimizers)} are registered"
+        return {**state, "operator": operator.state_dict(), "optimizers": optimizers}, obstacle  # it had no operators
+
+
+def _array(variable: Any) -> Any:
+    """A copy of a variable's value."""
+    return np.array(variable.numpy())
+
+
+def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(value, np.ndarray | np.generic) for value in values):
+        raise ValueError(f"The state of {what} is not a list of arrays. Nothing was loaded.")
+    if len(variables) != len(values):
+        raise ValueError(
+            f"The state of {what} has {len(values)} arrays, and what is registered has {len(variables)} variables. "
+            "Nothing was loaded; load it with the operator that saved it, and let models know their input shape."
+        )
+    shapes = [
+        f"{index}: {np.shape(value)} instead of {tuple(variable.shape)}"
+        for index, (variable, value) in enumerate(zip(variables, values, strict=True))
+        if tuple(variable.shape) != np.shape(value)
+    ]
+    strangers = [np.asarray(value).dtype.name for value in values if np.asarray(value).dtype.kind in "SUMmO"]
+    if strangers:
+        raise ValueError(
+            f"The state of {what} has arrays of {strangers[0]}, which are not numbers. Nothing was loaded."
+        )
+    if shapes:
+        raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")

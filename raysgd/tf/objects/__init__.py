@@ -1,0 +1,1 @@
+"""Keras's own objects by themselves: models, optimizers, losses, random numbers."""

@@ -1,0 +1,226 @@
+"""What `register` is given: one Keras object or several, of Keras 3 or tf_keras, handed back in the same container."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+from raysgd.tf.objects.datasets import zeros
+from raysgd.worker.parts import RegisteredParts
+
+
+def parts_of(name: str, given: Any, needed: str, what: str) -> RegisteredParts:
+    """One object or several, each of which has the attribute `needed`.
+
+    Raises:
+        InvalidRegistrationError: If anything in it is of another kind, or there is none.
+    """
+    if hasattr(type(given), needed):  # of the class: models without variables yet raise when asked for them
+        return RegisteredParts([given], None)
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
+    strangers = [item for item in items if not hasattr(type(item), needed)]
+    if strangers or not items:
+        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
+        raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
+    return RegisteredParts(items, tuple if isinstance(given, tuple) else list)
+
+
+def models_of(given: Any) -> RegisteredParts:
+    """One Keras model or several."""
+    parts = parts_of("models", given, "trainable_weights", "a Keras model")
+    for model in parts.items:
+        check_framework(model)
+    return parts
+
+
+def optimizers_of(given: Any) -> RegisteredParts:
+    """One Keras optimizer or several."""
+    return parts_of("optimizers", given, "apply_gradients", "a Keras optimizer, made and not named")
+
+
+def optimizers_in(model: Any) -> list[Any]:
+    """The optimizers that a model or a part of it has as attributes, each once; the one it is compiled with is first.
+
+    One inside a loss scale is left out: what is around it stands for it.
+    """
+    found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
+    inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inside]
+
+
+def _optimizers_of_parts(model: Any) -> Iterator[Any]:
+    for part in model._flatten_layers():
+        for value in list(vars(part).values()):
+            several = value.values() if isinstance(value, Mapping) else value
+            items = list(several) if isinstance(value, Mapping | list | tuple) else [value]
+            yield from (item for item in items if hasattr(type(item), "apply_gradients"))
+
+
+def is_legacy(keras_object: Any) -> bool:
+    """Whether an object is of tf_keras (Keras 2) and not of Keras 3."""
+    return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
+
+
+def keras_of(keras_object: Any) -> Any:
+    """The module that an object is of: Keras 3 or tf_keras."""
+    return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
+
+
+def class_names(keras_object: Any) -> set[str]:
+    """The names of an object's class and of those that it is derived from."""
+    return {base.__name__ for base in type(keras_object).__mro__}
+
+
+def steps_per_execution(model: Any) -> int:
+    """How many steps a compiled model takes at once."""
+    number: Any = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
+    return int(number.numpy() if hasattr(number, "numpy") else number)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable that holds the learning rate; None where that is a schedule."""
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return rate if hasattr(rate, "assign") else None
+
+
+def check_framework(model: Any) -> None:
+    """Refuses a Keras that does not run on TensorFlow.
+
+    Raises:
+        IncompatibleModelError: It is Keras 3 on another framework.
+    """
+    keras = sys.modules.get("keras")
+    if is_legacy(model) or keras is None or not hasattr(keras, "config"):
+        return
+    name = keras.config.backend()
+    if name != "tensorflow":
+        raise IncompatibleModelError(
+            f'Keras runs on "{name}" in the workers, and `TFTrainer` trains on TensorFlow: unset KERAS_BACKEND before '
+            "Keras is imported."
+        )
+
+
+def require_compiled(model: Any, where: str) -> None:
+    """Refuses a model that was not compiled.
+
+    Raises:
+        IncompatibleModelError: It was not.
+    """
+    if getattr(model, "optimizer", None) is None:
+        raise IncompatibleModelError(
+            f"{where} returned a model that was not compiled, so it has no optimizer and no loss: call "
+            "`model.compile(optimizer=..., loss=...)` before you return it."
+        )
+
+
+def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
+    """The optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is not one yet."""
+    policies = {_policy_of(model) for model in models}
+    if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
+        return optimizer
+    keras = keras_of(optimizer)
+    return (keras.mixed_precision if is_legacy(optimizer) else keras.optimizers).LossScaleOptimizer(optimizer)
+
+
+def _policy_of(model: Any) -> str:
+    policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
+    layers = [policy, *(getattr(layer, "dtype_policy", None) for layer in getattr(model, "layers", ()))]
+    names = {getattr(found, "name", "") for found in layers}
+    return "mixed_float16" if "mixed_float16" in names else ""
+
+
+def choices_of_logs(model: Any) -> list[str]:
+    """The methods with which Keras chooses between the results of the metrics and what the last step returned."""
+    return [
+        name for name in ("_get_metrics_result_or_logs", "_validate_and_get_metrics_result") if hasattr(model, name)
+    ]
+
+
+def is_mean(metric: Any) -> bool:
+    """Whether a metric is Keras's mean of numbers, and not a class derived from it."""
+    cls = type(metric)
+    return cls.__name__ == "Mean" and cls.__module__.partition(".")[0] in ("keras", "tf_keras")
+
+
+def weights_of(model: Any) -> list[Any]:
+    """The weights of a model; none for one that has not seen its input yet."""
+    return list(model.weights) if model.built else []
+
+
+def take_weights_in(model: Any) -> None:
+    """Lets layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
+    for layer in model._flatten_layers():
+        finalize = getattr(layer, "finalize_state", None)
+        if layer is not model and finalize is not None and layer.built and layer.weights:
+            finalize()
+
+
+def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
+    """The names of those variables that no model has."""
+    known = {id(variable) for model in models for variable in model.variables}
+    return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """The state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
+def input_shapes_of(model: Any) -> list[Any]:
+    """The shapes of a model's inputs, with the dimension of the batch; empty where it does not know them yet."""
+    inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
+    return [tuple(one.shape) for one in inputs or ()]
+
+
+def build_model(model: Any, element_spec: Any) -> None:
+    """Makes the variables of a model that knows its input only when it sees one, by showing it zeros."""
+    if model.built and model.weights:
+        return
+    model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
+
+
+def has_own_train_step(model: Any) -> bool:
+    """Whether a model was given a `train_step` by the user."""
+    return not is_stock(type(model).train_step)
+
+
+def is_stock(part: Any) -> bool:
+    """Whether a layer, a loss or a method is of Keras or of this library, and not of the user."""
+    return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
+
+
+def refuse_unreduced_loss(model: Any) -> None:
+    """Refuses a compiled loss that stays a number for each sample: there is no rule for joining it across ranks.
+
+    Raises:
+        IncompatibleModelError: Keras's own step would add such a loss up.
+    """
+    import tensorflow as tf
+
+    for loss in [] if has_own_train_step(model) else tf.nest.flatten(getattr(model, "loss", None)):
+        if getattr(loss, "reduction", "") in (None, "none"):
+            named = f"{type(loss).__name__}(reduction={loss.reduction!r})"
+            raise IncompatibleModelError(
+                f"`{named}` in `compile` cannot work with several workers: the "
+                'loss of a step is not one number. Use `reduction="sum_over_batch_size"` or `reduction="sum"`.'
+            )
+
+
+def trace_train_step(model: Any, element_spec: Any) -> None:
+    """Makes the variables of all optimizers that a `train_step` uses, by tracing it; nothing is computed."""
+    import tensorflow as tf
+
+    tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes the slots of an optimizer."""
+    if hasattr(optimizer, "build"):
+        if not getattr(optimizer, "built", False) or is_legacy(optimizer):
+            optimizer.build(list(variables))
+    elif hasattr(optimizer, "_create_all_weights"):  # optimizers from before Keras 2.11
+        optimizer._create_all_weights(list(variables))

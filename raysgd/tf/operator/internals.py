@@ -1,0 +1,134 @@
+"""What the library keeps about an operator of TensorFlow: the record of what it registered, and its compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.arrays.ray_batches import RayLoader
+from raysgd.messages.prediction import HAS_TARGET
+from raysgd.tf.data.predicting import inputs
+from raysgd.tf.objects import learning_rates
+from raysgd.tf.objects.datasets import Sharding, num_samples
+from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.parallel.joint_metrics import variables_of
+from raysgd.tf.parallel.shared_variables import summed
+from raysgd.tf.step.fit_run import FitStream
+from raysgd.worker.operator import Internals, required
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The record of what `register` was given; all empty before."""
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    loss: Any = None
+    metrics: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RegisteredData:
+    """The record of what `register_data` was given.
+
+    Attributes:
+        ray_loaders: What is behind datasets that were of Ray Data, under "train" and "validation".
+    """
+
+    train_dataset: Any = None
+    validation_dataset: Any = None
+    sharding: Sharding = "worker"
+    ray_loaders: Mapping[str, RayLoader] = field(default_factory=dict)
+
+
+class TFInternals(Internals):
+    """See `raysgd.worker.operator.Internals`.
+
+    Attributes:
+        registered: The record of models, optimizers, loss and metrics.
+        data: The record of datasets.
+        train_function: `train_step`, compiled; None before it is needed.
+        test_function: `test_step`, compiled.
+        chosen_rates: The learning rates of the optimizers as `setup` chose them; None for one that cannot be set.
+        fit: Where a `fit` of Keras is, for operators made of creator functions.
+    """
+
+    context: OperatorContext
+    fit: FitStream
+
+    def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
+        super().__init__(config, context)
+        self._operator = operator
+        self.registered, self.data = Registered(), RegisteredData()
+        self.train_function: Any = None
+        self.test_function: Any = None
+        self._predict_function: Any = None
+        self.chosen_rates: list[float | None] = []
+        self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
+
+    def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A step as a graph, unless the user wants to look into it."""
+        import tensorflow as tf
+
+        return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
+
+    @contextmanager
+    def setting_rates(self) -> Iterator[Callable[[float], None]]:
+        """Inside, what gives the first optimizer a learning rate, and all others theirs in proportion to it."""
+        optimizers = self.registered.optimizers
+        before = learning_rates.read(optimizers)
+        try:
+            yield learning_rates.rate_setter(optimizers, self.chosen_rates)
+        finally:
+            learning_rates.apply(before, optimizers)
+
+    def forget_stale_steps(self) -> None:
+        """Lets the steps be traced again if variables or optimizers have changed since."""
+        models = self.registered.models
+        trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
+        kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
+        if kind != self._trained and self._trained is not None:
+            self.train_function = self.test_function = self._predict_function = None
+        self._trained = kind
+
+    def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
+        """What the stock `predict_batch` returns."""
+        self.forget_stale_steps()
+        if self._predict_function is None:
+            model = required(self._operator, "model")
+            self._predict_function = self.compiled(lambda features: model(features, training=False))
+        with self._operator.timers.record("predict_fwd"):
+            return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
+
+    def num_samples(self, batch: Any) -> int:
+        """How many samples of a batch count."""
+        known = self.context.synchronizer.step.num_samples
+        return int(num_samples(batch)) if known is None else known
+
+    def reset_metrics(self) -> None:
+        """Lets the registered metrics forget what they have seen."""
+        for metric in self.registered.metrics:
+            metric.reset_state()
+
+    def metric_results(self, prefix: str) -> dict[str, float]:
+        """The results of the registered metrics over all workers."""
+        metrics = self.registered.metrics
+        with summed(self.context.synchronizer.group, variables_of(metrics)):
+            return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        values, weight = super().parted(metrics)
+        return {name: _number(value) for name, value in values.items()}, weight
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where models have to be made."""
+        strategy = self.context.strategy
+        scope: AbstractContextManager[Any] = nullcontext() if strategy is None else strategy.scope()
+        return scope
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one element as a number."""
+    return value.numpy() if hasattr(value, "numpy") else value

@@ -1,0 +1,81 @@
+"""Where a replica is among the batches that it was given, and how its loss counts in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raysgd.worker.data.drawn_ahead import DrawnAhead
+
+
+@dataclass
+class TFStep:
+    """The step that a replica is in, where our own loop hands the batches out.
+
+    Attributes:
+        num_samples: This rank's samples in the step, 0 where its batch is only there to take part; None where the loop
+            is Keras's and the batch itself says.
+        num_joint: Samples of all ranks in the step; 0 where that is not known.
+        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
+    """
+
+    num_samples: int | None = None
+    num_joint: int = 0
+    weights: tuple[float, float] = (0.0, 0.0)
+    _drawn: DrawnAhead[tuple[int, int]] = field(default_factory=DrawnAhead)
+    _last_two: list[tuple[int, int]] = field(default_factory=list)
+    _doubtful: list[tuple[int, int]] = field(default_factory=list)
+
+    def begin(self, batch: Any, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
+        """Begins a batch, which is about to be handed out."""
+        self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
+        self._drawn.note((num_samples, num_joint), batch)
+        self._last_two = [*self._last_two[-1:], (num_samples, num_joint)]
+
+    def confirm(self) -> None:
+        """Ends the step: no batch is in use any more, if what was handed out was trained on."""
+        if not self._drawn:
+            self.num_samples = None
+
+    def end_stream(self) -> None:
+        """Says that no batch follows: who trains on one now has copied what was drawn ahead."""
+        if self._drawn.is_batch_missing and len(set(self._last_two)) > 1:
+            self._doubtful = self._last_two
+
+    def forget(self) -> None:
+        """Ends a call: what user code does between two of them is no step over the data."""
+        self.num_samples, self._drawn, self._last_two, self._doubtful = None, DrawnAhead(), [], []
+
+    def use(self) -> int | None:
+        """This rank's samples in the batch that is trained on.
+
+        Raises:
+            RuntimeError: Batches that count differently were drawn, and it is unknown which one it is.
+        """
+        waiting = self._doubtful or self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
+        if waiting:
+            counts = ", ".join(str(own) for own, _ in waiting)
+            raise RuntimeError(
+                f"Batches were drawn ahead that have {counts} samples on this worker, so it is not known which one a "
+                "step is for. Draw one batch, train on it, then draw the next. To draw ahead, make all batches alike: "
+                "`drop_remainder=True`."
+            )
+        return self.num_samples
+
+    def factor(self, divisor: float | None) -> float:
+        """What the loss is to be multiplied by, as far as the batch says; where it does not, nothing is known."""
+        own, joint = self.weights
+        if not self.num_samples or not self.num_joint:
+            return 1.0
+        if divisor is None:
+            return self.num_joint / self.num_samples
+        return divisor / joint * self.num_joint / self.num_samples if joint and np.isclose(divisor, own) else 1.0
+
+    is_boundary = True  # each batch is a step of the optimizer
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether this rank has no samples in the step."""
+        return self.num_samples == 0

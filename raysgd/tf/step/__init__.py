@@ -1,0 +1,1 @@
+"""Where Keras's `fit` is among its steps, and how it continues."""

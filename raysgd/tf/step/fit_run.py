@@ -1,0 +1,221 @@
+"""Where Keras's `fit` is on one worker, and what it takes to continue it in another group.
+
+Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
+are the exchanges of gradients: a step has its exchange, and changes nothing before it.
+
+Why `fit` is counted by its exchanges: ADR 34.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from raysgd.engine.shared.types import DataLedger
+from raysgd.tf.data.streams import Passes
+from raysgd.tf.parallel.exchange_record import ExchangeRecord
+from raysgd.worker.state.fitting import check_count, require
+
+
+@dataclass(frozen=True)
+class FitPlace:
+    """Where a `fit` is.
+
+    Attributes:
+        epoch: The epoch of Keras that is running, or the one that comes next.
+        num_steps: Steps of it completed.
+        num_passes: Passes over the dataset begun before the one that these steps belong to.
+        num_batches: Batches of that pass used; more than `num_steps` where `steps_per_epoch` says when epochs end.
+        logs: What epochs before it reported, the newest of each.
+        is_over: Whether Keras is done, because it has gone through all epochs or a callback wanted it to stop.
+    """
+
+    epoch: int
+    num_steps: int = 0
+    num_passes: int = 0
+    num_batches: int = 0
+    logs: Mapping[str, float] = field(default_factory=dict)
+    is_over: bool = False
+
+
+def check_state(state: Any) -> None:
+    """Refuses what `FitStream.resume` could not continue from.
+
+    Raises:
+        ValueError: It is not what `FitStream.state` returned.
+    """
+    require(isinstance(state, Mapping), "where `fit` is, is no dict")
+    known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
+    require(set(state) == known, f"where `fit` is has not the entries {sorted(known)}")
+    require(isinstance(state["logs"], Mapping), "what `fit` has reported is no dict")
+    for name in known - {"logs", "is_over"}:
+        check_count(name, state[name])
+
+
+class FitStream:
+    """Stands for the batches that `fit` draws: counts them, and knows where to go on."""
+
+    pass_index = 0
+    source: Any = None
+
+    def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
+        self.passes = passes
+        self.place: FitPlace | None = None
+        self.logs: Mapping[str, float] = {}  # what the last `fit` that is over reported
+        self.measures = False  # whether the metrics of the model are those of the epoch that is running
+        self.has_begun = False  # whether callbacks of this process were told that the training begins
+        self.steps_per_execution = 1
+        self.at_boundary: Callable[[], None] | None = None
+        self._exchanges = exchanges
+        self._num_steps_before = 0
+        self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
+        self._num_passes_elsewhere: int | None = None
+        self._num_due: int | None = None  # steps of the epoch that is running
+        self._num_steps_seen: int | None = None  # steps of an epoch over data that do not say how many there are
+        self._last_ledger: DataLedger | None = None
+
+    @property
+    def num_steps_completed(self) -> int:
+        """Steps completed in this process."""
+        return self._num_steps_before + self._num_steps_here
+
+    num_steps_taken = num_steps_completed
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether a `fit` was begun and is not over."""
+        return self.place is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step, and no execution of several, is half done."""
+        return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
+
+    @property
+    def _num_exchanges(self) -> int:
+        """In the epoch that is running."""
+        before = self._num_exchanges_before
+        return 0 if before is None else self._exchanges.num_completed - before
+
+    @property
+    def _num_steps_here(self) -> int:
+        return self._num_exchanges // self._exchanges.num_per_step
+
+    def ledger(self) -> DataLedger | None:
+        """The joint batches of the epoch of Keras, running or last. May be called from a second thread."""
+        if self._num_exchanges_before is None or self.place is None:
+            return self._last_ledger
+        place, due = self._present_place(), self._num_due
+        in_flight = self.steps_per_execution if due is None else min(self.steps_per_execution, due - place.num_steps)
+        return DataLedger(place.epoch, due, place.num_steps, in_flight, unit="batches")
+
+    def state(self) -> dict[str, Any]:
+        """What another rank, or another process later, needs to go on."""
+        if self.place is None:
+            return {"num_passes": self.passes.num_begun, "logs": dict(self.logs)}
+        return asdict(self._present_place())
+
+    def _present_place(self) -> FitPlace:
+        assert self.place is not None
+        done = self._num_steps_here
+        place = self.place
+        return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Nothing: Keras draws its batches itself."""
+        return iter(())
+
+    def settle(self) -> None:
+        """Says that Keras is done; what all ranks do together after that may still break off."""
+        self._close()
+        if self.place is not None:
+            self.place = replace(self.place, is_over=True)
+
+    def end(self) -> None:
+        """Says that the call is over: the next one begins a `fit`."""
+        self._close()
+        self.has_begun = False
+        if self.place is not None:
+            self.logs, self.place = self.place.logs, None
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off; it will be taken again."""
+        if self.place is not None:
+            self.place = self._present_place()
+        self._close()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another rank is, or was when a snapshot was taken."""
+        self._close()
+        self.measures = False
+        self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
+        self.has_begun = self.has_begun and self.place is not None
+        self._num_passes_elsewhere = state["num_passes"]
+
+    def _close(self) -> None:
+        self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
+
+    def begin(self, first_epoch: int) -> bool:
+        """Gets ready for a `fit`; whether it continues one that broke off."""
+        if self.place is None:
+            if self._num_passes_elsewhere is not None:
+                self.passes.go_to(self._num_passes_elsewhere)
+            self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
+            self._num_passes_elsewhere = None
+            return False
+        self._num_passes_elsewhere = None
+        return True
+
+    def data(self) -> Any:
+        """The dataset from here on, not divided."""
+        assert self.place is not None
+        self.passes.go_to(self.place.num_passes)
+        return self.passes.counted(self.place.num_batches)
+
+    def begin_epoch(self, epoch: int, steps_per_epoch: int | None = None) -> None:
+        """Notes that Keras begins an epoch."""
+        assert self.place is not None
+        if not self.place.num_batches:
+            self.place = replace(self.place, num_passes=self.passes.num_begun)
+        self.place = replace(self.place, epoch=epoch)
+        known = self.num_steps_of_epoch(steps_per_epoch)
+        self._num_due = self._num_steps_seen if known is None else known
+        self._num_exchanges_before = self._exchanges.num_completed
+        self.measures = True
+
+    def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+        """Notes that Keras is done with it."""
+        place = self._present_place()
+        if self._num_due is None:  # the end of the data has told
+            self._num_due = self._num_steps_seen = place.num_steps
+        self._last_ledger = DataLedger(place.epoch, self._num_due, place.num_steps, unit="batches")
+        self._close()
+        length = int(self.passes.dataset.cardinality())
+        is_kept = steps_per_epoch is not None and place.num_steps >= steps_per_epoch
+        if is_kept and 0 <= length <= place.num_batches:
+            is_kept = False
+        self.place = FitPlace(
+            place.epoch + 1,
+            num_passes=place.num_passes if is_kept else self.passes.num_begun,
+            num_batches=place.num_batches if is_kept else 0,
+            logs={**place.logs, **{name: _plain(value) for name, value in logs.items()}},
+        )
+        self.measures = False
+
+    def num_steps_of_epoch(self, steps_per_epoch: int | None) -> int | None:
+        """How many steps an epoch has, if that is known."""
+        if steps_per_epoch is not None:
+            return steps_per_epoch
+        length = int(self.passes.dataset.cardinality())
+        return length if length >= 0 else None
+
+    def before_exchange(self) -> None:
+        """Between two steps: what is to be done at a boundary."""
+        if self.at_boundary is not None and self.is_whole:
+            self.at_boundary()
+
+
+def _plain(value: Any) -> Any:
+    """A number of Keras's as one of Python."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

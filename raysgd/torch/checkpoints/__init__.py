@@ -1,0 +1,1 @@
+"""Checkpoint files of PyTorch: written whole, read strictly."""

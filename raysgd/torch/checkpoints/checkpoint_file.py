@@ -1,0 +1,374 @@
+"""The checkpoint file: written whole or not at all, and read only if it is what was written.
+
+The file is an ordinary `torch.save` archive, so a plain `torch.load(path)` reads it, also on a machine
+without raysgd. (One that holds numpy arrays needs `weights_only=False` there.) Two things are added. The
+state carries its format's version under `raysgd_format`; and the comment at the end of the archive, which
+torch and zip tools skip, holds a checksum of all before it, because torch itself loads a file with flipped
+bits without complaint.
+
+A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
+the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that a
+later write into the folder deletes.
+
+The checksum is compared before torch sees the file; 200 MiB take about 10 ms. There are two ways to read it.
+`read` copies it into new memory. `mapped` gives out tensors that lie in the file, for as long as it
+takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
+of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
+no one writing into the file meanwhile. raysgd itself never does: it replaces files. A write by another program is
+detected afterwards; a program that cuts the file short may crash this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from raysgd._reading.strict_reading import check_format, checked_state, content_of, corrupted, in_short, refusals_of
+from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
+from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
+from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.torch.checkpoints import seal
+from raysgd.torch.checkpoints.loadable import check_loadable as check_loadable
+from raysgd.torch.checkpoints.seal import Seal
+from raysgd.torch.checkpoints.tensor_file import read_archive, read_old
+
+FORMAT_VERSION = 1
+"""The newest format that this version of raysgd reads, and the one that it writes."""
+
+FORMAT_KEY = "raysgd_format"
+"""Where a file's state says in which format it is: its last key."""
+
+REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
+"""What makes a dict a training state."""
+
+_ZIP_START = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
+_ZIP_END_BYTES = 22
+_COMMENT_LENGTH_BYTES = 2
+_OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How `torch.save` began its files before it wrote zip archives: a pickled magic number."""
+
+_IF_TRUSTED = (
+    "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
+    "so for other files."
+)
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
+    """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+
+    Args:
+        path: Where to write: a path, whose folder must exist (a symbolic link is followed), or a URI.
+        state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `check_loadable` first.
+        format_version: Stored in the file's state under its last key, `raysgd_format`.
+
+    Raises:
+        ValueError: `state` lacks keys that `read` insists on.
+        OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
+    """
+    from raysgd.storage import files  # here, because workers only read
+
+    checked_state(state, "state", REQUIRED_KEYS)
+    content = {key: value for key, value in state.items() if key != FORMAT_KEY}
+    content[FORMAT_KEY] = format_version
+    with files.saving(path) as file:
+        stream = _ChecksummedStream(file)
+        stream.save(content)
+        file.seek(-_ZIP_END_BYTES, os.SEEK_END)
+        assert _is_zip_end(file.read()), "torch.save did not end its archive as zip archives without a comment do"
+        Seal(stream.hexdigest()).append_to(file)
+
+
+def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, make sure that it is undamaged, and return the state that was written, on the CPU.
+
+    Files of the former library, and those that `torch.save` itself wrote, are read too; they have no
+    checksum.
+
+    Args:
+        path: The file.
+        weights_only: Refuse everything but tensors, numpy arrays, plain values and containers of them. With
+            False a file can run any code: only for files from a source that you trust.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a
+            `RuntimeError`.
+        UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
+        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+    """
+    with _opened(os.fspath(path), weights_only, maps=False) as opened:
+        return opened.state
+
+
+@contextlib.contextmanager
+def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None) -> Iterator[OpenedFile]:
+    """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
+
+    Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
+    only. Files without a checksum, and those of file systems that cannot map, are read as by `read`.
+
+    Args:
+        path: The file.
+        weights_only: As in `read`.
+        name: What errors call it, where it is a copy of something else.
+
+    Raises:
+        CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
+        FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
+    """
+    with _opened(os.fspath(path), weights_only, maps=True, name=name) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterator[dict[str, Any]]:
+    """Map a file that another process of this machine has open, checked, and keeps an eye on. Keep no tensor of it.
+
+    Raises:
+        OtherFileError: By its name this process finds another file, or none.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(open(identity.path, "rb", buffering=0))
+        except OSError as error:
+            raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
+        if FileIdentity.of(file, identity.path) != identity:
+            raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
+        source = _Source(file, identity, identity.path, weights_only)
+        yield source.state(source.content(maps=True))
+
+
+class OtherFileError(OSError):
+    """A file is not the one that was meant."""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Which file is meant, and in which condition, whatever takes its name."""
+
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: IO[bytes], path: str) -> FileIdentity:
+        """That of an open file."""
+        facts = os.fstat(file.fileno())
+        return cls(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A checkpoint that is being read.
+
+    Attributes:
+        state: What it holds.
+        identity: Which file it is.
+        is_mapped: Whether the tensors of `state` lie in it.
+    """
+
+    state: dict[str, Any]
+    identity: FileIdentity
+    is_mapped: bool
+    file: IO[bytes]
+
+    def check_unchanged(self) -> None:
+        """Makes sure that no one has written to it since it was opened.
+
+        Raises:
+            CheckpointCorruptedError: It was written to.
+        """
+        if FileIdentity.of(self.file, self.identity.path) != self.identity:
+            raise corrupted(self.identity.path, "it was written to while it was read")
+
+
+@contextlib.contextmanager
+def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
+    """Check the file, and give out its state."""
+    with open(path, "rb", buffering=0) as file:
+        identity = FileIdentity.of(file, os.path.realpath(path))
+        source = _Source(file, identity, name or path, weights_only)
+        content = source.content(maps)
+        source.check(content)
+        opened = OpenedFile(source.state(content), identity, _is_mapped(content), file)
+        del content  # tensors hold what they lie in
+        yield opened
+        opened.check_unchanged()
+
+
+class _Source:
+    """A file on its way to become a state.
+
+    Args:
+        file: The file, at its beginning.
+        identity: Which one it is.
+        name: What errors call it.
+        weights_only: Whether to refuse what could run code.
+
+    Raises:
+        CheckpointCorruptedError: It is of no known kind, or its end is missing.
+    """
+
+    def __init__(self, file: IO[bytes], identity: FileIdentity, name: str, weights_only: bool) -> None:
+        self._file, self._identity, self._name, self._weights_only = file, identity, name, weights_only
+        self._kind = _recognise(file, identity.num_bytes, name)
+
+    def content(self, maps: bool) -> mmap.mmap | bytearray:
+        """All of an archive, in memory that can be written to: mapped if it has a checksum, else read."""
+        with refusals_of(self._name):
+            num_bytes = self._identity.num_bytes if self._kind.is_archive else 0
+            return content_of(self._file, num_bytes, maps and self._kind.seal is not None)
+
+    def check(self, content: mmap.mmap | bytearray) -> None:
+        """Compare the checksum.
+
+        Raises:
+            CheckpointCorruptedError: The content has another one.
+        """
+        with memoryview(content) as whole:
+            if self._kind.seal is not None and not self._kind.seal.fits(whole):
+                raise corrupted(self._name, "its checksum does not match its content")
+
+    def state(self, content: mmap.mmap | bytearray) -> dict[str, Any]:
+        """Return what the file holds, if it is a training state.
+
+        Raises:
+            CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
+        """
+        loaded = self._strictly(content) if self._weights_only else self._trusted(_is_mapped(content))
+        version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
+        check_format(self._name, version, FORMAT_VERSION)
+        return checked_state(loaded, self._name, REQUIRED_KEYS)
+
+    def _strictly(self, content: mmap.mmap | bytearray) -> Any:
+        with refusals_of(self._name, _IF_TRUSTED):
+            if not self._kind.is_archive:
+                with open(self._place, "rb") as file:
+                    return read_old(file, self._identity.num_bytes)
+            num_comment_bytes = 0 if self._kind.seal is None else len(self._kind.seal.comment)
+            return read_archive(memoryview(content), num_comment_bytes)
+
+    def _trusted(self, maps: bool) -> Any:
+        """What PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
+        try:
+            return torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
+        except Exception as error:
+            may_come_of_user_code = isinstance(error, OSError | AttributeError | ImportError | MemoryError)
+            if self._kind.seal is not None or may_come_of_user_code:
+                raise
+            raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
+
+    @property
+    def _place(self) -> str:
+        """A name that stays that of the open file: another file may take its own at any moment."""
+        by_descriptor = f"/dev/fd/{self._file.fileno()}"
+        return by_descriptor if os.path.exists(by_descriptor) else self._identity.path
+
+
+def _is_mapped(content: mmap.mmap | bytearray) -> bool:
+    return not isinstance(content, bytearray)
+
+
+class AsyncWriter(BackgroundWriter):
+    """Writes checkpoint files in the background.
+
+    Example:
+        >>> import os, tempfile
+        >>> state = {"epoch": 1, "operator": None, "models": [], "optimizers": []}
+        >>> with tempfile.TemporaryDirectory() as folder, AsyncWriter() as writer:
+        ...     path = os.path.join(folder, "last.pt")
+        ...     writer.submit(path, lambda: state)
+        ...     writer.wait()
+        ...     read(path) == state
+        True
+    """
+
+    def __init__(self) -> None:
+        from raysgd.storage import files
+
+        super().__init__(write, files.shown)
+
+
+@dataclass(frozen=True)
+class _FileKind:
+    """What kind of file a checkpoint is.
+
+    Attributes:
+        seal: Its checksum; None if `torch.save` itself wrote it.
+        is_archive: Whether it is a zip archive, as since torch 1.6.
+    """
+
+    seal: Seal | None
+    is_archive: bool
+
+
+class _ChecksummedStream:
+    """The file as `torch.save` sees it: writes through, and computes the checksum on the way.
+
+    Given a stream instead of a path, torch lets other threads run while it writes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._checksum = seal.new_checksum()
+        self._failure: BaseException | None = None
+
+    def save(self, content: dict[str, Any]) -> None:
+        """Write the archive.
+
+        Raises:
+            OSError: A write failed. torch alone would report an unexpected position instead.
+        """
+        try:
+            torch.save(content, self)  # type: ignore[arg-type]
+        except Exception:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+
+    def write(self, content: memoryview | bytes) -> int:
+        """Write bytes; called by torch."""
+        try:
+            num_written = self._file.write(content)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._checksum.update(content)
+        return num_written
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system; called by torch."""
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all that was written."""
+        return self._checksum.hexdigest()
+
+
+def _is_zip_end(tail: bytes) -> bool:
+    """Whether these last bytes of a file end a zip archive that has no comment."""
+    return tail.startswith(_ZIP_END) and tail.endswith(bytes(_COMMENT_LENGTH_BYTES))
+
+
+def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
+    """Tell what kind of file this is by its first and last bytes."""
+    start = file.read(len(_OLD_TORCH_START))
+    file.seek(max(0, size - seal.MAX_BYTES))
+    tail = file.read()
+    found = Seal.at_end_of(tail)
+    if found is not None or start == _OLD_TORCH_START:
+        return _FileKind(found, is_archive=found is not None)
+    if not start.startswith(_ZIP_START):
+        raise corrupted(name, "it does not begin like a checkpoint" if start else "it is empty")
+    if _is_zip_end(tail[-_ZIP_END_BYTES:]):
+        return _FileKind(None, is_archive=True)
+    raise corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")

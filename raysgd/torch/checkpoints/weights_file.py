@@ -1,0 +1,123 @@
+"""Files of weights in the format of safetensors: the models alone, for any program that reads such files.
+
+A file of one model has the names of its `state_dict`; of several models, the index and a dot stand before each name.
+Of weights that are tied, the first name holds the tensor, and the others are listed in the metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd._imports.optional import require
+from raysgd.exceptions import CheckpointCorruptedError
+
+_NUM_MODELS, _TIED = "raysgd_models", "raysgd_tied"
+_HEADER_AT = 8
+"""Where the header begins: behind its length. It is JSON."""
+_MAX_MODELS = 10_000
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Writes the models of a state to `path`, a path or a URI; at any moment it is the whole old file or the new one.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: A model has something in its state that is no tensor.
+        OSError: The file could not be written; `path` is as it was before.
+    """
+    from raysgd.storage import files  # here, because workers only read
+
+    packed = _library("safetensors.torch").save(*_flat(content["models"]))
+    with files.saving(path) as file:
+        file.write(packed)
+
+
+def check_writable() -> None:
+    """Refuses to write such files where the package is missing."""
+    _library("safetensors.torch")
+
+
+def is_weights_file(path: str) -> bool:
+    """Whether a file begins like one of safetensors."""
+    with open(path, "rb") as file:
+        start = file.read(_HEADER_AT + 1)
+    return start[_HEADER_AT:] == b"{"
+
+
+def read(path: str, name: str) -> list[dict[str, torch.Tensor]]:
+    """The states of the models in a file, on the CPU.
+
+    Args:
+        path: The file.
+        name: What errors call it.
+
+    Raises:
+        CheckpointCorruptedError: It is damaged.
+    """
+    library = _library("safetensors")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dict
+        return _models(tensors, metadata)
+    except (library.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorruptedError(
+            f"`{name}` is no intact file of safetensors: {error}. It was damaged, or not copied to its end. Copy it "
+            "again from where it came from, or load another file."
+        ) from error
+
+
+def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of a model with the names that are missing in it, but are tied to others in the model itself."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    full = dict(saved)
+    for names in by_tensor.values():
+        there = next((name for name in names if name in saved), None)
+        full.update({name: saved[there] for name in names if there is not None and name not in saved})
+    return full
+
+
+def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors by name, each once, and the metadata."""
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for index, model in enumerate(models):
+        for key, value in model.items():
+            name = key if len(models) == 1 else f"{index}.{key}"
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"`models[{index}][{key!r}]` is a `{type(value).__name__}`: safetensors holds tensors only. "
+                    'Save with `format="torch"`.'
+                )
+            if id(value) in first:
+                tied[name] = first[id(value)]
+            else:
+                first[id(value)], tensors[name] = name, value.detach().contiguous()
+    return tensors, {"format": "pt", _NUM_MODELS: str(len(models)), _TIED: json.dumps(tied)}
+
+
+def _models(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> list[dict[str, torch.Tensor]]:
+    tied = json.loads(metadata.get(_TIED, "{}"))
+    tensors.update({name: tensors[other] for name, other in tied.items()})
+    num_models = int(metadata.get(_NUM_MODELS, 1))
+    if not 1 <= num_models <= _MAX_MODELS:
+        raise ValueError(f"it says that it holds {num_models} models")
+    if num_models == 1:
+        return [tensors]
+    models: list[dict[str, torch.Tensor]] = [{} for _ in range(num_models)]
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        models[int(index)][key] = tensor
+    return models
+
+
+def _library(module: str) -> Any:
+    return require(module, extra="hf", purpose="files of safetensors")

@@ -1,0 +1,236 @@
+"""What the stock rungs make of a batch, and of what `forward` and a model return.
+
+A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it,
+or a dataclass with such fields. A model returns its output; or a mapping, or an object with attributes, that may hold
+the loss too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from raysgd.torch.parallel.strategy import unwrap
+
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+"""Under which of these names a batch that has names holds its target; the first one that is there counts."""
+
+
+def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """Inputs and target of a batch.
+
+    A mapping or a dataclass is one input; its target is None where it has no known name. The fields of a named tuple
+    are inputs one by one, but for the target: the field with such a name, or else the last one.
+
+    Raises:
+        TypeError: The batch has no parts that could be told apart.
+    """
+    named = by_name(batch)
+    if named is not None:
+        return (batch,), next((named[name] for name in TARGET_NAMES if name in named), None)
+    if isinstance(batch, torch.Tensor | str) or not isinstance(batch, Iterable):
+        raise TypeError(
+            f"The stock methods cannot use a batch that is a `{type(batch).__name__}`: they need inputs and target, as "
+            "a tuple with the target last, or as a dict or a dataclass with one of the names "
+            f"{', '.join(TARGET_NAMES)}. Change what the loader's `collate_fn` returns, or override "
+            "`prepare_batch(self, batch)`, which returns `(inputs, target)`."
+        )
+    parts = list(batch)
+    names = getattr(batch, "_fields", ())
+    target = parts.pop(next((names.index(name) for name in TARGET_NAMES if name in names), len(parts) - 1))
+    return tuple(parts), target
+
+
+def by_name(value: Any) -> Mapping[str, Any] | None:
+    """What a mapping or a dataclass holds, by name; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
+    """The output of a model. A single input with names is passed by keyword, without a target that it does not take."""
+    named = by_name(features[0]) if len(features) == 1 else None
+    if named is None:
+        return model(*features)
+    model_class: Any = type(unwrap(model)) if isinstance(model, torch.nn.Module) else None
+    surplus = frozenset() if model_class is None else _targets_not_taken(model_class)
+    return model(**{name: value for name, value in named.items() if name not in surplus})
+
+
+def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
+    """What a model gets of a batch to predict, without the target, if there is one.
+
+    Args:
+        prepare: Splits a batch into inputs and target.
+        batch: The batch.
+        has_target: Whether the last part of a tuple is one. Else `prepare` gets None in its place.
+        model: What is called: of a batch with names it gets those targets only that it cannot do without.
+    """
+    if by_name(batch) is not None:
+        features, _ = prepare(batch)
+        return tuple(part if by_name(part) is None else _without_targets(part, model) for part in features)
+    parts = batch if isinstance(batch, tuple | list) else (batch,)
+    features, _ = prepare(parts if has_target else (*parts, None))
+    return features if isinstance(features, tuple | list) else (features,)
+
+
+def _without_targets(features: Any, model: Any) -> dict[str, Any]:
+    forward = type(unwrap(model)).forward if isinstance(model, torch.nn.Module) else model
+    parameters = inspect.signature(forward).parameters.values()
+    required = {each.name for each in parameters if each.default is each.empty}
+    named = by_name(features) or {}
+    return {name: value for name, value in named.items() if name not in TARGET_NAMES or name in required}
+
+
+@lru_cache(maxsize=64)
+def _targets_not_taken(model_class: Any) -> frozenset[str]:
+    """The names of targets that the forward pass of such a model does not take."""
+    parameters = inspect.signature(model_class.forward).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return frozenset()
+    return frozenset(TARGET_NAMES) - {each.name for each in parameters}
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The loss that a model computed by itself; None where its output has none."""
+    loss = _named(output, "loss")
+    return loss if isinstance(loss, torch.Tensor) else None
+
+
+def prediction(output: Any) -> Any:
+    """What is compared with the target: the logits, where an output names such; else all of it."""
+    logits = _named(output, "logits")
+    return output if logits is None else logits
+
+
+def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What `forward` returned without the metrics at its end, and these."""
+    if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
+        return returned, {}
+    *parts, metrics = returned
+    return (parts[0] if len(parts) == 1 else tuple(parts)), metrics
+
+
+def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
+    """Output, loss and weight, each None where `forward` did not return it.
+
+    Raises:
+        TypeError: It returned none of what it may return.
+    """
+    if isinstance(returned, torch.Tensor) and returned.ndim == 0:
+        return None, returned, None
+    names_loss = "loss" in getattr(returned, "_fields", ())
+    if isinstance(returned, tuple | list) and len(returned) in (2, 3) and not names_loss:
+        output, loss, *weight = returned
+        return output, loss, weight[0] if weight else None
+    loss = own_loss(returned)
+    if loss is not None:
+        return returned, loss, None
+    raise TypeError(
+        f"`forward` returned a `{type(returned).__name__}`: return the loss, `(output, loss)`, or `(output, loss, "
+        "weight)`; each may have a dict of metrics behind it."
+    )
+
+
+def _named(output: Any, name: str) -> Any:
+    if isinstance(output, Mapping):
+        return output.get(name)
+    is_unnamed = isinstance(output, torch.Tensor | tuple | list) and name not in getattr(output, "_fields", ())
+    return None if is_unnamed else getattr(output, name, None)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch of any shape, at the cost of looking at sizes only.
+
+    The last array in a tuple or list is usually the target, whose first dimension counts samples more
+    reliably than that of an input. Where the target is a list of dicts, as in detection, each is one sample.
+    Failing that the first array anywhere inside counts, then the length of a list; anything else is one sample.
+
+    Example:
+        >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
+        4
+        >>> count_samples({"text": torch.zeros(2, 16)})
+        2
+        >>> count_samples([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}, {"boxes": torch.zeros(1, 4)}])
+        3
+    """
+    counted = _counted(batch)
+    if counted is not None:
+        return len(counted)
+    return len(batch) if isinstance(batch, (tuple, list)) else 1
+
+
+def samples_of(batch: Any, num_drawn: int | None) -> int:
+    """Return the number of samples in a batch that was made of `num_drawn`; None if that is not known.
+
+    A collator may leave some out, or make several of one. Another size is believed if all that is in the batch has it:
+    samples may also be in the second dimension, or all in one row.
+    """
+    counted = count_samples(batch)
+    if num_drawn is None or counted == num_drawn:
+        return counted
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    sized = [each for each in _values_in(parts) if _is_array(each) or _is_list_of_samples(each)]
+    are_alike = {len(each) for each in sized} == {counted}
+    return counted if are_alike and not _is_in_rows(sized, counted, num_drawn) else num_drawn
+
+
+def _is_in_rows(sized: Sequence[Any], counted: int, num_drawn: int) -> bool:
+    """Whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
+    shapes: list[tuple[int, ...]] = [each.shape if _is_array(each) else () for each in sized]
+    seconds = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
+    is_list = len(shapes) == num_drawn and len(set(shapes)) == 1
+    is_row = counted == 1 and len(seconds) == 1 and max(map(len, shapes)) == 2 and max(seconds) > num_drawn
+    return is_list or is_row or seconds == {num_drawn}
+
+
+def _values_in(parts: Iterable[Any]) -> list[Any]:
+    """The parts, and instead of those with names what these hold."""
+    found: list[Any] = []
+    for part in parts:
+        named = by_name(part)
+        found += [part] if named is None else named.values()
+    return found
+
+
+def _counted(batch: Any) -> Any:
+    """What has an entry for each sample; None if there is no array and no list of samples."""
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if len(parts) > 1 and _is_list_of_samples(parts):
+        return parts
+    target = next((part for part in reversed(parts) if _is_array(part) or _is_list_of_samples(part)), None)
+    return _first_counted(parts) if target is None else target
+
+
+def _is_array(value: Any) -> bool:
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0  # torch.Size is a tuple; numpy arrays count too
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Whether it is a list of dicts or dataclasses with the same names, which were not joined to one."""
+    first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
+    if first is None:
+        return False
+    return all(each is not None and each.keys() == first.keys() for each in map(by_name, value))
+
+
+def _first_counted(parts: Iterable[Any]) -> Any:
+    """The first array or list of samples anywhere in them."""
+    for part in parts:
+        if _is_array(part) or _is_list_of_samples(part):
+            return part
+        named = by_name(part)
+        inner = named.values() if named is not None else part if isinstance(part, (tuple, list)) else ()
+        found = _first_counted(inner)
+        if found is not None:
+            return found
+    return None

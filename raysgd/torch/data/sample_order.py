@@ -1,0 +1,239 @@
+"""In which order a pass visits the samples: the dataset's own, shuffled, or what a user's sampler draws.
+
+Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
+
+Why the loader's own order is kept: ADR 2. Why large data is shuffled in another way: ADR 103.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from raysgd.torch.data.permutation import Permutation
+
+Indices: TypeAlias = Sequence[Any] | torch.Tensor
+"""The order of one pass: anything with `len` and slices. A tensor needs a quarter of a list's memory."""
+
+_DRAWN_BELOW = 2**20
+
+
+class SampleOrder(Protocol):
+    """In which order a pass visits the samples: a function of (seed, pass index) and nothing else.
+
+    That is what lets every rank, and a worker that joins in the middle of a pass, arrive at the same order on
+    its own.
+    """
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in a pass."""
+
+    @property
+    def name(self) -> str:
+        """What kind of order this is, the same on every rank."""
+
+    def indices(self, seed: int, pass_index: int) -> Indices:
+        """Return the dataset indices in the order in which pass `pass_index` visits them."""
+
+
+@dataclass(frozen=True)
+class SequentialOrder:
+    """The dataset's own order, every pass."""
+
+    num_samples: int
+
+    @property
+    def name(self) -> str:
+        """Always `"sequential"`."""
+        return "sequential"
+
+    def indices(self, seed: int, pass_index: int) -> range:
+        """Return `0 ... num_samples - 1`; seed and pass make no difference."""
+        return range(self.num_samples)
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """A new permutation of the dataset in every pass.
+
+    Attributes:
+        num_samples: Samples in a pass.
+        drawn_below: With fewer samples, the whole permutation is drawn when a pass begins; else it is computed where it
+            is read.
+    """
+
+    num_samples: int
+    drawn_below: int = _DRAWN_BELOW
+
+    @property
+    def name(self) -> str:
+        """Always `"shuffled"`."""
+        return "shuffled"
+
+    def indices(self, seed: int, pass_index: int) -> Indices:
+        """Return the permutation of this pass. No random state outside is used or changed."""
+        if self.num_samples >= self.drawn_below:
+            return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
+        generator = torch.Generator("cpu").manual_seed(_derive_seed(seed, pass_index))
+        # On the CPU whatever `torch.set_default_device` says: indices are needed where the data is.
+        return torch.randperm(self.num_samples, generator=generator, device="cpu")
+
+
+@dataclass(frozen=True)
+class SamplerOrder:
+    """The order that a user's own sampler draws.
+
+    The sampler is drawn once per pass, with every source of randomness it may use seeded from (seed, pass
+    index): the global ones of torch, `random` and numpy, and generators that the sampler keeps in its
+    attributes. They get their state back afterwards. A sampler with `set_epoch` is told the pass index first.
+    Randomness of any other kind (the clock, the operating system) would give each rank another order and is
+    not supported.
+    """
+
+    sampler: Any
+
+    @property
+    def num_samples(self) -> int:
+        """What the sampler announces as its length now."""
+        return len(self.sampler)
+
+    @property
+    def name(self) -> str:
+        """The class of the sampler."""
+        return f"sampler {type(self.sampler).__name__}"
+
+    def indices(self, seed: int, pass_index: int) -> Indices:
+        """Return what the sampler draws in this pass: an array, or a list where its indices are not integers.
+
+        A sampler may draw less than its length, the pass is then that much shorter.
+
+        Raises:
+            ValueError: The sampler draws more than its length, perhaps without end.
+        """
+        limit = len(self.sampler)
+        generators = [*_global_generators(), *_held_generators(self.sampler)]
+        with _seeded(_derive_seed(seed, pass_index), generators):
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(pass_index)
+            drawn = list(islice(self.sampler, limit + 1))
+        if len(drawn) > limit:
+            raise ValueError(
+                f"`{type(self.sampler).__name__}` draws more than the {limit} samples that its `__len__` "
+                "announces: the data cannot be divided without knowing its size. Correct `__len__`."
+            )
+        return _compact(drawn)
+
+
+def order_of(sampler: Any) -> SampleOrder:
+    """Return the order of a sampler: the dataset's own, shuffled, or what it draws."""
+    # Exact types: a subclass may draw anything.
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler))
+    if type(sampler) is RandomSampler and _draws_each_once(sampler):
+        return ShuffledOrder(len(sampler))
+    return SamplerOrder(sampler)
+
+
+def _draws_each_once(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and len(sampler) == len(sampler.data_source)
+
+
+def has_no_length(sized: Any) -> bool:
+    """Return whether a dataset or a sampler does not say how many samples it has."""
+    try:
+        len(sized)
+    except (TypeError, NotImplementedError):
+        return True
+    return False
+
+
+def divides_data(sampler: Any) -> bool:
+    """Return whether a sampler gives each rank a part of the samples already."""
+    # Many samplers that do what torch's DistributedSampler does, without deriving from it, use its names.
+    by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+    return by_name or isinstance(sampler, DistributedSampler)
+
+
+def _derive_seed(seed: int, pass_index: int) -> int:
+    """Mix seed and pass index so that pass 1 of seed 7 is not pass 0 of seed 8."""
+    digest = hashlib.blake2b(f"{seed}/{pass_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: every generator takes a non-negative signed integer
+
+
+def _compact(drawn: list[Any]) -> Indices:
+    try:
+        return array("q", drawn)
+    except (TypeError, OverflowError):
+        return drawn  # keys, tuples or integers beyond 64 bits, as the dataset wants them
+
+
+@contextmanager
+def _seeded(seed: int, generators: Sequence[Any]) -> Iterator[None]:
+    """Seed all generators for the time of the block.
+
+    They are restored last to first, so that one which is listed twice comes out right.
+    """
+    with ExitStack() as restore:
+        for generator in generators:
+            restore.callback(_reseed(generator, seed))
+        yield
+
+
+def _reseed(generator: Any, seed: int) -> Callable[[], object]:
+    """Seed a generator of torch, numpy or `random`; return the function that puts its old state back."""
+    if isinstance(generator, torch.Generator):
+        torch_state = generator.get_state()
+        generator.manual_seed(seed)
+        return lambda: generator.set_state(torch_state)
+    if hasattr(generator, "getstate"):  # the module `random` and its Random
+        python_state = generator.getstate()
+        generator.seed(seed)
+        return lambda: generator.setstate(python_state)
+    if hasattr(generator, "get_state"):  # the module `numpy.random` and its RandomState: 32 bits
+        numpy_state = generator.get_state()
+        generator.seed(seed % 2**32)
+        return lambda: generator.set_state(numpy_state)
+    bits = generator.bit_generator  # numpy.random.Generator
+    bits_state = bits.state
+    bits.state = type(bits)(seed).state
+    return lambda: setattr(bits, "state", bits_state)
+
+
+def _global_generators() -> list[Any]:
+    """Return the process-wide generators that exist so far; CUDA's only if someone has started CUDA."""
+    generators: list[Any] = [torch.default_generator, random]
+    if torch.cuda.is_initialized():
+        generators.extend(torch.cuda.default_generators)
+    if "numpy" in sys.modules:  # not loaded: nothing has drawn from it
+        generators.append(sys.modules["numpy"].random)
+    return generators
+
+
+def _held_generators(sampler: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
+    """Return the generators kept by a sampler, and by the samplers that it wraps."""
+    found: list[Any] = []
+    seen = seen | {id(sampler)}
+    for value in (getattr(sampler, "generator", None), *getattr(sampler, "__dict__", {}).values()):
+        if _is_generator(value):
+            found.append(value)
+        elif isinstance(value, Sampler) and id(value) not in seen:
+            found.extend(_held_generators(value, seen))
+    return found
+
+
+def _is_generator(value: object) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)  # the operating system's: has no state to set
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

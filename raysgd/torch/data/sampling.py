@@ -1,0 +1,192 @@
+"""How a user's loader is divided over the workers: rebuilt around our batch sampler, or left alone, and why.
+
+Why the loader's own order is kept: ADR 2.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+)
+
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatches
+from raysgd.torch.data.loader_process import EndsWithParent, kept_options
+from raysgd.torch.data.sample_order import divides_data, has_no_length, order_of
+from raysgd.torch.data.seeded_rows import SeededRows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataSignature:
+    """What must be equal on all ranks for them to divide the same data."""
+
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+    order: str
+
+
+@dataclass(frozen=True)
+class ShardedLoader:
+    """A user's loader, rebuilt so that each rank loads its share.
+
+    Attributes:
+        loader: Same dataset and options as the user's, with `sampler` as its `batch_sampler`.
+        sampler: Where to begin passes and change the group.
+        seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
+        num_samples: Samples in a pass over all ranks.
+        signature: To compare across ranks.
+    """
+
+    loader: DataLoader[Any]
+    sampler: ElasticBatchSampler
+    seed_hint: int
+    num_samples: int
+    signature: DataSignature
+
+
+@dataclass(frozen=True)
+class UndividedLoader:
+    """A loader that is used as it is: every rank iterates over all that it yields.
+
+    Attributes:
+        loader: The user's object.
+        reason: Why it was left alone, as a phrase for a log message.
+        warn: Whether the user may have expected otherwise.
+    """
+
+    loader: Any
+    reason: str
+    warn: bool
+
+    @property
+    def divides_data(self) -> bool:
+        """Whether the loader divides the data itself."""
+        return self.reason == _DIVIDES
+
+
+def shard_loader(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    training: bool,
+    pin_memory: bool = False,
+    joint: JointBatches | None = None,
+) -> ShardedLoader | UndividedLoader:
+    """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
+
+    The loader's own order is respected: what is sequential in one process is sequential over many workers,
+    what is shuffled is shuffled again in each pass, a user's sampler draws the joint order. `batch_size` is
+    that of one worker, as written; with `joint` it is that of all workers together.
+
+    All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
+    for the wrong step, so they arrive in order here (a warning says so).
+
+    Args:
+        loader: Whatever the user registered.
+        rank: This worker's place in the group.
+        world_size: Size of the group.
+        training: True pads ranks without samples in the last step so that all can take part in the gradient
+            exchange; False gives them no batch, so that evaluation sees every sample once.
+        pin_memory: Whether batches are put where a GPU can copy them from while it computes, also if the user's loader
+            does not ask for that.
+        joint: How joint batches of one size are divided.
+
+    Raises:
+        ValueError: `rank` or `world_size` is out of range.
+
+    Example:
+        >>> sharded = shard_loader(DataLoader(range(8), batch_size=2), rank=1, world_size=2, training=True)
+        >>> plan = sharded.sampler.begin_pass(0, seed=0)
+        >>> [batch.tolist() for batch in sharded.loader]
+        [[2, 3], [6, 7]]
+    """
+    obstacle = _obstacle(loader)
+    if obstacle is not None:
+        return obstacle
+    batches = loader.batch_sampler
+    order = order_of(batches.sampler)
+    size = batches.batch_size * (1 if joint is None else joint.multiple)
+    sampler = ElasticBatchSampler(order, size, batches.drop_last, training, rank, world_size, joint)
+    return ShardedLoader(
+        loader=_rebuild(loader, sampler, pin_memory),
+        sampler=sampler,
+        seed_hint=_seed_hint(loader, batches.sampler),
+        num_samples=order.num_samples,
+        signature=DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name),
+    )
+
+
+def _obstacle(loader: Any) -> UndividedLoader | None:
+    for rule in _RULES:
+        if rule.applies(loader):
+            return UndividedLoader(loader, rule.reason, rule.warn)
+    return None
+
+
+def _has_own_iteration(loader: DataLoader[Any]) -> bool:
+    names = ("__iter__", "_get_iterator")
+    return any(getattr(type(loader), name, None) is not getattr(DataLoader, name, None) for name in names)
+
+
+def _own_sampler(loader: DataLoader[Any]) -> Any:
+    # Not `loader.sampler`: that is only a default where the user passed `batch_sampler=BatchSampler(...)`.
+    return cast(BatchSampler, loader.batch_sampler).sampler
+
+
+_DIVIDES = "its sampler divides the data"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    applies: Callable[[Any], bool]
+    reason: str
+    warn: bool
+
+
+# In this order: each rule may rely on those before it.
+_RULES = (
+    _Rule(lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", warn=False),
+    _Rule(lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", warn=False),
+    _Rule(_has_own_iteration, "its class overrides the iteration of DataLoader", warn=True),
+    _Rule(lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", warn=True),
+    _Rule(lambda loader: type(loader.batch_sampler) is not BatchSampler, "custom `batch_sampler`", warn=True),
+    _Rule(lambda loader: divides_data(_own_sampler(loader)), _DIVIDES, warn=False),
+    _Rule(lambda loader: has_no_length(loader.dataset), "its dataset has no length", warn=True),
+    _Rule(lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
+)
+
+
+def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
+    options = kept_options(loader, "generator", "persistent_workers")
+    options["pin_memory"] = loader.pin_memory or pin_memory
+    if loader.num_workers:
+        options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
+    device = getattr(loader, "pin_memory_device", "")
+    if device and "pin_memory_device" in inspect.signature(DataLoader).parameters:
+        options["pin_memory_device"] = device
+    if not getattr(loader, "in_order", True):
+        logger.warning(
+            "`in_order=False` has no effect on a loader that is divided over workers: a batch that overtakes "
+            "another would be counted for the wrong step."
+        )
+    dataset = SeededRows(loader.dataset) if sampler.num_shards else loader.dataset
+    return DataLoader(dataset, batch_sampler=sampler, **options)
+
+
+def _seed_hint(loader: DataLoader[Any], sampler: Any) -> int:
+    for generator in (loader.generator, getattr(sampler, "generator", None)):
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return torch.initial_seed()

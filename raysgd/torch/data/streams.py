@@ -1,0 +1,385 @@
+"""Where the batches of a replica come from, and the stream over them.
+
+The sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every
+step; any other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import default_collate
+
+from raysgd.torch.data.balancing import Balancing
+from raysgd.torch.data.batch_sampler import seed_of
+from raysgd.torch.data.batches import count_samples, samples_of
+from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.sampling import ShardedLoader
+from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.strategy import Summation
+from raysgd.worker.data import streams
+from raysgd.worker.data.streams import NO_BATCH
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+_WHEN_TRAINED = 2
+
+
+class DrawnItem(NamedTuple):
+    """What a source yields.
+
+    Attributes:
+        batch: The batch.
+        weight: The weight of its gradient.
+        num_samples: Real samples in it, if known.
+        total: The same of all ranks together.
+        is_first: Whether the joint step begins with it.
+        is_last: Whether the joint step ends with it.
+        seeds: Where random numbers of the training come from, in a logical shard and after the last one; None if they
+            go on.
+    """
+
+    batch: Any
+    weight: float
+    num_samples: int | None
+    total: int | None
+    is_first: bool = True
+    is_last: bool = True
+    seeds: tuple[int, int] | None = None
+
+
+class LoaderSource(Protocol):
+    """Where the batches of a pass come from."""
+
+    @property
+    def most_batches(self) -> int:
+        """How many batches a rank takes for a joint step, one after the other."""
+
+    @property
+    def num_shards(self) -> int:
+        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        """Starts a pass after `consumed` samples."""
+
+    def num_steps(self) -> int | None:
+        """Steps of the pass that was opened last, if known."""
+
+    def consumed_after(self, num_steps: int) -> int:
+        """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
+
+
+class DividedLoaderSource:
+    """A loader that the library divides over the ranks.
+
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a separate generator, so
+    that a pass that was interrupted and resumed leaves the model's random numbers as they would have been.
+
+    Args:
+        sharded: The rebuilt loader.
+        seed: Decides the order of every pass; the same on all ranks.
+
+    Attributes:
+        order: That of every pass. It belongs to the seed: a saved position brings both.
+        check_order: Called whenever a pass is opened or resumed.
+        check_plan: The same, with the plan for the rest of the pass.
+        balancing: What the shares follow; None where they are even.
+        has_own_collator: Whether a batch may have other samples than were drawn for it.
+        agreement: How ranks tell each other what collators of the user made of the samples; None where they do not.
+    """
+
+    def __init__(self, sharded: ShardedLoader, seed: int) -> None:
+        self._sharded = sharded
+        self.has_own_collator = self._may_differ = sharded.loader.collate_fn is not default_collate
+        self._has_warned = False
+        self._generator = torch.Generator() if sharded.loader.generator is None else None
+        self.check_order: Callable[[], None] = lambda: None
+        self.check_plan: Callable[[PassPlan], None] | None = None
+        self.balancing: Balancing | None = None
+        self.agreement: Agreement | None = None
+        self.seed = seed
+        self.order = sharded.sampler.order
+
+    def follow(self, balancing: Balancing) -> None:
+        """Lets the shares follow the speed of the ranks."""
+        loader, sampler = self._sharded.loader, self._sharded.sampler
+        assert sampler.joint is not None, "a joint batch is what can be divided otherwise"
+        sampler.joint = replace(sampler.joint, speeds_at=balancing.speeds_at)
+        # Steps, as if each was a single batch: rather too many.
+        balancing.num_ahead = 1 + loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 0
+        self.balancing = balancing
+
+    @property
+    def most_batches(self) -> int:
+        """How many batches a rank takes for a joint step, one after the other."""
+        return self._sharded.sampler.most_batches
+
+    @property
+    def num_shards(self) -> int:
+        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+        return self._sharded.sampler.num_shards
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a pass, of all ranks."""
+        return self._sharded.num_samples
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        items = self._planned(pass_index, consumed)
+        return self._recounted(items, consumed > 0) if self.has_own_collator else items
+
+    def _recounted(self, items: Iterator[DrawnItem], is_resumed: bool) -> Iterator[DrawnItem]:
+        """The items with the samples that their batches have.
+
+        Gradients count by these in the first pass, and later if any differed from those that were drawn.
+        """
+        agreement, world_size = self.agreement, self._sharded.sampler.world_size
+        is_weighted = agreement is not None and agreement.ask(self._may_differ or is_resumed).result()[1] > 0
+        self._may_differ = False
+        items = (self._counted(item, is_weighted or world_size == 1) for item in items)
+        if is_weighted:
+            assert agreement is not None
+            items = agreement.weighted(items, world_size)
+        yield from items
+
+    def _counted(self, item: DrawnItem, counts_in_gradients: bool) -> DrawnItem:
+        """An item with the samples of its batch; of padding none count."""
+        num_drawn = item.num_samples
+        if not num_drawn:
+            return item
+        num_samples = samples_of(item.batch, num_drawn)
+        sampler, self._may_differ = self._sharded.sampler, self._may_differ or num_samples != num_drawn
+        if self._may_differ and sampler.pad and not self._has_warned:  # in evaluation only metrics count
+            self._has_warned = True
+            what = "gradients and metrics" if counts_in_gradients else "metrics, and not gradients,"
+            logger.warning(
+                "a `collate_fn` made %s samples of %s: %s count what it returns", num_samples, num_drawn, what
+            )
+        return item._replace(num_samples=num_samples, total=num_samples if sampler.world_size == 1 else item.total)
+
+    def _planned(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        sampler, balancing = self._sharded.sampler, self.balancing
+        if balancing is not None:
+            balancing.begin_pass()
+        plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
+        self.check_order()
+        if self.check_plan is not None:
+            self.check_plan(plan)
+        if self._generator is not None:
+            self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
+            self._sharded.loader.generator = self._generator
+        batches = iter(self._sharded.loader)
+        seeds: tuple[int, int] | None = None
+        for share in plan.shares(rank):
+            batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
+            if sampler.num_shards:
+                own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
+                seeds = own, of_step
+            yield DrawnItem(
+                batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds
+            )
+            if sampler.num_shards and share.is_last:
+                consumed += share.num_joint
+            if balancing is not None:
+                consumed += share.num_joint
+                balancing.after_batch(share.num_samples, share.is_last, consumed, sampler.batch_size)
+        next(batches, None)  # so that the loader ends its processes
+
+    def num_steps(self) -> int | None:
+        plan = self._sharded.sampler.plan
+        return len(self._sharded.sampler) if plan is None else plan.num_steps
+
+    def consumed_after(self, num_steps: int) -> int:
+        plan = self._sharded.sampler.plan
+        return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
+
+
+class PlainSource:
+    """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together."""
+
+    most_batches = 1
+    num_shards = 0
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        tell_epoch(self._loader, pass_index)
+        for batch in self._loader:
+            yield DrawnItem(batch, 1.0, None, None)
+
+    def num_steps(self) -> int | None:
+        return length_of(self._loader)
+
+    def consumed_after(self, num_steps: int) -> int:
+        return 0
+
+
+class LoaderOncePerCall(PlainSource):
+    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._is_used = False
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        if self._is_used:
+            return iter(())
+        self._is_used = True
+        return super().open(pass_index, consumed)
+
+
+class LockstepSource(PlainSource):
+    """Any iterable on ranks that step together, however many batches each of them has.
+
+    A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
+
+    Args:
+        loader: This rank's batches.
+        world_size: How many ranks step together.
+        agreement: How they agree; it can serve one source after the other.
+    """
+
+    def __init__(self, loader: Any, world_size: int, agreement: Agreement) -> None:
+        super().__init__(loader)
+        self._world_size = world_size
+        self._agreement = agreement
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        tell_epoch(self._loader, pass_index)
+        batches = iter(self._loader)
+        coming = next(batches, _END)
+        vote = self._agreement.ask(_samples_in(coming))
+        last = _END
+        while True:
+            num_ranks, num_samples = vote.result()
+            if not num_ranks:
+                return
+            has_own, last = coming is not _END, last if coming is _END else coming
+            if last is _END:
+                raise ValueError(
+                    "The train loader of this rank is empty while other ranks have data, so it has no batch to "
+                    "step with. Give every rank at least one batch."
+                )
+            own = count_samples(last) if has_own else 0
+            coming = next(batches, _END) if has_own else _END
+            vote = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
+            yield DrawnItem(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
+
+
+class Agreement:
+    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together."""
+
+    def __init__(self, start_sum: Summation) -> None:
+        self._start_sum = start_sum
+
+    def ask(self, num_samples: int | None) -> _Vote:
+        """Asks with the samples of this rank's batch; None without one."""
+        counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
+        return _Vote(self._start_sum(counts), counts)
+
+    def weighted(self, items: Iterator[DrawnItem], world_size: int) -> Iterator[DrawnItem]:
+        """The items, weighted by their samples. Every rank has as many items."""
+        coming = next(items, None)
+        vote = self.ask(0 if coming is None else coming.num_samples)
+        while coming is not None:
+            item, (_, total) = coming, vote.result()
+            coming = next(items, None)
+            if coming is not None:
+                vote = self.ask(coming.num_samples)  # answered while this step is computed
+            own = item.num_samples or 0
+            yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
+
+
+def _samples_in(batch: Any) -> int | None:
+    return None if batch is _END else count_samples(batch)
+
+
+class _Vote:
+    def __init__(self, wait: Callable[[], Any], counts: torch.Tensor) -> None:
+        self._wait, self._counts = wait, counts
+
+    def result(self) -> tuple[int, int]:
+        self._wait()
+        num_ranks, num_samples = self._counts.tolist()
+        return num_ranks, num_samples
+
+
+class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
+    """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
+
+    _num_steps_in_pass = 0
+
+    @property
+    def completed(self) -> int:
+        return self.ledger()[1]
+
+    def ledger(self) -> tuple[int, int, int]:
+        """Samples due in this pass, used so far, and in the step that is not done, over all ranks.
+
+        May be called from a second thread, while the first works.
+        """
+        to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
+        due = self.source.consumed_after(self.source.num_steps() or 0)
+        if to_resume is not None:
+            return due, to_resume[1], 0
+        if not num_steps:
+            return due, 0, 0
+        used = self.source.consumed_after(max(0, num_steps - num_open))
+        return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
+
+    def break_off(self) -> None:
+        super().break_off()
+        self._num_steps_in_pass = 0
+
+    def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
+        self._num_steps_in_pass = 0
+        return iter(self.source.open(self.pass_index, consumed))
+
+    def _draw(self) -> DrawnItem | None:
+        self._step.began_at = time.perf_counter()
+        return super()._draw()
+
+    def _look_ahead(self) -> list[DrawnItem | None]:
+        is_needed = self._step.window > 1 and not isinstance(self.source, DividedLoaderSource)
+        return super()._look_ahead() if is_needed else []
+
+    def _is_last_of_pass(self) -> bool:
+        if not isinstance(self.source, DividedLoaderSource):
+            return super()._is_last_of_pass()
+        return self._is_last_of_step and self._num_steps_in_pass + self._is_first_of_step == self.source.num_steps()
+
+    def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
+        return item.is_first, item.is_last
+
+    def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
+        batch, weight, num_samples, total, is_first, is_last_of_step, seeds = item
+        self._num_steps_in_pass += is_first
+        if total is None and self._step.window > 1:
+            total = count_samples(batch)
+        self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
+        if seeds is not None:
+            self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)
+        return batch
+
+
+def tell_epoch(loader: Any, pass_index: int) -> None:
+    """Tells a sampler that wants to know which pass begins."""
+    for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if holder is not None and hasattr(holder, "set_epoch"):
+            holder.set_epoch(pass_index)
+            return
+
+
+def length_of(loader: Any) -> int | None:
+    """`len(loader)`, or None if it has none."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

@@ -1,0 +1,1 @@
+"""What `TorchTrainer` does in the driver: arguments, saves, loads, changes."""

@@ -1,0 +1,352 @@
+"""What `TorchTrainer` accepts: checks that refuse an argument before anything starts, and defaults.
+
+Every check raises `ValueError` or `TypeError`, and says what was passed, what is allowed, and what to do. The settings
+check each option by itself; this module checks options against each other, and what only the driver knows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from raysgd._arguments.checks import is_number, refuse_text
+from raysgd._text.once import Once
+from raysgd.arrays.ray_batches import ray_batches
+from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
+from raysgd.messages.batching import check_joint_size, split_batch_size
+from raysgd.messages.settings import GroupSettings
+from raysgd.torch import constants
+from raysgd.torch.data import call_data
+from raysgd.torch.objects.precision import choose_precision
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import FSDPOptions
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+logger = logging.getLogger(__name__)
+
+
+def check_place(num_workers: int, use_local: Any) -> None:
+    """Refuses workers that cannot meet: one in a driver that is outside the cluster, or several without collectives."""
+    if use_local:
+        _check_use_local(num_workers)
+    if num_workers > 1 and not torch.distributed.is_available():
+        raise ValueError(
+            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
+        )
+
+
+def _check_use_local(num_workers: int) -> None:
+    if num_workers > 1:
+        from raysgd.engine.processes.resources import is_ray_client
+
+        if is_ray_client():
+            raise ValueError(
+                "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
+            )
+    _warn_local_once()
+
+
+_once = Once()
+
+
+def _warn_local_once() -> None:
+    if torch.cuda.is_available() and _once.is_first("use_local"):
+        logger.warning("`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program")
+
+
+def check_operator_class(operator_cls: Any) -> None:
+    """Refuses anything but an operator class."""
+    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
+        return
+    found = (
+        f"an instance of `{type(operator_cls).__name__}`"
+        if isinstance(operator_cls, TrainingOperator)
+        else repr(operator_cls)
+    )
+    raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
+
+
+def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
+    """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
+
+    Raises:
+        TypeError: It is of an unknown kind.
+        ValueError: It cannot be divided by samples, though the trainer has this option for joint batches; or not by
+            workers that step apart.
+    """
+    if dataset is None:
+        return
+    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
+    if joint_option and is_dealt:
+        raise ValueError(
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {joint_option} cannot divide by "
+            "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
+        )
+    if ray_batches(dataset) is not None:
+        if steps_apart:
+            raise ValueError(
+                "`train(dataset=...)` got a dataset of Ray Data, which several workers share only if they step "
+                'together: omit `parallel="none"`.'
+            )
+        return
+    if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
+        raise TypeError(
+            f"`{name}=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
+            "arrays or a data frame, a list of dicts (the samples), a function `(config, batch_size)` that returns a "
+            "loader, or an object with `set_num_shards(n)` and `get_shard(i)`."
+        )
+
+
+def resolve_use_gpu(use_gpu: bool | str) -> bool:
+    """Whether to use GPUs; "auto" asks the driver's PyTorch."""
+    available = torch.cuda.is_available()
+    if isinstance(use_gpu, str) and use_gpu == "auto":
+        return available
+    refuse_text(use_gpu=use_gpu)
+    if not use_gpu and available:
+        logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
+    return bool(use_gpu)
+
+
+def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
+    """Refuses amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
+    if (
+        not is_number(num_gpus_per_worker)
+        or num_gpus_per_worker <= 0
+        or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1)
+    ):
+        raise ValueError(
+            f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a part of one between 0 "
+            "and 1. To train without GPUs pass `use_gpu=False`."
+        )
+    if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
+        raise ValueError(
+            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL needs a GPU for each '
+            'worker. Pass `backend="gloo"`, or omit it.'
+        )
+
+
+def resolve_backend(backend: str, use_gpu: bool) -> str:
+    """The backend that "auto" stands for, or the one that was named."""
+    if backend == "auto":
+        return "nccl" if use_gpu else "gloo"
+    if backend not in ("nccl", "gloo", "horovod"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo", "nccl" and "horovod".')
+    return backend
+
+
+def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
+    """Refuses what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
+    hvd = import_horovod()
+    if precision == "apex":
+        raise ValueError(
+            'Apex does not work with `backend="horovod"`, because both rebuild the optimizer: use `use_fp16=True` or '
+            '`precision="bf16"`, or `backend="gloo"` or "nccl".'
+        )
+    if parallel == "fsdp":
+        raise ValueError(
+            '`parallel="fsdp"` does not work with `backend="horovod"`, which keeps whole models: use `backend="gloo"` '
+            'or "nccl".'
+        )
+    if use_gpu and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise ValueError(
+            '`use_gpu` is on, but this Horovod was built for CPUs: pass `use_gpu=False`, use `backend="nccl"`, or run: '
+            f"HOROVOD_GPU_OPERATIONS=NCCL {INSTALL_COMMAND}"
+        )
+
+
+def resolve_timeout(timeout_s: float | None, backend: str) -> float:
+    """Seconds that a collective may take: what was passed, or the default of the transport."""
+    if timeout_s is not None:
+        return timeout_s
+    return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
+
+
+def check_spares(group: GroupSettings, parallel: str) -> None:
+    """Refuses spares where no survivors are kept that they could step in beside."""
+    group.refuse_spares(
+        ((parallel != "ddp", f'`parallel="{parallel}"`'), (group.backend == "horovod", '`backend="horovod"`')),
+        '`recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more',
+    )
+
+
+def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
+    """Refuses an invalid batch size; warns about one that cannot be divided evenly, if it would have to be."""
+    config = settings.config
+    if BATCH_SIZE not in config:
+        return
+    if settings.batch_options.is_constant:
+        check_joint_size(config[BATCH_SIZE])
+        return
+    split = split_batch_size(config[BATCH_SIZE], num_workers)
+    if split.effective != split.requested:
+        logger.warning(
+            "the batch size %s is not divisible by %s workers: using %s", split.requested, num_workers, split.effective
+        )
+
+
+PARALLEL = ("ddp", "fsdp", "none")
+
+
+def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
+    """How replicas are kept equal, of the newer argument and the older one."""
+    refuse_text(wrap_ddp=wrap_ddp)
+    if parallel is None:
+        return "ddp" if wrap_ddp else "none"
+    if not isinstance(parallel, str) or parallel not in PARALLEL:
+        allowed = ", ".join(f'"{name}"' for name in PARALLEL)
+        raise ValueError(f"`parallel={parallel!r}`: allowed are {allowed}, or None to go by `wrap_ddp`.")
+    if not wrap_ddp and parallel != "none":
+        raise ValueError(
+            f'`wrap_ddp=False` and `parallel="{parallel}"` contradict each other: leave `wrap_ddp` out, or pass '
+            '`parallel="none"`.'
+        )
+    return parallel
+
+
+_OTHER_FSDP = {
+    "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
+    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `parallel="ddp"` for whole models.',
+    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
+    "use_orig_params": "Leave it out: parameters keep their names and shapes.",
+    "param_init_fn": "Initialize the model in `setup`, where it is whole.",
+    "auto_wrap_policy": "Pass `min_block_parameters`.",
+    "mixed_precision": "Pass `mp_policy`.",
+    "cpu_offload": "Pass `offload_policy`.",
+}
+"""Arguments of PyTorch's earlier FSDP, which put whole models together: what to do instead."""
+
+
+def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
+    """Refuses options that are unknown, of the wrong kind or not asked for."""
+    if fsdp_args is None:
+        return FSDPOptions()
+    if not isinstance(fsdp_args, Mapping):
+        raise ValueError(f"`fsdp_args={fsdp_args!r}`: need a dict of options, or None.")
+    if parallel != "fsdp":
+        raise ValueError(f'`fsdp_args` is given with `parallel="{parallel}"`: pass `parallel="fsdp"`, or omit it.')
+    known = [option.name for option in fields(FSDPOptions)]
+    for name in fsdp_args:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            instead = f"Did you mean {close[0]!r}?" if close else ""
+            hint = f" {_OTHER_FSDP.get(str(name), instead)}".rstrip()
+            raise ValueError(f"`fsdp_args` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
+    options = FSDPOptions(**fsdp_args)
+    smallest = options.min_block_parameters
+    if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
+        raise ValueError(
+            f"`fsdp_args={{'min_block_parameters': {smallest!r}}}`: need a number of parameters, 1 or more."
+        )
+    if not isinstance(options.reshard_after_forward, bool):
+        raise ValueError(
+            f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."
+        )
+    return options
+
+
+def check_joint_batches(settings: TorchSettings) -> None:
+    """Refuses joint batches where nothing divides them, or nothing averages the gradients of uneven shares."""
+    parallel, is_deterministic = settings.parallel, settings.batch_options.deterministic
+    way_out = 'it divides data that `parallel="ddp"` on gloo or NCCL trains on. Use that, or omit it'
+    settings.batch_options.refuse_with(
+        [
+            (settings.use_horovod, '`backend="horovod"`', way_out),
+            (parallel != "ddp", f'`parallel="{parallel}"`', way_out),
+            (
+                not settings.add_dist_sampler,
+                "`add_dist_sampler=False`",
+                "the library has to divide the data. Omit one of the two",
+            ),
+            (
+                is_deterministic and settings.step_options.accumulate_grad_batches > 1,
+                f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
+                "make the joint batch as many times larger, and pass `max_batch_per_worker`",
+            ),
+            (
+                is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",
+                "Apex",
+                'it exchanges gradients in every backward pass. Use `precision="fp16"` or `"bf16"`',
+            ),
+            (
+                is_deterministic and settings.step_options.sync_batchnorm,
+                "`sync_batchnorm=True`",
+                "workers take different numbers of shards, and would wait for each other. Omit one of the two",
+            ),
+            (
+                is_deterministic and hasattr(settings.training_operator_cls, "_lightning_module_cls"),
+                "an operator made of a `LightningModule`",
+                'its hooks run the backward pass. Pass `joint_batch="constant"` instead, with which any number of '
+                "workers takes the same steps up to rounding, or write a `TrainingOperator`",
+            ),
+        ]
+    )
+
+
+def check_combination(settings: TorchSettings) -> None:
+    """Refuses what cannot work together, by name."""
+    precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
+    step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
+    check_joint_batches(settings)
+    if settings.use_horovod:
+        check_horovod(precision, parallel, settings.use_gpu)
+    for applies, what, why in (
+        (
+            precision == "apex" and parallel == "fsdp",
+            'Apex with `parallel="fsdp"`',
+            'Apex replaces parameters, and so does FSDP. Pass `precision="fp16"` or `precision="bf16"`',
+        ),
+        (
+            precision == "apex" and not settings.use_gpu,
+            "Apex without GPUs",
+            'it has no other kernels. Pass `use_gpu=True`, or `precision="bf16"`',
+        ),
+        (
+            precision == "apex" and step.compile is not False,
+            "Apex with `compile`",
+            'Apex patches PyTorch while it runs. Pass `precision="fp16"` or `precision="bf16"`',
+        ),
+        (
+            precision in ("fp16", "bf16", "legacy") and fsdp.mp_policy is not None,
+            "mixed precision with `fsdp_args={'mp_policy': ...}`",
+            'both choose formats. Pass `precision="fp32"` with the policy, or leave the policy out',
+        ),
+        (
+            precision in ("fp16", "legacy") and fsdp.offload_policy is not None,
+            "fp16 with `fsdp_args={'offload_policy': ...}`",
+            'the gradient scaler needs gradients on the device. Pass `precision="bf16"`, or leave the policy out',
+        ),
+        (
+            fsdp.offload_policy is not None and not settings.use_gpu,
+            "`fsdp_args={'offload_policy': ...}` without GPUs",
+            "everything is in the memory of the host already. Leave the policy out",
+        ),
+        (
+            step.sync_batchnorm and not settings.use_gpu,
+            "`sync_batchnorm=True` without GPUs",
+            "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
+        ),
+        (
+            step.sync_batchnorm and parallel == "none",
+            '`sync_batchnorm=True` with `parallel="none"`',
+            'it needs workers that step together. Pass `parallel="ddp"`, or convert the models in `setup`',
+        ),
+        (
+            hasattr(operator_cls, "_lightning_module_cls") and parallel == "fsdp",
+            'an operator made of a `LightningModule` with `parallel="fsdp"`',
+            'its steps do not run through `forward`. Pass `parallel="ddp"`, or write a `TrainingOperator`',
+        ),
+        (
+            hasattr(operator_cls, "_lightning_module_cls") and step.compile is not False,
+            "an operator made of a `LightningModule` with `compile`",
+            "its steps do not run through `forward`. Call `self.compile()` in the module's `configure_model`",
+        ),
+    ):
+        if applies:
+            raise ValueError(f"{what} cannot work: {why}.")

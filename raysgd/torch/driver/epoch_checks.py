@@ -1,0 +1,42 @@
+"""What the driver makes sure of when all workers have answered a call of `train` or `validate`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from raysgd.exceptions import UnevenStepsError
+from raysgd.messages.epochs import EpochAnswer
+from raysgd.messages.joint_work import difference
+from raysgd.utils import BATCH_COUNT
+
+logger = logging.getLogger(__name__)
+
+
+def check_alike(answers: Sequence[EpochAnswer]) -> None:
+    """Refuse an epoch of replicas that step together unless all did the same, as often and in the same order.
+
+    Raises:
+        UnevenStepsError: They did not.
+    """
+    counts = [answer.num_steps for answer in answers]
+    if len(set(counts)) > 1:
+        raise UnevenStepsError(
+            f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
+            'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
+            "them equal yourself."
+        )
+    works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
+    if works and (words := difference(works)):
+        raise UnevenStepsError(words)
+
+
+def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
+    """Tells of a loop that had no batch on any worker, though it was to have some."""
+    counts = [answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None]
+    if num_steps != 0 and counts and all(count == 0 for count in counts):
+        logger.warning(
+            "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
+            "that was used up already",
+            name,
+        )

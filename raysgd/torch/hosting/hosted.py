@@ -1,0 +1,400 @@
+"""What PyTorch makes of an operator: its data, its loop, its state, and its place in a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from raysgd.arrays.division import Division
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import bind_batch_info
+from raysgd.messages.facts import RunnerFacts
+from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.torch.data import batch_norms, predicting
+from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.predicting import PredictionLoader
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
+from raysgd.torch.data.streams import DividedLoaderSource
+from raysgd.torch.hosting.arming import StepArming
+from raysgd.torch.hosting.replica_state import TorchState
+from raysgd.torch.hosting.step_loop import StepLoop, overrides
+from raysgd.torch.objects import hyperparameters, metric_objects, rng
+from raysgd.torch.objects.hyperparameters import Hyperparameters
+from raysgd.torch.objects.modes import ModuleModes
+from raysgd.torch.objects.precision import make_precision
+from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.operator_context import OperatorContext
+from raysgd.torch.operator.registrar import Registered, joint_batches
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel import handover
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.step.advice import with_advice
+from raysgd.torch.step.schedulers import IdleSchedulers
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+from raysgd.worker import hosted
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.operator import Internals, take_place
+from raysgd.worker.state.putting_back import MOST_BYTES, putting_back
+from raysgd.worker.time.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts(RunnerFacts):
+    """What is to be known of an operator of PyTorch besides.
+
+    Attributes:
+        num_schedulers: How many schedulers are registered; None when there are none.
+        is_synchronous: Whether every step involves all ranks.
+        is_sharded: Whether it takes all ranks to read a model.
+        plateau_metrics: The metrics of an epoch that schedulers go by.
+    """
+
+    num_schedulers: int | None
+    is_synchronous: bool
+    is_sharded: bool = False
+    plateau_metrics: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        counts = super().counts
+        return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
+
+
+class TorchHosted(hosted.Hosted):
+    """An operator of PyTorch, and what is made for it.
+
+    Attributes:
+        parallel: How the replicas are kept equal.
+    """
+
+    stock_train_epochs = (TrainingOperator.train_epoch,)
+    settings: TorchSettings
+    operator: TrainingOperator
+    state: TorchState
+    feed: TorchFeed
+
+    def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
+        self._device = _device(settings.use_gpu)
+        self.parallel = _make_parallel(settings, world, self._device)
+        is_balanced = settings.batch_options.balance is not None
+        if is_balanced:
+            self.parallel.take_time(self._device)
+        joint = joint_batches(settings)
+        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
+        super().__init__(settings, world, feed, ledger)
+        self._modes = ModuleModes()
+        self._prediction = PredictionLoader(partial(feed.collate_fn, "validation"))
+
+    @property
+    def internals(self) -> TorchInternals:
+        """What the library keeps about the operator."""
+        return self.operator._raysgd
+
+    def build(self) -> TorchFacts:
+        settings, world, device = self.settings, self.world, self._device
+        precision = make_precision(settings.use_fp16, device, settings.precision)
+        context = OperatorContext(settings, world, device, precision, self.parallel)
+        if settings.seed is not None:
+            rng.seed_alike(settings.seed)
+        self.operator = settings.training_operator_cls(settings.config_for(world.size), context)
+        self._check_data()
+        self._warn_of_batch_norms()
+        self._warn_of_idle_workers()
+        self._arming = StepArming(self.operator, self.parallel)
+        self.state = TorchState(self.operator, self.parallel, self.feed)
+        self.loop = StepLoop(self.operator, self.parallel, self.feed)
+        self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
+        self.install_callbacks(settings.worker_callbacks)
+        self._drawn, self._initial_seed = rng.capture(), torch.initial_seed()
+        facts = self.facts()
+        self._part_ways()
+        return facts
+
+    def _check_data(self) -> None:
+        """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
+        train, options = self._data("train"), self.settings.batch_options
+        if options.is_joint and isinstance(train, UndividedLoader):
+            name = "deterministic" if options.deterministic else "joint_batch"
+            raise ValueError(
+                f"`{name}={getattr(options, name)!r}` needs train data that the library divides, and the train loader "
+                f"is not divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `{name}`."
+            )
+        num_optimizers = len(self.internals.registered.optimizers)
+        if options.deterministic and num_optimizers > 1:
+            raise ValueError(
+                f"`deterministic=True` with {num_optimizers} registered optimizers cannot work: one that steps between "
+                "two shards would change the second one. Register a single optimizer, with parameter groups."
+            )
+
+    def _warn_of_batch_norms(self) -> None:
+        """Says once what shares by speed mean to them."""
+        models = self.internals.registered.original_models
+        has_some = any(isinstance(module, batch_norms.LOCAL) for model in models for module in model.modules())
+        if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
+            logger.warning(
+                '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
+                "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
+            )
+
+    def _warn_of_idle_workers(self) -> None:
+        """Warn where a step takes longer because no share is a single sample."""
+        train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
+        if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
+            return
+        size = train.sampler.batch_size
+        counts = Division(size, num_workers, options.max_batch_per_worker).counts(size)
+        largest = -(-size // num_workers)
+        if max(counts) > largest:
+            logger.warning(
+                "of %d workers, %d have no samples of a joint batch of %d, because layers such as batch norms cannot "
+                "train on a single sample. If yours can, pass `max_batch_per_worker=%d`",
+                num_workers,
+                counts.count(0),
+                size,
+                largest,
+            )
+
+    def _part_ways(self) -> None:
+        """Gives this rank random numbers that no other one has."""
+        rank = self.world.rank
+        if self.has_trained:
+            if rank != self.operator.world_rank:  # a new worker may begin with those of the former place
+                rng.fork(rng.capture(), ~rank)
+        elif self.settings.seed is not None:
+            rng.part_ways(self.settings.seed, rank)
+        elif not self.settings.batch_options.deterministic:  # `setup` may have seeded all ranks alike
+            rng.fork(self._drawn, rank)
+
+    def facts(self) -> TorchFacts:
+        registered = self.internals.registered
+        train, validation = self._data("train"), self._data("validation")
+        return TorchFacts(
+            num_models=len(registered.original_models),
+            num_optimizers=len(registered.optimizers),
+            num_schedulers=len(registered.schedulers) or None,
+            train_data=train.signature if isinstance(train, ShardedLoader) else None,
+            validation_data=validation.signature if isinstance(validation, ShardedLoader) else None,
+            seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
+            keeps_own_state=overrides(self.operator, "state_dict"),
+            is_synchronous=self.parallel.synchronizes,
+            is_sharded=self.parallel.is_sharded,
+            epoch_obstacle=self.epoch_obstacle,
+            ray_batches={} if self.world.rank else self.internals.data.ray_batches,
+            has_validation=validation is not None or self.has_own_validate,
+            plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
+        )
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        internals = self.internals
+        chosen, internals.followed = internals.chosen, set()
+        try:
+            with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
+                super().change_config(config, changed)
+        except BaseException:
+            internals.chosen = chosen
+            raise
+        return [] if overrides(self.operator, "config_changed") else sorted(changed.keys() - internals.followed)
+
+    def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
+        differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
+        return differing if any(group for groups in differing for group in groups) else []
+
+    def take_edited(self, edited: list[Hyperparameters]) -> None:
+        if edited:
+            registered = self.internals.registered
+            hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
+
+    def follow_config(self) -> None:
+        self.take_edited(self.internals.chosen)
+
+    def warm_up(self) -> None:
+        operator, data = self.operator, self._data("train")
+        if not operator.warms_up_standby or self.group_obstacle or self.epoch_obstacle:
+            return
+        if not isinstance(data, ShardedLoader):
+            return
+        try:
+            self._arming.begin(0)
+            batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
+            if batch is not None:
+                with putting_back(operator, self.state.objects(), _undo_of_tensor, _is_open_class):
+                    self._warm_up(batch[0])
+        except Exception as error:  # in a real step the user would get the exception
+            logger.warning("warm-up of a standby worker failed: %r", error)
+        finally:
+            self.parallel.step.close_call()
+
+    def _warm_up(self, batch: Any) -> None:
+        internals = self.internals
+        info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
+        bind_batch_info(self.operator.train_batch)(batch, info)
+
+    @property
+    def connection_obstacle(self) -> str | None:
+        return self.parallel.obstacle
+
+    def take_place(self, world: World) -> None:
+        config = self.operator.config
+        before, now = config.get(BATCH_SIZE), self.settings.config_for(world.size).get(BATCH_SIZE)
+        if now is not None:
+            config[BATCH_SIZE] = now
+        self._part_ways()
+        take_place(self.operator, world)
+        self.feed.take_place(world.rank, world.size, now, before)
+        self._warn_of_idle_workers()
+        self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
+
+    def send(self, state: Any, takers: Sequence[int]) -> None:
+        handover.send(state, takers, self.operator.device)
+
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        return handover.receive(source, takers, self.operator.device)
+
+    def settle_in(self) -> None:
+        self.parallel.reform()  # for what is frozen by now, which a new worker has just heard
+
+    @contextmanager
+    def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        self.has_trained = True
+        self.parallel.exchanges.ledger = self._ledger
+        self._modes.give_back()
+        self._prediction.close()
+        self._arming.begin(run.epoch_idx, stream.source)
+        internals, registered = self.internals, self.internals.registered
+        internals.weights.begin_call(internals.criterion, run.epoch_idx)
+        stream.prepare = self._prepare
+        began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
+        try:
+            noting = internals.loss_calls.on(internals.criterion, internals.weights.note)
+            with self.parallel.record.of_call():
+                with self._in_shares(run, stream.source), noting:
+                    yield
+                self._arming.finish(stream.num_steps_taken - began_at)
+            internals.weights.warn()
+            if not stream.is_mid_pass:
+                idle.warn(self.operator, internals.once)
+        finally:
+            internals.weights.end_call()
+            self.parallel.step.close_call()
+
+    def _prepare(self) -> None:
+        """Does ahead of a pass what takes all ranks."""
+        self.parallel.match(self.internals.registered.wrapped)
+        self.internals.weights.agree(self.internals.sum_over_workers)
+
+    @contextmanager
+    def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
+        """What user code is told about shares of joint batches that do not work, and about PyTorch's own errors."""
+        models, step = self.internals.registered.wrapped, self.parallel.step
+        is_divided = isinstance(source, DividedLoaderSource) and (self.world.is_distributed or bool(source.num_shards))
+        is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
+        with ExitStack() as stack:
+            stack.enter_context(with_advice(models, step if is_divided else None))
+            if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
+                is_balanced = self.settings.batch_options.balance is not None
+                stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
+            if is_divided and is_stock and run.num_steps is None:
+                stack.enter_context(batch_norms.refusing_single_samples(models, source, step))
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The models stay in evaluation mode afterwards, until they are trained again."""
+        internals, registered = self.internals, self.internals.registered
+        noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
+        self._modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        try:
+            with self.parallel.evaluating(registered.wrapped), noting:
+                yield
+        finally:
+            self._modes.note()
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
+        registered, modes = self.internals.registered, ModuleModes()
+        modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        try:
+            with self.giving_back_random_numbers(), self.parallel.evaluating(registered.wrapped), torch.no_grad():
+                yield
+        finally:
+            modes.give_back()
+
+    @contextmanager
+    def giving_back_random_numbers(self) -> Iterator[None]:
+        drawn = rng.capture()
+        try:
+            yield
+        finally:
+            rng.restore(drawn)
+
+    def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        return self._prediction.batches(request, work, share)
+
+    def as_array(self, value: Any) -> Any:
+        return predicting.plain(value)
+
+    def close(self) -> None:
+        super().close()
+        self._prediction.close()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _undo(self) -> Callable[[], None]:
+        """Remembers what padding must not change: what metric objects and synchronized batch norms have seen."""
+        registered, stack = self.internals.registered, ExitStack()
+        stack.callback(metric_objects.remember(self.operator, registered))
+        stack.callback(batch_norms.leave_out(registered.wrapped))
+        return stack.close
+
+    def _data(self, name: str) -> Any:
+        """What is registered under "train" or "validation"."""
+        if self.operator is None:  # it is still being set up
+            return None
+        data = self.internals.data
+        return data.train if name == "train" else data.validation
+
+
+def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> NoParallel:
+    if settings.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+        from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
+
+        return HorovodByHand() if settings.parallel == "none" else HorovodParallel(world.size)
+    if not world.is_distributed or settings.parallel == "none":
+        return NoParallel(has_others=world.is_distributed)
+    if settings.parallel == "ddp":
+        return DDP()
+    from raysgd.torch.parallel.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
+
+    return FSDP(device, world.size, settings.fsdp_options)
+
+
+def _device(use_gpu: bool) -> torch.device:
+    if use_gpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _is_open_class(kind: type) -> bool:
+    """Whether to look into objects of this class: of PyTorch those that hold tensors, of raysgd what leads to them."""
+    if kind in (TorchInternals, Internals, Registered):
+        return True
+    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
+
+
+def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
+    """What puts a small tensor back; None for a large one, and for what is no tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
+        return None
+    return partial(value.detach().copy_, value.detach().clone())

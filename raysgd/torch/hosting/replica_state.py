@@ -1,0 +1,196 @@
+"""The state of a replica with PyTorch: what it is made of, whether another one fits, and how that is taken over."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raysgd._state.state_codec import EncodedState, StateEncoder, decode
+from raysgd.engine.processes.transfers import DividedValue
+from raysgd.torch.checkpoints.divided_folder import StateInFolder
+from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.objects import rng
+from raysgd.torch.objects.fitting import check_model, check_optimizer, check_precision, check_schedulers
+from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
+from raysgd.torch.objects.precision import saved_state
+from raysgd.torch.operator.added_groups import AddedGroups
+from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+
+logger = logging.getLogger(__name__)
+
+CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
+FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
+
+
+class TorchState(ReplicaState):
+    """Reads and replaces the state of models, optimizers, schedulers and the precision."""
+
+    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed) -> None:
+        super().__init__(operator, feed)
+        self._internals = operator._raysgd
+        self._parallel = parallel
+        self._encoder = StateEncoder()
+        self._flags = self._read_flags()
+        self._added = AddedGroups(self._internals.registered.optimizers)
+        self._state_of = parallel.state_of
+
+    def _parts(self) -> dict[str, Any]:
+        parts, precision = self.read_parts(), self._internals.precision
+        if self._internals.registered.schedulers:
+            parts["schedulers"] = [scheduler.state_dict() for scheduler in self._internals.registered.schedulers]
+        if precision.state_key:
+            parts[precision.state_key] = precision.state_dict()
+        return parts
+
+    def _more_progress(self) -> dict[str, Any]:
+        return {FROZEN: [_changes(before, now) for before, now in zip(self._flags, self._read_flags(), strict=False)]}
+
+    def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
+        if FROZEN in resume:
+            self._freeze(resume[FROZEN])
+
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        if self._parallel.is_sharded:
+            from raysgd.torch.checkpoints import (
+                divided_snapshot,  # not everywhere: it loads parts of PyTorch that others do without
+            )
+
+            part = self._encoder.encode(divided_snapshot.content_of(self.read_divided(), rank))
+            return StateCopy(part, part.num_bytes, is_part=True)
+        if rank:
+            return None
+        whole = self._encoder.encode(self.read())
+        return StateCopy(whole, whole.num_bytes)
+
+    def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(state, StateInFolder):
+            from raysgd.torch.checkpoints import (
+                divided_state,  # not everywhere: it loads parts of PyTorch that others do without
+            )
+
+            return divided_state.read(state, self, self._parallel)
+        if isinstance(state, DividedValue):
+            from raysgd.torch.checkpoints import divided_snapshot
+
+            snapshot = divided_snapshot.DividedSnapshot(state)
+            return snapshot.taken(self, self._parallel) if self._parallel.is_sharded else snapshot.whole()
+        return decode(state, copy=False) if isinstance(state, EncodedState) else state
+
+    def own(self) -> Any:
+        return rng.capture()
+
+    def check_own(self, own: Any) -> None:
+        rng.check(own)
+
+    def restore_own(self, own: Any) -> None:
+        rng.restore(own)
+
+    def _read_flags(self) -> list[dict[str, bool]]:
+        """For each model, and the criterion, which parameters are frozen."""
+        trained = self._internals.registered.trained
+        return [{name: not each.requires_grad for name, each in part.named_parameters()} for part in trained]
+
+    def _freeze(self, changes: Sequence[Mapping[str, bool]]) -> None:
+        """Freezes what `setup` has frozen, but for the changes since then."""
+        for part, before, changed in zip(self._internals.registered.trained, self._flags, changes, strict=False):
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(not changed.get(name, before.get(name, not parameter.requires_grad)))
+
+    def read_parts(self) -> dict[str, Any]:
+        """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
+        read, criterion, registered = self._state_of, self.criterion, self.registered
+        added = zip(registered.optimizers, self._added.in_states(registered), strict=True)
+        return {
+            "models": [with_plain_names(read(model)) for model in registered.original_models],
+            "optimizers": [{**read(optimizer), **names} for optimizer, names in added],
+            **({} if criterion is None else {CRITERION: with_plain_names(read(criterion))}),
+        }
+
+    def read_divided(self) -> dict[str, Any]:
+        """The state with what this rank has of divided tensors."""
+        whole, self._state_of = self._state_of, self._parallel.part_of_state
+        try:
+            return self.read()
+        finally:
+            self._state_of = whole
+
+    @property
+    def criterion(self) -> Any:
+        """The criterion, if it is trained."""
+        return self._internals.registered.original_criterion
+
+    @property
+    def registered(self) -> Registered:
+        """What `register` was given.
+
+        Raises:
+            NotRegisteredError: It was never called.
+        """
+        registered = self._internals.registered
+        if not registered.original_models:
+            raise self.not_registered()
+        return registered
+
+    def optimizers_as_in(self, state: Mapping[str, Any]) -> list[Any]:
+        """The optimizers with the groups that they have in a state."""
+        return self._added.fitted(self.registered, state["optimizers"], in_place=False)
+
+    def objects(self) -> list[Any]:
+        """All that a state has a place for, down to the tensors."""
+        registered = self.registered
+        tensors = [tensor for model in registered.original_models for tensor in (*model.parameters(), *model.buffers())]
+        return [*tensors, *registered.optimizers, *registered.schedulers]
+
+    def _check_parts(self, state: Mapping[str, Any]) -> None:
+        registered, precision = self.registered, self._internals.precision
+        for model, saved in zip(registered.original_models, state["models"], strict=True):
+            check_model(model, with_names_of(model, saved))
+        for optimizer, saved in zip(self.optimizers_as_in(state), state["optimizers"], strict=True):
+            check_optimizer(optimizer, saved)
+        if self.criterion is not None and CRITERION in state:
+            check_model(self.criterion, with_names_of(self.criterion, state[CRITERION]))
+        if registered.schedulers:
+            check_schedulers(registered.schedulers, state["schedulers"])
+        precision_state = saved_state(precision, dict(state))
+        if precision_state is not None:
+            check_precision(precision.state_dict(), precision_state)
+
+    def _apply_parts(self, state: Mapping[str, Any]) -> None:
+        registered, precision = self.registered, self._internals.precision
+        # What others are going to hold on to is copied first: no copy fails when something has been replaced.
+        schedulers = copy.deepcopy(list(state.get("schedulers", ())))
+        precision_state = copy.deepcopy(saved_state(precision, dict(state)))
+        for model, saved in zip(registered.original_models, state["models"], strict=True):
+            self._parallel.load_model(model, with_names_of(model, saved))
+        if self.criterion is not None:
+            self._load_criterion(self.criterion, state.get(CRITERION))
+        optimizers = self._added.fitted(registered, state["optimizers"], in_place=True)
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            self._parallel.load_optimizer(optimizer, saved)
+        for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
+            scheduler.load_state_dict(saved)
+        if precision_state is not None:
+            precision.load_state_dict(precision_state)
+
+    def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
+        if saved is None:
+            logger.warning("the state has none of the criterion, whose parameters stay as they are")
+        else:
+            self._parallel.load_model(criterion, with_names_of(criterion, saved))
+
+
+def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without what no file carries."""
+    resume = state.get(RESUME)
+    if not isinstance(resume, Mapping):
+        return dict(state)
+    return {**state, RESUME: {name: value for name, value in resume.items() if name != FROZEN}}
+
+
+def _changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
+    return {name: flag for name, flag in now.items() if before.get(name) != flag}

@@ -1,0 +1,257 @@
+"""What there is to know about a `LightningModule`: its package, its hooks, its optimizers, and what is around it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.engine.shared.types import World
+
+logger = logging.getLogger(__name__)
+
+PER_BATCH = ("step", "batch")  # intervals of schedulers; the second is the word of this library
+PER_EPOCH = ("epoch",)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def lightning_base(module_cls: Any) -> type[Any]:
+    """The `LightningModule` that a class derives from, of `lightning` or of `pytorch_lightning`.
+
+    Raises:
+        TypeError: It derives from neither.
+    """
+    for base in module_cls.__mro__ if isinstance(module_cls, type) else ():
+        package = base.__module__.partition(".")[0]
+        if base.__name__ == "LightningModule" and package in ("lightning", "pytorch_lightning"):
+            return base
+    raise TypeError(f"`{module_cls!r}`: need a subclass of `LightningModule`, the class itself.")
+
+
+def instantiate(module_cls: type[Any], config: dict[str, Any]) -> Any:
+    """A module, made with `config=config` if its constructor has such a parameter."""
+    takes_config = "config" in inspect.signature(module_cls.__init__).parameters
+    return module_cls(config=config) if takes_config else module_cls()
+
+
+class LightningHooks:
+    """The methods of a module that a trainer calls."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._base = lightning_base(type(module))
+        self._accepted: dict[str, tuple[int | None, list[str]]] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a method at all."""
+        return hasattr(self._module, name)
+
+    def overrides(self, name: str) -> bool:
+        """Whether the user wrote such a method."""
+        return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
+
+    def wants(self, name: str, parameter: str) -> bool:
+        """Whether there is such a method, with such a parameter."""
+        return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
+
+    def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
+        """Calls a method that may not be there, with as many arguments as it takes.
+
+        Args:
+            name: The method.
+            arguments: What it takes in Lightning 2; it may take fewer.
+            by_name: What else it takes if it has such a parameter, as methods for Lightning 1 do.
+        """
+        method = getattr(self._module, name, None)
+        if method is None:
+            return None
+        if name not in self._accepted:
+            parameters = inspect.signature(method).parameters.values()
+            kinds = [parameter.kind for parameter in parameters if parameter.name not in by_name]
+            takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+            num_arguments = None if takes_all else sum(kind in _POSITIONAL for kind in kinds)
+            self._accepted[name] = num_arguments, [each.name for each in parameters if each.name in by_name]
+        num_arguments, names = self._accepted[name]
+        return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
+
+    def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
+        """Calls a method that the user wrote; where there is none, what it stands for."""
+        if self.overrides(name):
+            self.call(name)
+        else:
+            otherwise()
+
+    def part_of_package(self, name: str) -> Any:
+        """A submodule of the very package that the module's base class comes from."""
+        return import_module(f"{self._base.__module__.removesuffix('.core.module')}.{name}")
+
+
+class TrainerStandIn(SimpleNamespace):
+    """What a module finds as `self.trainer`: where it is in the training, and nothing to steer it with."""
+
+    @classmethod
+    def of(
+        cls, world: World, device: torch.device, precision_plugin: Any, backward: Callable[..., None]
+    ) -> TrainerStandIn:
+        """The one of a replica.
+
+        Args:
+            world: Its place.
+            device: Where it computes.
+            precision_plugin: Lightning's, which knows how to clip gradients.
+            backward: What `manual_backward` is to do.
+        """
+        flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
+        absent = ("logger", "progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
+        return cls(
+            **dict.fromkeys(flags, False),
+            **dict.fromkeys(absent),
+            current_epoch=0,
+            global_step=0,
+            global_rank=world.rank,
+            local_rank=world.local_rank,
+            world_size=world.size,
+            is_global_zero=world.rank == 0,
+            accumulate_grad_batches=1,
+            callback_metrics={},
+            loggers=[],
+            precision_plugin=precision_plugin,
+            strategy=cls(backward=backward, root_device=device),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
+        raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer`, only its {known}.")
+
+
+class SteppingOptimizer:
+    """An optimizer as hooks see it: its `step` does all that belongs to a step here."""
+
+    def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
+        self.optimizer = optimizer
+        self._step = step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps; returns what the closure returns."""
+        return self._step(self.optimizer, closure)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance`, which Lightning asks as well
+        return type(self.__dict__["optimizer"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """Calls `run`, a step of `module`, from within the forward pass of what is wrapped around the module.
+
+    There `DistributedDataParallel` gets ready for the backward pass. It sees the loss alone: whatever else a step
+    returns is none of its business.
+
+    Returns:
+        The loss to run the backward pass on. None with manual optimization, where that has happened.
+    """
+    is_manual = not module.automatic_optimization
+    own = {name: value for name, value in vars(module).items() if name == "forward"}
+
+    def put_back() -> None:
+        vars(module).pop("forward", None)
+        vars(module).update(own)
+
+    def in_place_of_forward(_: int) -> torch.Tensor | None:
+        put_back()  # the step may well call the real one
+        loss = run()
+        if is_manual:
+            wrapper.require_backward_grad_sync = False  # `manual_backward` got ready by itself, each time
+            return None
+        return _no_loss(module) if loss is None else loss  # who leaves a batch out must not stall the others
+
+    vars(module)["forward"] = in_place_of_forward
+    try:
+        loss: torch.Tensor | None = wrapper(0)
+    finally:
+        put_back()
+        if is_manual:
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+    return loss
+
+
+def _no_loss(module: torch.nn.Module) -> torch.Tensor:
+    """A loss that asks for no change of any parameter."""
+    return torch.stack([(each * 0).sum() for each in module.parameters() if each.requires_grad]).sum()
+
+
+def one_loader(given: Any, name: str) -> Any:
+    """A loader, which may be alone in a list or dict.
+
+    Raises:
+        ValueError: There are several.
+    """
+    several = list(given.values()) if isinstance(given, Mapping) else given
+    if not (isinstance(several, list | tuple) and several and all(isinstance(each, DataLoader) for each in several)):
+        return given
+    if len(several) > 1:
+        raise ValueError(f"`{name}` gave {len(several)} loaders: need one. Join the datasets, or choose one.")
+    return several[0]
+
+
+def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Reads what `configure_optimizers` returns, in any of its forms.
+
+    Returns:
+        The optimizers, and for each scheduler a complete dict: `scheduler`, `interval`, `frequency`, `monitor`,
+        `reduce_on_plateau`, `strict`.
+
+    Raises:
+        TypeError: It has none of the forms.
+        ValueError: The dict of a scheduler is wrong.
+    """
+    if returned is None:
+        logger.warning("`configure_optimizers` returned nothing: this trains without an optimizer")
+        return [], []
+    parts = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if all(_is_optimizer(part) for part in parts):
+        return parts, []
+    if all(isinstance(part, Mapping) and "optimizer" in part for part in parts):
+        return [part["optimizer"] for part in parts], [_entry_of(part) for part in parts if part.get("lr_scheduler")]
+    if len(parts) == 2 and isinstance(parts[0], list | tuple) and all(_is_optimizer(part) for part in parts[0]):
+        schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
+        return list(parts[0]), [_entry_of({"lr_scheduler": scheduler}) for scheduler in schedulers]
+    raise TypeError(
+        f"`configure_optimizers` returned `{returned!r}`: allowed are an optimizer, several, a list of optimizers and "
+        'one of schedulers, a dict with "optimizer" and optionally "lr_scheduler", several such dicts, and None.'
+    )
+
+
+def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    given = part["lr_scheduler"]
+    given = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    scheduler = given.get("scheduler")
+    if not hasattr(scheduler, "step"):
+        raise ValueError(f'`{given!r}` in what `configure_optimizers` returned: need a scheduler under "scheduler".')
+    if part.get("frequency", 1) != 1:
+        logger.warning('"frequency" of an optimizer has no effect, only that of a scheduler')
+    entry = {
+        "interval": "epoch",
+        "frequency": 1,
+        "monitor": part.get("monitor"),
+        "reduce_on_plateau": isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "strict": True,
+        **given,
+    }
+    if entry["interval"] not in PER_BATCH + PER_EPOCH:
+        raise ValueError(f'`"interval": {entry["interval"]!r}` of a scheduler: allowed are "step", "batch", "epoch".')
+    if not isinstance(entry["frequency"], int) or entry["frequency"] < 1:
+        raise ValueError(f'`"frequency": {entry["frequency"]!r}` of a scheduler: need a whole number, 1 or more.')
+    return entry
+
+
+def _is_optimizer(part: Any) -> bool:
+    return hasattr(part, "step") and hasattr(part, "zero_grad")

@@ -1,0 +1,158 @@
+"""The values of an epoch of a `LightningModule`: what its steps return, and what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, weight_of
+from raysgd.utils import NUM_SAMPLES
+
+_AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
+
+
+class EpochValues:
+    """What one epoch brings.
+
+    Args:
+        loss_name: The metric that a loss is counted as.
+        keeps_outputs: Whether the outputs of the steps are wanted at the end.
+
+    Attributes:
+        outputs: The outputs of the steps, if they are wanted.
+        of_batch: What was logged in the present batch.
+    """
+
+    def __init__(self, loss_name: str, keeps_outputs: bool) -> None:
+        self.loss_name = loss_name
+        self.outputs: list[Any] = []
+        self.of_batch: dict[str, Any] = {}
+        self._of_epoch: dict[str, Any] = {}
+        self._keeps_outputs = keeps_outputs
+        self._is_in_batch, self._is_counted = False, True
+        self._aggregates: dict[str, Any] = {}
+
+    def begin_batch(self, is_counted: bool = True) -> None:
+        """Takes what comes for a new batch; not at all if that batch is not to be counted."""
+        self.of_batch = {}
+        self._is_in_batch, self._is_counted = True, is_counted
+
+    def end_batches(self) -> None:
+        """Takes what comes for the epoch as a whole."""
+        self._is_in_batch, self._is_counted = False, True
+
+    def metrics_of(self, output: Any, num_samples: int) -> dict[str, Any]:
+        """The metrics of the present batch, with what they are averaged by."""
+        if self._keeps_outputs and self._is_counted and output is not None:
+            self.outputs.append(output)
+        return {NUM_SAMPLES: num_samples, **numbers_in(output, self.loss_name), **self.of_batch}
+
+    @contextmanager
+    def listening_to(self, module: Any) -> Iterator[None]:
+        """Receives the module's `self.log` and `self.log_dict`."""
+
+        # Functions and not methods: a module that is copied meanwhile must not copy this object along.
+        def log(
+            name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
+        ) -> None:
+            self._take(name, value, reduce_fx, batch_size)
+
+        def log_dict(dictionary: Any, *_: Any, **options: Any) -> None:
+            for name, value in dictionary.items():
+                log(name, value, **options)
+
+        module.log, module.log_dict = log, log_dict
+        try:
+            yield
+        finally:
+            del module.log, module.log_dict
+
+    def _take(self, name: str, value: Any, reduce_fx: Any, batch_size: int | None) -> None:
+        if not self._is_counted:
+            return
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        if kind in _AGGREGATES:
+            value = self._aggregated(name, kind, value)
+        elif kind not in ("mean", "avg"):
+            raise ValueError(f'`self.log({name!r}, reduce_fx={reduce_fx!r})`: allowed are "mean", "min", "max", "sum".')
+        if not self._is_in_batch:
+            self._of_epoch[name] = value
+            return
+        self.of_batch[name] = value
+        self.of_batch.pop(weight_of(name), None)
+        if batch_size is not None:
+            self.of_batch[weight_of(name)] = batch_size
+
+    def _aggregated(self, name: str, kind: str, value: Any) -> Any:
+        if name not in self._aggregates:
+            metric = getattr(import_module("torchmetrics"), _AGGREGATES[kind])()
+            self._aggregates[name] = metric.to(value.device) if isinstance(value, torch.Tensor) else metric
+        self._aggregates[name].update(value)
+        return self._aggregates[name]
+
+    def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
+        """The averages over the batches, and what was logged once."""
+        batches = meters.summary()
+        if not self._of_epoch:
+            return batches
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weighs as much as the data that it speaks of
+        once = fresh.summary()
+        values = {**batches, **{name: once[name] for name in self._of_epoch}}
+        return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
+
+
+def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
+    """The result of an epoch that the module computed by itself, in the hook `name`; it counts by `num_samples`.
+
+    Raises:
+        TypeError: It is neither a tensor nor a dict.
+    """
+    if isinstance(returned, torch.Tensor):
+        return {NUM_SAMPLES: num_samples, loss_name: returned}
+    if isinstance(returned, Mapping):
+        return {NUM_SAMPLES: num_samples, **returned}
+    raise TypeError(f"`{name}` returned a `{type(returned).__name__}`: return a tensor, a dict of metrics, or nothing.")
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what `training_step` returned; None where it left the batch out.
+
+    Raises:
+        RuntimeError: A dict has none.
+        TypeError: It is neither a tensor nor a dict.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping) and loss is None:
+        raise RuntimeError(f'`training_step` returned a dict with {sorted(output)}: put the loss under "loss".')
+    if loss is not None and not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"`training_step` returned a `{type(loss).__name__}`: return a tensor, a dict with one, or None."
+        )
+    return loss
+
+
+def detached(output: Any) -> Any:
+    """The output of a step, without its graph."""
+    if isinstance(output, Mapping):
+        return {name: detached(value) for name, value in output.items()}
+    return output.detach() if isinstance(output, torch.Tensor) else output
+
+
+def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:
+    """What can be averaged in the output of a step; a loss also under the name that every operator uses."""
+    if isinstance(output, torch.Tensor):
+        return {loss_name: output}
+    if not isinstance(output, Mapping):
+        return {}
+    found = {name: value for name, value in output.items() if _is_number(value)}
+    return {loss_name: found["loss"], **found} if "loss" in found else found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)

@@ -1,0 +1,1 @@
+"""PyTorch's own objects by themselves: models, optimizers, losses, random numbers."""

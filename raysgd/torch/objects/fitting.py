@@ -1,0 +1,206 @@
+"""Whether a saved state fits what is registered. All of it is looked at before anything is replaced.
+
+What does not fit would show later in any case: with one model loaded and the next one not, or in the first
+step, or never. So these functions look at kinds and sizes, not only at what loading itself would stumble over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from raysgd._arguments.checks import is_integer
+from raysgd.worker.state.fitting import require
+
+
+def check_model(model: torch.nn.Module, saved: Any) -> None:
+    """Refuses what is no state of this model.
+
+    Raises:
+        ValueError: It has other entries or other shapes.
+    """
+    require(isinstance(saved, Mapping), f"that of a model is a `{type(saved).__name__}` and no dict")
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(map(str, saved.keys() - own.keys()))
+    shapes = [
+        f"{name}: {_shown(saved[name])} instead of {_shown(tensor)}"
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor) and name in saved and not _takes(tensor, saved[name])
+    ]
+    if missing or extra or shapes:
+        raise ValueError(
+            "The state of a model does not fit the registered model, nothing was loaded. "
+            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
+        )
+    _check_versions(getattr(saved, "_metadata", None))
+
+
+def _takes(own: torch.Tensor, saved: Any) -> bool:
+    """Whether a tensor can take the values of another; a lazy one takes its shape from what is loaded."""
+    if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
+        return False
+    return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a `{type(value).__name__}`"
+    return "any shape" if is_lazy(value) else str(tuple(value.shape))
+
+
+def _check_versions(metadata: Any) -> None:
+    """PyTorch keeps the versions of layers beside a model's state, and compares them while it loads."""
+    if metadata is None:
+        return
+    require(isinstance(metadata, Mapping), "the versions of a model's layers are no dict")
+    for entry in metadata.values():
+        require(isinstance(entry, Mapping) and is_integer(entry.get("version") or 0), "a layer's version is no number")
+
+
+def check_optimizer(optimizer: Any, saved: Any) -> None:
+    """Refuses what is no state of this optimizer.
+
+    Raises:
+        ValueError: Its groups, its settings or its tensors are others.
+    """
+    require(isinstance(saved, Mapping), f"that of an optimizer is a `{type(saved).__name__}` and no dict")
+    own = optimizer.state_dict()
+    groups, saved_groups = own.get("param_groups", ()), saved.get("param_groups", ())
+    require(isinstance(saved_groups, Sequence), "the groups of an optimizer are no list")
+    for group in saved_groups:
+        is_group = isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
+        require(is_group and all(map(is_integer, group["params"])), "a group of an optimizer has no parameters")
+    sizes, saved_sizes = ([len(group["params"]) for group in one] for one in (groups, saved_groups))
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
+            f"parameters, the registered optimizer's {sizes}."
+        )
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        _check_settings(optimizer, group, saved_group)
+    if "param_groups" in own:
+        _check_slots(optimizer, saved)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _rehearse(optimizer, saved)
+
+
+def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    needed = {
+        name
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    }  # others come and go with the versions of PyTorch, which sets those that are missing
+    if missing := sorted(needed - saved.keys()):
+        raise ValueError(
+            "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
+            f"without {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+        )
+    rest = {name: value for name, value in own.items() if name != "params"}
+    _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")
+
+
+def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """What an optimizer keeps for each parameter: a fused one reads it without a look at its size."""
+    slots = saved.get("state", {})
+    require(isinstance(slots, Mapping), "what an optimizer keeps for its parameters is no dict")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    require(len(set(indices)) == len(indices), "an optimizer has a parameter twice")
+    is_by_element = "fused" in getattr(optimizer, "defaults", {})
+    for index, parameter in zip(indices, parameters, strict=True):
+        entry = slots.get(index, {})
+        require(isinstance(entry, Mapping), "what an optimizer keeps for a parameter is no dict")
+        for name, value in entry.items():
+            if is_by_element and isinstance(value, torch.Tensor) and value.numel() != 1:
+                is_alike = value.shape == parameter.shape and value.layout == torch.strided and not value.is_meta
+                require(is_alike, f"{str(name)[:50]!r} of a parameter has another shape than the parameter")
+
+
+def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
+    slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
+    try:
+        copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
+    except Exception as error:
+        raise ValueError(
+            f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
+        ) from error
+
+
+def _without_memory(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {
+        name: torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape) if _is_large(value) else value
+        for name, value in entry.items()
+    }
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta and value.numel() > 1
+
+
+def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
+    """Refuses what is no state of these schedulers.
+
+    Raises:
+        ValueError: There are more or fewer, or one is of another kind.
+    """
+    require(isinstance(states, list | tuple), "that of the schedulers is no list")
+    strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
+    if strangers or len(states) != len(schedulers):
+        raise ValueError(
+            f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
+            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is no state' if strangers else ''}."
+        )
+    for scheduler, saved in zip(schedulers, states, strict=True):
+        own = scheduler.state_dict()
+        foreign = [str(name)[:50] for name in saved if name not in own and hasattr(scheduler, str(name))]
+        require(not foreign, f"that of a scheduler would replace its {foreign}")
+        _check_kinds(own, saved, "the scheduler's")
+
+
+def check_precision(own: Mapping[str, Any], saved: Any) -> None:
+    """Refuses what is no state of this way to compute in mixed precision.
+
+    Raises:
+        ValueError: It lacks something, or is of another kind.
+    """
+    require(isinstance(saved, Mapping), "that of mixed precision is no dict")
+    if saved:
+        missing = sorted(own.keys() - saved.keys())
+        require(not missing, f"that of mixed precision lacks {missing}")
+        _check_kinds(own, saved, "mixed precision's")
+
+
+def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -> None:
+    for name, value in own.items():
+        if name in saved and not _is_of_kind(value, saved[name]):
+            raise ValueError(
+                f"The state does not fit, nothing was loaded: {whose} {name!r} is a `{type(saved[name]).__name__}` "
+                f"instead of a `{type(value).__name__}`."
+            )
+
+
+def _is_of_kind(own: Any, saved: Any) -> bool:
+    """Whether one may stand in the place of the other. What None stands for is not known."""
+    if own is None or saved is None:
+        return own is None or isinstance(own, bool)
+    if _is_number(own):
+        return _is_number(saved)
+    if isinstance(own, tuple) and all(map(_is_number, own)):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_number, saved))
+    for kind in (str, list | tuple, Mapping):
+        if isinstance(own, kind):
+            return isinstance(saved, kind)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
+    return isinstance(value, int | float)

@@ -1,0 +1,144 @@
+"""What `register` is given: one object or several, in whatever container, and handed back in the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd.exceptions import InvalidRegistrationError
+from raysgd.worker.parts import RegisteredParts
+
+
+def models_of(given: Any) -> RegisteredParts:
+    """One module (iterable or not) or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it is no module, or there is none.
+    """
+    # A module before an iterable: `nn.Sequential` is both, and is one model.
+    parts = RegisteredParts([given], None) if isinstance(given, torch.nn.Module) else _several("models", given)
+    strangers = [item for item in parts.items if not isinstance(item, torch.nn.Module)]
+    if strangers or not parts.items:
+        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
+        raise InvalidRegistrationError(
+            f"`register(models=...)` got {found}: pass a `torch.nn.Module`, or a list or tuple of them. Criteria "
+            "go into "
+            "`criterion`, loaders into `register_data`."
+        )
+    return parts
+
+
+def optimizers_of(given: Any) -> RegisteredParts:
+    """One optimizer, also one that merely behaves like one, or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it cannot step.
+    """
+    single = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+    parts = RegisteredParts([given], None) if single else _several("optimizers", given)
+    strangers = [item for item in parts.items if not hasattr(item, "step")]
+    if strangers:
+        raise InvalidRegistrationError(
+            f"`register(optimizers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass an "
+            "optimizer, or a "
+            "list or tuple of them."
+        )
+    for optimizer in parts.items:
+        _check_parameters(optimizer)
+    return parts
+
+
+def _check_parameters(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if isinstance(groups, list) and not any(group["params"] for group in groups):
+        raise InvalidRegistrationError(
+            f"`register(optimizers=...)` got a `{type(optimizer).__name__}` without parameters, which trains nothing: "
+            "make it with `model.parameters()` of a model that has some."
+        )
+
+
+def criterion_of(given: Any) -> Any:
+    """The criterion, or None when none was given.
+
+    Raises:
+        InvalidRegistrationError: It cannot be called.
+    """
+    if not given:
+        return None
+    if not callable(given):
+        raise InvalidRegistrationError(
+            f"`register(criterion={given!s:.100})`: pass a loss module, or a function of output and target."
+        )
+    return given
+
+
+def check_loader(name: str, given: Any) -> None:
+    """Refuses what cannot be iterated over.
+
+    Raises:
+        InvalidRegistrationError: It cannot.
+    """
+    can_be_iterated = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if given is not None and (not can_be_iterated or isinstance(given, type | str | bytes | Mapping)):
+        raise InvalidRegistrationError(
+            f"`register_data({name}={given!s:.100})`: pass a `DataLoader`, or something else that yields batches."
+        )
+
+
+def schedulers_of(given: Any) -> RegisteredParts | None:
+    """One scheduler or several; None when none were given. An empty container counts as given."""
+    if given is None or given is False:
+        return None
+    parts = _several("schedulers", given) if isinstance(given, Iterable) else RegisteredParts([given], None)
+    strangers = [item for item in parts.items if not hasattr(item, "step")]
+    if strangers:
+        raise InvalidRegistrationError(
+            f"`register(schedulers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass a scheduler, "
+            "or a list or tuple of them."
+        )
+    return parts
+
+
+def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters of a criterion that are not those of a model which it looks at."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
+    return [parameter for parameter in parameters if id(parameter) not in known]
+
+
+def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
+    """Parameters of the optimizers that are in none of the modules, in words.
+
+    Args:
+        optimizers: Those that were registered, before anything replaces their parameters.
+        modules: What is trained together, saved and restored.
+        owner: In whose attributes the parameters may have a name.
+    """
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [
+        _named(parameter, owner) or f"parameter {index} in group {group_index} of `{type(optimizer).__name__}`"
+        for optimizer in optimizers
+        for group_index, group in enumerate(getattr(optimizer, "param_groups", ()))
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]
+
+
+def _named(parameter: Any, owner: Any) -> str | None:
+    for name, value in vars(owner).items():
+        if value is parameter:
+            return f"`self.{name}`"
+        for inner, each in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
+            if each is parameter:
+                return f"`self.{name}.{inner}`"
+    return None
+
+
+def _several(name: str, given: Any) -> RegisteredParts:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor | Mapping):
+        raise InvalidRegistrationError(
+            f"`register({name}=...)` got `{type(given).__name__}`: pass one object, or a list or tuple of them."
+        )
+    return RegisteredParts(list(given), tuple if isinstance(given, tuple) else list)

@@ -1,0 +1,1 @@
+"""What the library keeps about an operator, and what `register` does."""

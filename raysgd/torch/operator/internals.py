@@ -1,0 +1,233 @@
+"""What the library keeps about an operator of PyTorch: the record of what it registered, and what its methods use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection
+from raysgd.messages.prediction import HAS_TARGET
+from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
+from raysgd.torch.data import batches
+from raysgd.torch.objects import hyperparameters
+from raysgd.torch.objects.criteria import Comparison, LossCalls
+from raysgd.torch.objects.hyperparameters import Hyperparameters
+from raysgd.torch.objects.metric_objects import capture
+from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.optimizer_choice import OptimizerChoice
+from raysgd.torch.operator.operator_context import OperatorContext
+from raysgd.torch.operator.registrar import CheckedRegistration, Registered, RegisteredData, Registrar
+from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
+from raysgd.torch.step.closures import Closures
+from raysgd.torch.step.gradients import Gradients, step_with
+from raysgd.torch.step.own_steps import OwnSteps
+from raysgd.utils import IS_PADDING
+from raysgd.worker.data.logged import note
+from raysgd.worker.operator import Internals, required
+
+_LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
+
+
+class Evaluated(NamedTuple):
+    """What `forward` made of a batch.
+
+    Attributes:
+        output: The predictions.
+        target: What they are to be.
+        comparisons: How the criterion compared the two.
+        metrics: The loss, as `val_loss`, and what it counts by if user code says so; else the samples.
+    """
+
+    output: Any
+    target: Any
+    comparisons: list[Comparison]
+    metrics: dict[str, Any]
+
+
+class TorchInternals(Internals):
+    """See `raysgd.worker.operator.Internals`.
+
+    Attributes:
+        registered: The record of models, optimizers, criterion and schedulers.
+        data: The record of loaders.
+        scheduler_step_freq: When the library steps schedulers.
+        precision: The number format of training.
+        parallel: How the replicas are kept equal.
+        choice: Which optimizers a call is for.
+        loss_calls: Tells how the criterion is called.
+        weights: By how much batches count.
+        own_steps: Bounds for gradients.
+        gradients: Computes and applies them.
+        chosen: The hyperparameters of the optimizers as `setup` chose them.
+        followed: The entries of the config that they followed when it changed last.
+    """
+
+    context: OperatorContext
+
+    def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
+        super().__init__(config, context)
+        self._operator = operator
+        self.registered, self.data = Registered(), RegisteredData()
+        self.scheduler_step_freq = context.settings.scheduler_step_freq
+        self.precision, self.parallel = context.precision, context.parallel
+        self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
+        options, step = context.settings.step_options, context.parallel.step
+        closures = Closures(context.parallel, self.sum_over_workers)
+        self.own_steps = OwnSteps(context.precision, options, operator, step, closures, self.callbacks)
+        self.chosen: list[Hyperparameters] = []
+        self.followed: set[str] = set()
+        self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
+        self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.context.use_gpu
+
+    # The names under which operators find the precision say nothing before there is something to compute in it.
+
+    @property
+    def fp16(self) -> bool | str:
+        """What operators find as `use_fp16`."""
+        return self.precision.flag if self.registered.original_models else False
+
+    @property
+    def amp(self) -> Any:
+        """What operators find as `_amp`."""
+        return self.precision.namespace if self.registered.original_models else None
+
+    @property
+    def scaler(self) -> Any:
+        """What operators find as `_amp_scaler`."""
+        return self.precision.scaler if self.registered.original_models else None
+
+    @property
+    def criterion(self) -> Any:
+        """The one that stock methods use; None without one."""
+        return getattr(self._operator, "criterion", self.registered.criterion)
+
+    def register(self, given: CheckedRegistration) -> tuple[Any, ...]:
+        """Makes the record of what `register` was given; returns what that returns."""
+        registrar = Registrar(self._operator, self.context, self._keep)
+        self.registered = registrar.register(given, self.registered)
+        self.own_steps.watch(self.registered.optimizers)
+        return self.registered.returned
+
+    def _keep(self, registered: Registered) -> None:
+        self.registered = registered
+
+    def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
+        new, self.followed = hyperparameters.follow(self.chosen, config, changed)
+        if not self.followed:
+            return
+        hyperparameters.check_taken(self.registered.optimizers, new)
+        self.chosen = hyperparameters.updated(self.chosen, new)
+        hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
+
+    @contextmanager
+    def setting_rates(self) -> Iterator[Callable[[float], None]]:
+        """What gives the first group of parameters a learning rate, and all others theirs in proportion to it."""
+        yield hyperparameters.rate_setter(self.registered.optimizers, self.chosen)
+
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters that are trained."""
+        return (parameter for part in self.registered.trained for parameter in part.parameters())
+
+    def finish_window(self) -> None:
+        """At the end of a call: steps what is left of a window, where the loop ended before the window did."""
+        step = self.parallel.step
+        if not step.is_pending:
+            return
+        step.is_boundary = True
+        for optimizer in self.registered.optimizers:
+            if step.waits_for(optimizer):
+                with self.choice.acting_on(optimizer):
+                    step_with(self._operator, optimizer)
+
+    def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
+        """Output, loss and weight of what `forward` returned; its metrics are logged."""
+        parts, metrics = batches.without_metrics(returned)
+        for name, value in metrics.items():
+            note(self.logged, name, value)
+        return batches.parts_of_forward(parts)
+
+    def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
+        operator = self._operator
+        told = {USE_FP16: bool(operator.use_fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
+        return {**super().info_of_call(num_steps, epoch_idx), **told}
+
+    def num_samples(self, batch: Any) -> int:
+        """Return how many samples a batch has."""
+        num_drawn = None if self.place is None else self.place.num_samples
+        return batches.samples_of(batch, num_drawn or None)  # padding has some, of which none count
+
+    def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+        """Return the samples of a batch, and its weight if it has one."""
+        counts = {NUM_SAMPLES: self.num_samples((*features, target))}
+        return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+
+    def evaluate(self, batch: Any) -> Evaluated:
+        """Return what `forward` makes of a batch of the validation."""
+        operator, comparisons = self._operator, list[Comparison]()
+        features, target = operator.prepare_batch(batch)
+        noting = self.loss_calls.on(self.criterion, comparisons.append)
+        with operator.timers.record("eval_fwd"), self.precision.forward(), noting:
+            output, loss, weight = self.parts_of_forward(operator.forward(features, target))
+        metrics = {"val_loss": loss.detach(), **self.counts_of(features, target, weight)}
+        return Evaluated(batches.prediction(output), target, comparisons, metrics)
+
+    def begin_batch(self) -> None:
+        self.place.amounts = []
+
+    def note_amount(self, comparison: Comparison) -> None:
+        """Note what a mean in an evaluation is over."""
+        self.place.amounts.append(comparison.amount)
+
+    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+        metrics = super().with_counts(metrics, batch)
+        if BATCH_WEIGHT in metrics:
+            return metrics
+        losses = [name for name in _LOSSES if name in metrics]
+        return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(self.place.amounts))), **metrics}
+
+    def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
+        """What the library adds to the `batch_info` of a training batch."""
+        step = self.parallel.step
+        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
+
+    def new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
+                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
+            )
+        return super().parted(metrics)
+
+    def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
+        """What the stock `predict_batch` returns."""
+        operator, model = self._operator, required(self._operator, "model")
+        features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
+        with operator.timers.record("predict_fwd"), self.precision.forward():
+            output = batches.call(model, features)
+        return batches.prediction(output)
+
+    def mean_over_workers(self, name: str, metrics: Mapping[str, Any]) -> float | None:
+        """The mean of a metric over all workers, each of which has to ask; None where no worker has it."""
+        own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
+        total, count = self.sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
+        return total / count if count else None
+
+    def sum_over_workers(self, *values: float) -> list[float]:
+        """The sums of all workers' values; every worker has to ask."""
+        if not self.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+        self.parallel.all_sum(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums

@@ -1,0 +1,348 @@
+"""What `register` and `register_data` do: they check, place, prepare and wrap, and make the record of it all.
+
+The record is what the library trains, saves and restores. Nothing else says what is registered, whatever other
+attributes an operator has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from raysgd.arrays.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.objects import registration
+from raysgd.torch.objects.blocks import checkpoint_activations
+from raysgd.torch.objects.filling import is_empty, refuse_states
+from raysgd.torch.operator.operator_context import OperatorContext
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
+from raysgd.torch.parallel.strategy import unwrap
+from raysgd.worker.parts import RegisteredParts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The record of what `register` was given; all empty before.
+
+    Attributes:
+        original_models: The models without wrappers.
+        models: The same, wrapped, as training calls them.
+        optimizers: Wrapped where the backend does that.
+        criterion: The loss, wrapped if it has parameters.
+        original_criterion: A loss with parameters to train, without its wrapper.
+        own_criterion: A loss with parameters, frozen or not, with its wrapper.
+        schedulers: The schedulers.
+        returned: What `register` returned.
+        has_schedulers: Whether schedulers were given, even an empty container.
+    """
+
+    original_models: list[torch.nn.Module] = field(default_factory=list)
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    criterion: Any = None
+    original_criterion: torch.nn.Module | None = None
+    own_criterion: torch.nn.Module | None = None
+    schedulers: list[Any] = field(default_factory=list)
+    returned: tuple[Any, ...] = ()
+    has_schedulers: bool = False
+
+    @property
+    def trained(self) -> list[torch.nn.Module]:
+        """What is trained and saved, without wrappers: the models, and a criterion with parameters behind them."""
+        return [*self.original_models, *_present(self.original_criterion)]
+
+    @property
+    def wrapped(self) -> list[torch.nn.Module]:
+        """The same, with wrappers, and a criterion all of whose parameters are frozen, too."""
+        return [*self.models, *_present(self.own_criterion)]
+
+
+@dataclass(frozen=True)
+class RegisteredData:
+    """The record of what `register_data` was given, as this worker iterates over it.
+
+    Attributes:
+        train: The train loader, divided or not; None where there is none.
+        validation: The validation loader, divided or not; None where there is none.
+    """
+
+    train: ShardedLoader | UndividedLoader | None = None
+    validation: ShardedLoader | UndividedLoader | None = None
+
+    @property
+    def ray_batches(self) -> dict[str, RayBatches]:
+        """What is of Ray Data and is to be divided, as the driver needs it: "train", "validation", both or neither."""
+        return ray_batches_of({"train": self.train_loader, "validation": self.validation_loader})
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader itself."""
+        return None if self.train is None else self.train.loader
+
+    @property
+    def validation_loader(self) -> Any:
+        """The loader itself."""
+        return None if self.validation is None else self.validation.loader
+
+
+class OperatorHooks(Protocol):
+    """What subclasses of an operator may override."""
+
+    def _configure_ddp(
+        self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
+    ) -> list[torch.nn.Module]: ...
+
+    def _configure_apex_amp(
+        self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
+    ) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class CheckedRegistration:
+    """What `register` was given, checked.
+
+    Attributes:
+        models: At least one.
+        optimizers: Maybe none.
+        criterion: None without one.
+        schedulers: None where none were given, which is not the same as an empty container.
+        ddp_args: Options of the wrapper.
+        apex_args: Options of Apex.
+    """
+
+    models: RegisteredParts
+    optimizers: RegisteredParts
+    criterion: Any
+    schedulers: RegisteredParts | None
+    ddp_args: dict[str, Any]
+    apex_args: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any
+    ) -> CheckedRegistration:
+        """Checks what users pass.
+
+        Raises:
+            InvalidRegistrationError: Something is of the wrong kind.
+            ValueError: Options are no dict.
+        """
+        ddp_args, apex_args = _options("ddp_args", ddp_args), _options("apex_args", apex_args)
+        return cls(
+            registration.models_of(models),
+            registration.optimizers_of(optimizers),
+            registration.criterion_of(criterion),
+            registration.schedulers_of(schedulers),
+            ddp_args,
+            apex_args,
+        )
+
+
+class Registrar:
+    """Makes the record of one operator.
+
+    Args:
+        operator: Has hooks that the user may have overridden.
+        context: What the operator works with.
+        keep: Called with the record, also while it is being made: the hooks may look at it.
+    """
+
+    def __init__(self, operator: OperatorHooks, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
+        self._operator = operator
+        self._context = context
+        self._parallel = context.parallel
+        self._keep = keep
+
+    def register(self, given: CheckedRegistration, before: Registered) -> Registered:
+        """Places, prepares and wraps.
+
+        Raises:
+            InvalidRegistrationError: An optimizer of several workers has parameters that nothing else has.
+        """
+        context, parallel = self._context, self._parallel
+        if any(map(is_empty, given.models.items)):
+            refuse_states(given.optimizers.items)
+        placed = [self._build(context.place(model)) for model in given.models.items]
+        criterion = context.place(given.criterion) if given.criterion is not None else None
+        self._check_parameters(given.optimizers.items, [*placed, criterion])
+        own_of_criterion = registration.own_parameters(criterion, placed)
+        prepared, optimizers = context.precision.prepare(
+            placed,
+            given.optimizers.items,
+            lambda amp, models, optimizers: self._operator._configure_apex_amp(
+                amp, models, optimizers, given.apex_args
+            ),
+        )
+        _warn_of_models_left_out(prepared, before.original_models)
+        optimizers = [parallel.wrap_optimizer(optimizer) for optimizer in optimizers]
+        record = Registered(prepared, prepared, optimizers, criterion)
+        self._keep(record)
+        record = replace(record, models=self._wrapped(prepared, given.ddp_args))
+        record = self._with_criterion(record, own_of_criterion, given.ddp_args)
+        parallel.rebind_optimizers(optimizers)
+        if given.schedulers is not None:
+            record = replace(record, schedulers=given.schedulers.items, has_schedulers=True)
+        record = replace(record, returned=_returned(record, given))
+        self._keep(record)
+        self._compile(record.models)
+        return record
+
+    def _wrapped(self, prepared: list[torch.nn.Module], ddp_args: dict[str, Any]) -> list[torch.nn.Module]:
+        device_ids = self._context.device_ids
+        if self._context.wrap_ddp:
+            return self._operator._configure_ddp(prepared, device_ids, ddp_args)
+        return [self._parallel.wrap(model, device_ids, {}) for model in prepared]
+
+    def _with_criterion(
+        self, record: Registered, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
+    ) -> Registered:
+        """Treats a criterion with parameters as a model."""
+        if not own:
+            return record
+        assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
+        is_trained = any(parameter.requires_grad for parameter in own)
+        # Without the communication hook: its state is that of one model.
+        options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
+        wrapped = self._parallel.wrap(
+            record.criterion, self._context.device_ids, options if self._context.wrap_ddp else {}
+        )
+        original = record.criterion if is_trained else None
+        return replace(record, criterion=wrapped, own_criterion=wrapped, original_criterion=original)
+
+    def _check_parameters(self, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
+        """Refuses, or with one worker warns about, optimizers that train what is not averaged or saved."""
+        is_distributed = self._context.world.is_distributed
+        if is_distributed and not self._parallel.synchronizes:
+            return  # the user keeps the replicas equal
+        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        found = registration.outsiders(optimizers, modules, self._operator)
+        if not found:
+            return
+        words = (
+            "`register(optimizers=...)` got an optimizer of parameters that belong to no registered model and not to "
+            f"the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
+        )
+        way_out = (
+            "Make them part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or pass the "
+            "module that holds them in `models`, too."
+        )
+        if is_distributed:
+            harm = "Their gradients would not be averaged over the workers, and nothing would save them."
+            raise InvalidRegistrationError(f"{words} {harm} {way_out}")
+        logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
+
+    def _build(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is done to a model before it is wrapped. The names in its state stay as they are."""
+        options = self._context.settings.step_options
+        if options.sync_batchnorm and self._context.world.is_distributed:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if options.activation_checkpointing:
+            checkpoint_activations(model)
+        return model
+
+    def _compile(self, models: Sequence[torch.nn.Module]) -> None:
+        """Compiles in place, so that nothing gets another name or identity."""
+        chosen = self._context.settings.step_options.compile
+        if chosen is False:
+            return
+        for model in models:
+            model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+
+
+def register_data(context: OperatorContext, train_loader: Any, validation_loader: Any) -> RegisteredData:
+    """Divides the loaders over the workers.
+
+    Raises:
+        InvalidRegistrationError: One of them yields no batches.
+    """
+    for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
+        if ray_batches(loader) is None:
+            registration.check_loader(name, loader)
+    return RegisteredData(
+        _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
+    )
+
+
+def joint_batches(settings: TorchSettings) -> JointBatches | None:
+    """How loaders are divided by joint batches; None where the size of a worker's batch is given."""
+    options = settings.batch_options
+    if not options.is_joint:
+        return None
+    num_shards = options.num_shards if options.deterministic else 0
+    multiple = 1 if options.is_constant else num_shards
+    return JointBatches(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
+
+
+def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | UndividedLoader | None:
+    if loader is None:
+        return None
+    batches = ray_batches(loader)
+    if batches is not None:
+        return _of_ray(context, batches, training=training)
+    if not context.settings.add_dist_sampler:
+        return UndividedLoader(loader, "`add_dist_sampler=False`", warn=False)
+    world, pins = context.world, context.use_gpu
+    joint = joint_batches(context.settings)
+    data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, joint=joint)
+    if isinstance(data, UndividedLoader) and data.warn and world.is_distributed and world.rank == 0:
+        logger.warning(
+            "the %s loader is not divided over the workers (%s): each worker reads all of it",
+            "train" if training else "validation",
+            data.reason,
+        )
+    return data
+
+
+def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
+    """What the driver divides with the help of Ray Data, unless every worker is to read all of it."""
+    world, settings = context.world, context.settings
+    is_shared = world.is_distributed and settings.add_dist_sampler
+    if training and is_shared and not context.parallel.synchronizes:
+        raise InvalidRegistrationError(
+            "`register_data(train_loader=...)` got a dataset of Ray Data, which several workers share only if they "
+            'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a '
+            "different dataset."
+        )
+    sized = batches.sized(settings.config_for(world.size))
+    loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)
+    return UndividedLoader(loader, "Ray Data divides it, and keeps no position", warn=False)
+
+
+def _returned(record: Registered, given: CheckedRegistration) -> tuple[Any, ...]:
+    """What the user gets back, each in the container it was given in."""
+    result = [given.models.mirror(record.models), given.optimizers.mirror(record.optimizers)]
+    if record.criterion is not None:
+        result.append(record.criterion)
+    if given.schedulers is not None:
+        result.append(given.schedulers.mirror(record.schedulers))
+    return tuple(result)
+
+
+def _warn_of_models_left_out(prepared: Sequence[torch.nn.Module], before: Sequence[torch.nn.Module]) -> None:
+    kept = {id(unwrap(model)) for model in prepared}
+    if any(id(unwrap(model)) not in kept for model in before):
+        logger.warning(
+            "`register` was called again: what it was given before is not trained together, saved or restored any "
+            "more. Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
+        )
+
+
+def _present(part: torch.nn.Module | None) -> list[torch.nn.Module]:
+    return [] if part is None else [part]
+
+
+def _options(name: str, given: Any) -> dict[str, Any]:
+    if given and not isinstance(given, dict):
+        raise ValueError(f"`{name}={given!r}`: need a dict of keyword arguments.")
+    return dict(given or {})

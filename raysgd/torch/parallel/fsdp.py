@@ -1,0 +1,353 @@
+"""Models, gradients and optimizer states divided over the ranks: PyTorch's `fully_shard`, also called FSDP2.
+
+Every parameter lives on all ranks, a part on each. A group of parameters is put together for its forward and backward
+pass and taken apart again, also in evaluation. Here a group is a block of the model with enough parameters to be worth
+an exchange; all the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain,
+so it fits any other kind of training.
+
+Why whole states leave the workers: ADR 21. How ranks evaluate together: ADR 92.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from raysgd._state.host_buffers import return_large_blocks
+from raysgd.connections.torch import new_group_beside
+from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
+from raysgd.torch.objects.filling import fill, is_empty
+from raysgd.torch.parallel.forward_rounds import ForwardRounds, hook_of
+from raysgd.torch.parallel.joint_record import JointRecord
+from raysgd.torch.parallel.options import FSDPOptions
+from raysgd.torch.parallel.step import BatchStep, never_defer
+from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
+
+_reduce_scatter: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # the newer name first
+
+
+class FSDP(NoParallel):
+    """`fully_shard` on every model that has something to train."""
+
+    synchronizes = True
+    is_sharded = True
+
+    def __init__(self, device: torch.device, world_size: int, options: FSDPOptions | None = None) -> None:
+        super().__init__()
+        self._device, self._world_size = device, world_size
+        self._options = options or FSDPOptions()
+        self._mesh: DeviceMesh | None = None
+        self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
+        self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
+        self._skeletons: dict[int, torch.nn.Module] = {}
+        self._parts: list[_ShardedModule] = []
+        self._rounds = ForwardRounds()
+        self._group_beside: Any = None
+        if device.type == "cpu":
+            return_large_blocks()  # parts of models, which come and go with each forward and backward pass
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
+        """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
+        if not trainable(model):
+            return self._leave_out(model)
+        comes_empty = is_empty(model)
+        if not comes_empty:
+            take_from_first((*model.parameters(), *model.buffers()))
+        self._skeletons[id(model)] = _skeleton_of(model)
+        whole = dict(model.named_parameters())
+        mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
+        policies = self._options.for_pytorch()
+        blocks = blocks_of(model, self._options.min_block_parameters)
+        for unit in (*blocks, model):
+            reshards = unit is not model and self._options.reshard_after_forward
+            with self._filled_for_a_moment(unit) if comes_empty else nullcontext():
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, **policies)
+        for name, parameter in model.named_parameters():
+            self._moved[id(whole[name])] = parameter
+            self._whole.append(whole[name])
+        parts = _parts_of(model)
+        self._parts += parts
+        for part in parts:
+            part.module.register_forward_pre_hook(hook_of(self._rounds, part), prepend=True)
+        return model
+
+    @contextmanager
+    def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
+        """Gives a part without numbers those of rank 0, until the body has divided it."""
+        fill(part, self._device)
+        whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
+        take_from_first((*whole, *part.buffers()))
+        yield
+        for parameter in whole:  # optimizers have them still
+            parameter.data = parameter.data.new_empty(0)
+
+    def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
+            for parameter in [key for key in optimizer.state if id(key) in self._moved]:
+                moved = self._moved[id(parameter)]
+                optimizer.state[moved] = _divided(optimizer.state.pop(parameter), moved)
+        self._whole.clear()
+        self._moved.clear()
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        """Gets ready for a call of `train`.
+
+        Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
+        their backward pass never can be. There every batch is exchanged.
+        """
+        self.step.defer = _deferrer(_roots(models)) if may_defer and not weight_in_hook else never_defer
+        super().arm(models, weight_in_hook, window)
+        if not weight_in_hook or self.weights_in_hook or window > 1:
+            return
+        self.weights_in_hook = True
+        for part in _sharded_parts(models):
+            if not hasattr(part, "set_custom_reduce_scatter"):
+                raise RuntimeError(
+                    f'`parallel="fsdp"` with your own `train_batch` or `train_epoch` needs PyTorch 2.9, but '
+                    f"{torch.__version__} is installed. Install PyTorch 2.9 or later, or override a lower rung."
+                )
+            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
+
+    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
+        return self.step.defer is never_defer and super().are_cleared(parameters)
+
+    @property
+    def weights_obstacle(self) -> str | None:
+        return 'parallel="fsdp"'
+
+    @contextmanager
+    def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Lets ranks run different numbers of forward passes; models stay divided."""
+        roots, inside = _roots(models), {id(part) for part in _sharded_parts(models)}
+        parts = [part for part in self._parts if id(part.module) in inside]
+        for model in roots:
+            repeat_first(model.buffers())
+            model.set_reshard_after_forward(True)
+            model.reshard()  # the last forward pass without a backward pass may have left it together
+        self._refresh_left_out()
+        try:
+            with self._rounds.opened(parts, self._maximum):
+                yield
+        finally:
+            for part in parts:
+                keeps = part.module in roots or not self._options.reshard_after_forward
+                part.module.set_reshard_after_forward(not keeps, recurse=False)
+
+    def await_others(self) -> None:
+        """In evaluation: returns when no rank has a batch left."""
+        self._rounds.pause()
+
+    def _maximum(self, numbers: torch.Tensor) -> None:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group_beside)
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """The whole state on rank 0; the others get one without tensors."""
+        state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
+        return state
+
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return super().empty_like(tensor, dtype)
+        return _as_divided(torch.empty_like(tensor.to_local(), dtype=dtype), tensor)
+
+    @property
+    def group_beside(self) -> Any:
+        """One over gloo, made at the first time."""
+        self._group_beside = self._group_beside or new_group_beside()
+        return self._group_beside
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Takes from the whole tensors what belongs to this rank; no exchange."""
+        own = model.state_dict()
+        rest = dict(state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if isinstance(tensor, DTensor):
+                    tensor.to_local().copy_(_part_of(rest.pop(name), tensor))
+        model.load_state_dict(rest, strict=False)
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """The same for an optimizer. State with the shape of its parameter is divided like the parameter."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = [index for group in state["param_groups"] for index in group["params"]]
+        by_index = dict(zip(indices, parameters, strict=True))
+        entries = {
+            index: _divided(entry, by_index[index]) if index in by_index else entry
+            for index, entry in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": entries})
+
+    def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A whole copy on rank 0; all ranks have to ask."""
+        state = self.state_of(model)
+        skeleton = self._skeletons.get(id(model))
+        if skeleton is None:
+            return super().plain_model(model)
+        if dist.get_rank():
+            return None
+        plain = _filled(skeleton, state)
+        for name, buffer in model.named_buffers():  # those that are in no state, too
+            owner, _, attribute = name.rpartition(".")
+            plain.get_submodule(owner)._buffers[attribute] = buffer.detach().cpu().clone()
+        return without_checkpointing(plain).train(model.training)
+
+
+class _WeightedReduceScatter:
+    """The exchange of gradients, weighted on their way out."""
+
+    def __init__(self, step: BatchStep, record: JointRecord) -> None:
+        self._step, self._record = step, record
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._record.note("gradients were exchanged")
+        weight = self._step.outgoing_weight()
+        if weight != 1.0:
+            input_tensor.mul_(weight)
+        return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
+    def defer(is_deferred: bool) -> None:
+        for root in roots:
+            root.set_requires_gradient_sync(not is_deferred)
+
+    return defer
+
+
+def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
+    return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+@dataclass(frozen=True, eq=False)
+class _ShardedModule:
+    """What `fully_shard` puts together at once.
+
+    Attributes:
+        module: What it was called with.
+        owner: The module that holds one of its parameters.
+        name: The name of that parameter there.
+    """
+
+    module: Any
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def is_held(self) -> bool:
+        return not isinstance(getattr(self.owner, self.name), DTensor)
+
+    def put_together(self) -> None:
+        self.module.unshard()
+
+    def take_apart(self) -> None:
+        self.module.reshard()
+
+
+def _parts_of(model: torch.nn.Module) -> list[_ShardedModule]:
+    """The parts of a model that have parameters, in the order of its modules."""
+    found: dict[str, _ShardedModule] = {}
+    divided = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for path, owner in model.named_modules():
+        for name, _ in owner.named_parameters(recurse=False):
+            owner_of = max((each for each in divided if _is_inside(path, each)), key=len)
+            found.setdefault(owner_of, _ShardedModule(model.get_submodule(owner_of), owner, name))
+    return [found[name] for name in divided if name in found]
+
+
+def _is_inside(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(f"{above}.")
+
+
+def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
+    return [model for model in models if isinstance(model, FSDPModule)]
+
+
+def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose parameters take no memory: what `get_model` fills, since a divided model cannot be copied."""
+    memo: dict[int, Any] = {
+        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
+    """A copy of the skeleton with these tensors; what was one parameter under several names is one again."""
+    plain = copy.deepcopy(skeleton)
+    names: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    plain.load_state_dict(state, strict=False, assign=True)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            plain.get_submodule(owner)._parameters[attribute] = plain.get_parameter(first)
+    return plain
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    """`value` with whole tensors. All ranks have to take part, in the same order; only those that `keep` hold them."""
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: _gathered(item, keep) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_gathered(item, keep) for item in value)
+    return value
+
+
+def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
+    if isinstance(whole, DTensor):
+        return whole.to_local()
+    [placement] = like.placements
+    if not isinstance(placement, Shard):
+        return whole
+    chunks = torch.chunk(whole, like.device_mesh.size(), dim=placement.dim)
+    rank = like.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)
+
+
+def _divided(entry: Any, parameter: Any) -> Any:
+    """What an optimizer keeps for a parameter, divided as the parameter is."""
+    if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
+        return copy.deepcopy(entry)
+    return {name: _divided_tensor(value, parameter) for name, value in entry.items()}
+
+
+def _divided_tensor(value: Any, parameter: DTensor) -> Any:
+    if isinstance(value, DTensor):
+        return value
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    if not is_like or not value.ndim:
+        return copy.deepcopy(value)
+    return _as_divided(_part_of(value, parameter).to(parameter.device, copy=True).contiguous(), parameter)
+
+
+def _as_divided(part: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,116 @@
+"""Hands one rank's state to others over the group's own connections, from each rank to the next.
+
+What is not a tensor is pickled, and what is unpickled can run code: it goes over connections on which both sides have
+proved that they belong to the group, which those of gloo and NCCL have not. Where there is a mesh of such connections,
+everything goes over it. With NCCL tensors go over NCCL, through two small buffers of the device.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raysgd._state.state_codec import EncodedState, decode, lend
+from raysgd.connections.group import Array
+from raysgd.connections.mesh.chain import Chain
+from raysgd.connections.mesh.mesh import Bytes
+from raysgd.connections.torch import board_of_group, exchanges_at_once
+
+STAGED_BYTES = 2**24
+"""The size of each of the two buffers."""
+
+_KEY_LENGTH = 16
+_ARRIVAL_S = 60.0  # it was sent before the tensors
+
+
+def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
+    """Sends `state` to `takers`, which must all `receive` at this time."""
+    encoded, group = lend(state), exchanges_at_once()
+    parts = [encoded.buffer, *encoded.apart]
+    if group is not None:
+        group.send_parts([memoryview(encoded.skeleton), *(part.data for part in parts)], takers)
+    elif takers:
+        _send_staged(encoded.skeleton, parts, takers, device)
+
+
+def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
+    """What `source` sends to `takers`; tensors are on the CPU and not shared."""
+    group = exchanges_at_once()
+    if group is not None:
+        head, buffer, *apart = group.receive_parts(source, takers)
+        skeleton = head.tobytes()
+    else:
+        skeleton, (buffer, *apart) = _receive_staged(source, takers, device)
+    return decode(EncodedState(skeleton, buffer, tuple(apart)), copy=False)
+
+
+def _send_staged(skeleton: bytes, parts: Sequence[Array], takers: Sequence[int], device: torch.device) -> None:
+    key = secrets.token_bytes(_KEY_LENGTH)
+    board_of_group().put(_topic(key), pickle.dumps((skeleton, [part.nbytes for part in parts])))
+    chain = _staged_chain(dist.get_rank(), takers, device)
+    chain.pass_on(memoryview(bytearray(key)))
+    chain.pass_on(*(part.data for part in parts))
+
+
+def _receive_staged(source: int, takers: Sequence[int], device: torch.device) -> tuple[bytes, list[Array]]:
+    chain, key = _staged_chain(source, takers, device), bytearray(_KEY_LENGTH)
+    chain.pass_on(memoryview(key))
+    skeleton, sizes = pickle.loads(board_of_group().get(_topic(bytes(key)), _ARRIVAL_S))
+    parts = [np.empty(size, np.uint8) for size in sizes]
+    chain.pass_on(*(part.data for part in parts))
+    return skeleton, parts
+
+
+def _staged_chain(source: int, takers: Sequence[int], device: torch.device) -> Chain:
+    return Chain(_Staged(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
+
+
+def _topic(key: bytes) -> str:
+    return f"raysgd/state/{key.hex()}"
+
+
+class _Staged:
+    """Moves bytes of the host through two buffers where the transport reaches them.
+
+    Args:
+        device: Where that is.
+        num_bytes: The size of a buffer, and of the largest piece.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._sent, self._received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+        self._newest: Bytes | None = None
+
+    def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
+        if self._newest is not None:  # it is what goes out now
+            self._sent, self._received = self._received, self._sent
+        works = [dist.isend(self._filled(piece), rank) for rank, piece in outgoing.items()]
+        works += [dist.irecv(self._received[: len(piece)], rank) for rank, piece in incoming.items()]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        self._newest = None
+        for piece in incoming.values():
+            _tensor(piece).copy_(self._received[: len(piece)])
+            self._newest = piece
+
+    def _filled(self, piece: Bytes) -> torch.Tensor:
+        room = self._sent[: len(piece)]
+        if piece is not self._newest:
+            room.copy_(_tensor(piece))
+        return room
+
+
+def _tensor(piece: Bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(piece, np.uint8))
+
+
+def _reachable(device: torch.device) -> torch.device:
+    """Where tensors have to be for the group's transport."""
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,254 @@
+"""Replicas kept equal by Horovod, with what `DistributedDataParallel` guarantees.
+
+Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends each one as soon as a backward pass has
+it, and waits in `step`. Here it waits at the end of the backward pass already. So code that looks at the gradients
+between the two, to clip them, to unscale them, or to run a second backward pass, finds those of all ranks, as with
+`DistributedDataParallel`, and the same operator trains the same under both.
+
+Why the backward pass waits: ADR 25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from raysgd.connections.horovod import import_horovod, is_connection_error
+from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.strategy import NoParallel, Summation
+
+_NUM_VOTE_NAMES = 8  # of a vote that no rank waits for any more, and of those that may follow it
+
+
+class HorovodByHand(NoParallel):
+    """Replicas that the user keeps equal, in a group of Horovod."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hvd = import_horovod()
+        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)  # its connections are its own
+
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
+
+
+class HorovodParallel(HorovodByHand):
+    """Wraps optimizers instead of models."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.synchronizes = self.step.is_joint = world_size > 1
+        self._outgoing = _Outgoing(self.step)
+        self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
+        self._averaged: set[torch.Tensor] = set()
+        self._num_models = 0
+        self._backward_pass = -1
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
+        """The model itself, with the parameters and buffers of rank 0."""
+        self._num_models += 1
+        self._take_from_rank_0(f"model.{self._num_models}", [*model.parameters(), *model.buffers()])
+        return model
+
+    def _take_from_rank_0(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            handles = [
+                self._hvd.broadcast_async(tensor.contiguous(), 0, name=f"raysgd.{what}.{index}")
+                for index, tensor in enumerate(tensors)
+            ]
+            for tensor, handle in zip(tensors, handles, strict=True):
+                tensor.copy_(self._hvd.synchronize(handle))
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """An optimizer for the same parameters whose gradients are averaged over the ranks, in the state of rank 0.
+
+        Raises:
+            InvalidRegistrationError: Horovod cannot take this one.
+        """
+        for plain, wrapped in self._pairs:
+            if optimizer is plain or optimizer is wrapped:
+                return wrapped
+        self._check(optimizer)
+        wrapped = self._distributed(optimizer)
+        self._pairs.append((optimizer, wrapped))
+        if self.synchronizes:
+            self._take_state_of_rank_0(wrapped)
+            for parameter in _trained_by(wrapped):
+                self._averaged.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._note_backward)
+        return wrapped
+
+    def _check(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidRegistrationError(
+                f"`register(optimizers=...)` got `{type(optimizer).__name__}`: Horovod needs a "
+                '`torch.optim.Optimizer`. With another kind use `backend="gloo"` or "nccl".'
+            )
+        taken = {id(parameter) for _, wrapped in self._pairs for parameter in _parameters_of(wrapped)}
+        if any(id(parameter) in taken for parameter in _parameters_of(optimizer)):
+            raise InvalidRegistrationError(
+                "Two optimizers have a parameter in common: Horovod would average its gradient twice. Give each "
+                'parameter to one optimizer, or use `backend="gloo"` or "nccl".'
+            )
+
+    def _distributed(self, plain: torch.optim.Optimizer) -> Any:
+        names = [
+            (f"raysgd.optimizer.{len(self._pairs)}.{group_index}.{index}", parameter)
+            for group_index, group in enumerate(plain.param_groups)
+            for index, parameter in enumerate(group["params"])
+        ]
+        try:
+            wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self._outgoing)
+        except TypeError as error:
+            raise InvalidRegistrationError(
+                f"Horovod makes `{type(plain).__name__}` again from its parameter groups alone, which failed: {error}. "
+                "Give the other arguments of its constructor default values."
+            ) from error
+        wrapped.defaults, wrapped.state = plain.defaults, plain.state
+        _adapt_class_of(wrapped, type(plain))
+        _keep_in_touch(plain, wrapped)
+        return wrapped
+
+    def _take_state_of_rank_0(self, wrapped: Any) -> None:
+        # Not `hvd.broadcast_optimizer_state`: it takes a step to have a state that it can send.
+        name = f"raysgd.state.{len(self._pairs)}"
+        state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
+        if self._hvd.rank():
+            wrapped.load_state_dict(state)
+
+    def match(self, models: Sequence[torch.nn.Module]) -> None:
+        if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
+            raise ValueError(
+                "Parameters were unfrozen (`requires_grad=True`) since `register`, and Horovod averages the gradients "
+                "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
+                'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
+            )
+
+    @property
+    def weights_obstacle(self) -> str | None:
+        return 'backend="horovod"' if self.synchronizes else None
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        super().arm(models, weight_in_hook, window)
+        if weight_in_hook and window == 1:
+            self.weights_in_hook = self._outgoing.is_weighting = True
+
+    @contextmanager
+    def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Gives every rank rank 0's buffers once; forward passes have none of our collectives anyway."""
+        if self.synchronizes:
+            self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
+        yield
+
+    def summation(self) -> Summation:
+        count = 0
+
+        def start(numbers: torch.Tensor) -> Callable[[], Any]:
+            nonlocal count
+            count += 1
+            name = f"raysgd.vote.{count % _NUM_VOTE_NAMES}"
+            return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
+
+        return start
+
+    def _note_backward(self, parameter: torch.Tensor) -> None:
+        """Runs whenever a parameter has a new gradient: sees to it that the end of the backward pass is heard of."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._backward_pass:
+            self._backward_pass = backward_pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self.record.note("gradients were exchanged")
+        try:
+            for _, wrapped in self._pairs:
+                wrapped.synchronize()
+        except Exception as error:
+            self.exchanges.note(error)
+            raise
+
+
+class _Outgoing:
+    """What becomes of a gradient before it is sent: Horovod has a place for that, which it calls compression."""
+
+    def __init__(self, step: BatchStep) -> None:
+        self._step = step
+        self.is_weighting = False
+
+    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous()  # Horovod takes no other
+        weight = self._step.outgoing_weight() if self.is_weighting else 1.0
+        return gradient if weight == 1.0 else gradient * weight, None
+
+    def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
+        return gradient
+
+
+def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
+    """Lets gradients be averaged once for each backward pass. Horovod made the class for this optimizer alone."""
+    cls = type(wrapped)
+    original_synchronize, original_step = cls.synchronize, cls.step
+
+    def synchronize(self: Any) -> None:
+        """Waits for the gradients that are under way; the end of the backward pass did that already."""
+        if self._handles:
+            original_synchronize(self)
+
+    def step(self: Any, closure: Any = None) -> Any:
+        self.synchronize()
+        with self.skip_synchronize():
+            return original_step(self, closure)
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.synchronize()
+        plain_cls.zero_grad(self, *args, **kwargs)
+
+    def add_param_group(self: Any, param_group: Any) -> None:
+        raise RuntimeError(
+            "Horovod averages the gradients of the parameters that an optimizer had when it was registered, so no "
+            "group can be added now: add it before `register`, with a learning rate of 0 until it is needed."
+        )
+
+    step.hooked = True  # type: ignore[attr-defined]  # PyTorch adds its hooks to steps without that mark, once more
+    cls.synchronize, cls.step, cls.zero_grad, cls.add_param_group = synchronize, step, zero_grad, add_param_group
+
+
+def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
+    """Lets learning-rate schedulers, which hold the plain optimizer, act on the wrapped one.
+
+    Stepping the plain one would leave the other ranks behind unnoticed, so that is refused.
+    """
+
+    def share(optimizer: Any) -> None:
+        plain.param_groups, plain.state = wrapped.param_groups, wrapped.state
+
+    def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
+        plain._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "This optimizer was passed to `register`, which returned another one for the same parameters, whose "
+            "gradients are averaged over the workers. Step that one."
+        )
+
+    share(wrapped)
+    wrapped.register_load_state_dict_post_hook(share)
+    wrapped.register_step_post_hook(tell)
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look at this too
+    plain.step = refuse  # type: ignore[assignment]
+
+
+def _trained_by(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in _parameters_of(optimizer) if parameter.requires_grad]
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

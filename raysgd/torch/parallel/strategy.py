@@ -1,0 +1,336 @@
+"""How the replicas of a model are kept equal: one object, asked nowhere else. Here: what all ways have in common.
+
+The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
+the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
+samples first (`BatchStep.weight`, 1.0 nearly always). Where the library itself runs the backward pass, it weights the
+loss, which is free; where user code may call `backward` by itself, a hook weights the gradient on its way out.
+With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass. It has
+to do so too where user code says how much a batch counts. `raysgd.torch.parallel.step` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from raysgd.connections.group import Group
+from raysgd.connections.torch import exchanges_at_once, new_group_beside
+from raysgd.torch.objects.blocks import without_checkpointing
+from raysgd.torch.objects.loading import load_model, load_optimizer
+from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.joint_record import JointRecord
+from raysgd.torch.parallel.step import BatchStep, accept
+from raysgd.torch.parallel.stream_clock import StreamClock
+
+# Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
+Summation = Callable[[torch.Tensor], Callable[[], Any]]
+
+
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy; also of a model whose modules keep what they computed last, which PyTorch alone refuses to copy."""
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
+
+
+class NoParallel:
+    """A single replica, or replicas that the user keeps equal.
+
+    Args:
+        has_others: Whether there are other ranks, whose loss would matter.
+
+    Attributes:
+        synchronizes: Whether every step involves all ranks.
+        is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
+        step: The step that the replica is in.
+        exchanges: What became of the exchanges of that step.
+        exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
+        record: What was done in the call that all ranks have to do alike.
+        times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
+    """
+
+    synchronizes = False
+    is_sharded = False
+
+    def __init__(self, has_others: bool = True) -> None:
+        self.step = BatchStep()
+        self._has_others = has_others
+        self.step.is_joint = self.synchronizes
+        self.exchanges = Exchanges()
+        self.record = JointRecord()
+        self.weights_in_hook = self.times_exchanges = False
+        self.exchanged: set[int] = set()
+        self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
+
+    def take_time(self, device: torch.device) -> None:
+        """Lets `exchanges.own_s` say for how long this rank computes by itself. Called before any model is wrapped."""
+        self.times_exchanges = True
+        if device.type == "cuda":
+            self.exchanges.clock = StreamClock()
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
+        """The model to call in training. `options` are those for `DistributedDataParallel`."""
+        return model
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer to use in training."""
+        return optimizer
+
+    def _leave_out(self, model: torch.nn.Module, group: Any = None) -> torch.nn.Module:
+        """Makes a model equal on all ranks that has nothing to train, and so no gradients to average."""
+        take_from_first((*model.parameters(), *model.buffers()), group)
+        self._left_out.append((model, group))
+        return model
+
+    def _refresh_left_out(self, in_training: bool = False) -> None:
+        """Gives all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
+        for model, group in self._left_out:
+            if model.training or not in_training:
+                repeat_first(model.buffers(), group)
+
+    def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Makes optimizers that were made before `wrap` step what the wrapped models train."""
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        """Gets ready for a call of `train`.
+
+        Args:
+            models: The wrapped models.
+            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss. It may catch
+                what they raise, too, so exchanges are looked at before a step counts.
+            window: How many batches make an optimizer step.
+            may_defer: Whether the exchange of gradients may wait for the last of them.
+        """
+        self.step.open_call(window)
+        if self.synchronizes:
+            self.record.begin()
+        if self._left_out:
+            self.step.refresh = partial(self._refresh_left_out, in_training=True)
+        self.exchanges.open_call()
+        self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
+
+    def match(self, models: Sequence[torch.nn.Module]) -> None:
+        """Sees to it that gradients are averaged of all that the wrapped `models` train by now.
+
+        Called before the first batch of a call and of a pass, on all ranks at the same time.
+
+        Raises:
+            ValueError: That cannot be done.
+        """
+        for model, _ in self._left_out:
+            if trainable(model) and any(model is each for each in models):
+                raise ValueError(
+                    f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
+                    "parameters with `requires_grad=True` now, whose gradients are not averaged over the workers. "
+                    "Freeze it after `register` instead of before: a model that is registered with something to train "
+                    "may be frozen and unfrozen later."
+                )
+
+    @property
+    def weights_obstacle(self) -> str | None:
+        """The option with which gradients cannot be averaged by weights; None where they can."""
+        return None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the models cannot go on in a new group; None when they can."""
+        return "the replicas are not kept equal by `DistributedDataParallel`"
+
+    def reform(self) -> None:
+        """Connects the models to the new group; they stay the same objects."""
+        self.exchanges.forget()
+        self.record.forget()
+
+    def weighted(self, loss: torch.Tensor, optimizer: Any = None, is_further: bool = False) -> torch.Tensor:
+        """The loss to run the backward pass on, of a batch that counts by its samples.
+
+        Args:
+            loss: The mean over the samples.
+            optimizer: The one that it trains.
+            is_further: Whether the batch had a backward pass before, so that no hook may see this one.
+
+        Raises:
+            RuntimeError: It is unknown which batch it is of.
+        """
+        step = self.step
+        step.end_forward()
+        if step.window == 1 and ((self.weights_in_hook and not is_further) or not self.synchronizes):
+            return loss
+        step.use()
+        factor = step.factor_of(optimizer) if step.window > 1 else step.weight
+        return loss if factor == 1.0 else loss * factor
+
+    @contextmanager
+    def weighting(
+        self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """The loss to run the backward pass on, of a batch that counts by a weight instead of its samples.
+
+        Args:
+            loss: The mean over whatever the weight counts.
+            optimizers: Those that it trains.
+            weight: See `raysgd.torch.parallel.step`.
+            parameters: What gets gradients. With weight 0 these are 0, also where the mean over nothing is NaN.
+
+        Raises:
+            RuntimeError: It is unknown which batch it is of.
+            ValueError: This kind of replicas cannot do that.
+        """
+        if self.weights_obstacle is not None:
+            raise _no_weights(self.weights_obstacle)
+        step = self.step
+        step.end_forward()
+        step.use(by_samples=False)
+        factor = step.factor_of(optimizers[0], weight)
+        with step.weighting(), nullcontext() if weight else _silenced(parameters):
+            yield loss * factor
+
+    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
+
+    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no gradient of earlier batches is left to add to."""
+        return all(parameter.grad is None for parameter in parameters)
+
+    @contextmanager
+    def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
+        with self.step.weighting():
+            yield
+
+    @contextmanager
+    def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """The context for evaluation, where ranks may have different numbers of batches."""
+        yield
+
+    def await_others(self) -> None:
+        """In evaluation: called when this rank has no batch left."""
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
+    def part_of_state(self, part: Any) -> dict[str, Any]:
+        """What this rank has of the state; where parts are sharded, with a part of each tensor."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Room for what this rank has of another tensor with this shape."""
+        return torch.empty_like(tensor, dtype=dtype)
+
+    @property
+    def group_beside(self) -> Any:
+        """A group for what is not training, where parts are sharded; all ranks have to ask."""
+        return None
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of a model."""
+        load_model(model, state)
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of an optimizer."""
+        load_optimizer(optimizer, state)
+
+    def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
+        return without_checkpointing(_copied(unwrap(model)).cpu())
+
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
+        group = quick_group(tensor)
+        if group is not None:
+            group.add_up(tensor.numpy())
+        else:
+            dist.all_reduce(tensor)
+
+    def summation(self) -> Summation:
+        """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
+        # A separate group: on the default one these calls could overtake those of the backward pass.
+        group = new_group_beside()
+
+        def start(numbers: torch.Tensor) -> Callable[[], Any]:
+            return dist.all_reduce(numbers, group=group, async_op=True).wait
+
+        return start
+
+
+def quick_group(tensor: torch.Tensor) -> Group | None:
+    """What such a tensor is added up through; None where PyTorch is quicker."""
+    group = exchanges_at_once() if tensor.device.type == "cpu" else None
+    return group if group is not None and group.is_quick_for(tensor.nbytes) else None
+
+
+def _no_weights(option: str) -> ValueError:
+    return ValueError(
+        f"`weight=` of `self.backward`, or from `forward`, does not work with `{option}`: allowed are the default, "
+        '`parallel="ddp"` with `backend="gloo"` or "nccl", and `parallel="none"`, where you average gradients yourself.'
+    )
+
+
+@contextmanager
+def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Makes the gradients that come to parameters 0, before anybody else sees them."""
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    """The parameters of a model that are not frozen."""
+    return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+    """Gives every rank of a group the numbers that the first one has, whatever their format.
+
+    Raises:
+        RuntimeError: The ranks' tensors differ in shape.
+    """
+    present = list(_with_numbers(tensors))
+    if present:
+        _verify_param_shape_across_processes(_group_or_all(group), present)
+        repeat_first(present, group)
+
+
+def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+    """Do the same where it is known that the tensors have one shape on all ranks."""
+    group = _group_or_all(group)
+    first = dist.get_global_rank(group, 0)
+    for tensor in _with_numbers(tensors):
+        flat = tensor.contiguous().reshape(-1)
+        dist.broadcast(flat.view(torch.uint8), first, group=group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _group_or_all(group: Any) -> dist.ProcessGroup:
+    found = group or dist.group.WORLD
+    assert found is not None, "this process is in a group"
+    return found
+
+
+def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (each.detach() for each in tensors if each.numel() and not each.is_meta and not is_lazy(each))
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model without a wrapper of PyTorch that calls it on data in parallel, which ours are, too.
+
+    Any other module that holds one as `module` may compute something else, so it is a model.
+    """
+    return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

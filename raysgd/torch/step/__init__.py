@@ -1,0 +1,1 @@
+"""One step of the optimizers: gradients, weights of batches, schedulers."""

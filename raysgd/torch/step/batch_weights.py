@@ -1,0 +1,156 @@
+"""The weights that batches have because of their criterion: a mean over labels counts by these, not by samples.
+
+A loss of PyTorch leaves out the labels that it ignores, and counts others by the weights of their classes. What is
+left is known only once a batch is there, and ranks exchange weights in all steps or in none. So they agree ahead. Where
+the criterion was told so, batches count by labels. Elsewhere there may be labels that PyTorch ignores by itself, so
+batches count by labels in the first pass over the data, and later if some were ignored before. Why: ADR 44.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
+from raysgd._text.once import Once
+from raysgd.torch.objects.criteria import Comparison, CountedLabels, are_classes, means_over_labels
+from raysgd.torch.parallel.strategy import NoParallel
+
+logger = logging.getLogger(__name__)
+
+
+class BatchWeights:
+    """Knows by how much the batches of an operator count.
+
+    Args:
+        parallel: How the replicas are kept equal.
+        once: What was said already.
+
+    Attributes:
+        are_of_criterion: Whether the last loss counted by labels, without a word from user code.
+    """
+
+    def __init__(self, parallel: NoParallel, once: Once) -> None:
+        self._parallel, self._once = parallel, once
+        self._criterion: Any = None
+        self._first_epoch: int | None = None
+        self._is_first = self._is_told = self._may_count = self._counts = self._was_given = False
+        self._is_used = False  # what was noted, by a backward pass
+        self.are_of_criterion = False
+        self._differ: Any = False  # whether labels count otherwise than samples; maybe a tensor that was not read
+        self._num_each: set[float] = set()  # how many labels a sample has
+
+    def begin_call(self, criterion: Any, epoch_idx: int) -> None:
+        """Begin a call of `train`, whose first batch belongs to this pass."""
+        self._criterion, means = criterion, means_over_labels(criterion)
+        self._first_epoch = epoch_idx if self._first_epoch is None else self._first_epoch
+        self._is_first = epoch_idx == self._first_epoch
+        self._is_told = any(labels.are_chosen for labels in means)
+        self._may_count = bool(means) and self._matters and self._obstacle is None
+        self._counts = self._may_count and self._is_told
+        self._was_given = False
+
+    @property
+    def _matters(self) -> bool:
+        """Whether steps have several batches."""
+        step = self._parallel.step
+        return step.window > 1 or self._parallel.synchronizes or step.shards is not None
+
+    @property
+    def _obstacle(self) -> str | None:
+        """The option of the trainer that rules weights out."""
+        return "deterministic=True" if self._parallel.step.shards is not None else self._parallel.weights_obstacle
+
+    def agree(self, sum_over_workers: Callable[[float], list[float]]) -> None:
+        """Agree with the other ranks whether the next batches count by labels; all ranks have to ask."""
+        if self._may_count and not self._is_told:
+            own = float(self._is_first or bool(self._differ) or len(self._num_each) > 1)
+            self._counts = (sum_over_workers(own)[0] if self._parallel.synchronizes else own) > 0
+
+    def note(self, comparison: Comparison) -> None:
+        """Take notice of what the criterion compares."""
+        step, labels = self._parallel.step, comparison.labels
+        if step.is_padding or not torch.is_grad_enabled():
+            return
+        if self._is_used:
+            step.amounts, self._is_used = [], False
+        amount = comparison.amount
+        step.amounts.append(amount)
+        if labels is not None:
+            self._compare(labels, comparison.target, amount)
+            if step.samples:
+                self._num_each.add(comparison.target.numel() / step.samples)
+
+    def look_at(self, target: Any) -> None:
+        """Look for signs that a batch does not count by its samples, whose loss is none of PyTorch's."""
+        step = self._parallel.step
+        if self._matters and not step.amounts and not step.is_padding and are_classes(target):
+            self._compare(CountedLabels.of(self._criterion), target)
+
+    def _compare(self, labels: CountedLabels, target: torch.Tensor, amount: Any = None) -> None:
+        """Compare what counts with the number of all labels."""
+        if labels.class_weights is not None:
+            self._differ = True
+        elif self._differ is not True:
+            amount = labels.amount(target) if amount is None else amount
+            self._differ = self._differ | (amount != target.numel())
+
+    def of_loss(self, given: Any) -> float | None:
+        """Return by how much the loss of a batch counts; None for its samples.
+
+        Args:
+            given: What user code says.
+        """
+        self.are_of_criterion = given is None and self._counts
+        if given is None:
+            return self._amount_of_loss() if self._counts else None
+        self._was_given = True
+        return as_weight("weight", given)
+
+    def _amount_of_loss(self) -> float:
+        """All losses have one if batches count by labels, because all ranks wait for it."""
+        step, self._is_used = self._parallel.step, True
+        amount = mean_amount(step.amounts)
+        if not self._is_told:
+            step.use()  # raises what it would raise in later passes
+        self._was_given = self._was_given or amount is not None
+        if step.weights and (amount is None or step.window > 1):
+            return step.weights[-1]
+        return float(step.samples or 0 if amount is None else amount)
+
+    def warn(self) -> None:
+        """Warn once if batches counted by their samples, and there is a sign that they should not."""
+        if self._was_given or not self._matters or not self._differ or not self._once.is_first("labels"):
+            return
+        obstacle = "" if self._obstacle is None else f", which does not work with `{self._obstacle}`"
+        logger.warning(
+            "some labels are ignored, or count more than others, and batches counted by their samples: gradients are "
+            "not those of one process. Say how much each batch counts: pass `weight=` to `self.backward`, or return it "
+            "from `forward` behind the loss%s",
+            obstacle,
+        )
+
+    def end_call(self) -> None:
+        """Let what is computed until the next call count by samples."""
+        self._counts = False
+
+
+def mean_amount(amounts: Iterable[Any]) -> Any:
+    """Return what the means of a batch are over, of which there is mostly one; None for samples."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) / len(known) if known else None
+
+
+def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+    """Return what single metrics of a batch are averaged by, as it reports it.
+
+    Args:
+        counts: What the other metrics are averaged by.
+        amounts: What a metric is the mean over; None where it is like the others.
+    """
+    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
+    return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}

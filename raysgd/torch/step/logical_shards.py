@@ -1,0 +1,139 @@
+"""The gradients of logical shards: each kept by itself, added in one order whatever rank computed it, to the same bits.
+
+A joint batch is cut into a fixed number of shards. A rank computes some of them, one after the other, and keeps the
+gradient of each as a row. Then each rank is sent a part of every row, adds the parts up in the order of the shards, and
+sends the sum to all. Floating-point sums depend on their order, and this order does not depend on the ranks.
+
+Why shards are fixed, and what that costs: ADR 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.arrays.division import even_counts
+from raysgd.connections.torch import exchanges_at_once
+from raysgd.torch.objects import rng
+
+
+class LogicalShards:
+    """What a rank has computed of a joint batch, and the sum over all ranks.
+
+    Args:
+        num_shards: How many there are in a joint batch.
+        rank: The place among the ranks.
+        world_size: How many ranks there are.
+        models: As training calls them.
+    """
+
+    def __init__(self, num_shards: int, rank: int, world_size: int, models: Iterable[torch.nn.Module] = ()) -> None:
+        self._wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        self._num_shards, self._rank, self._world_size = num_shards, rank, world_size
+        self._rows = torch.empty(0)
+        self._num_kept = 0
+        self._is_summed = False
+
+    def begin_batch(self, is_first: bool, seed: int) -> None:
+        """Begins a shard: what is random in it comes from its place in the data."""
+        if is_first:
+            self._num_kept, self._is_summed = 0, False
+        for model in self._wrapped:
+            model.require_forward_param_sync = is_first  # that of buffers, once in a step as all ranks do it
+        rng.seed_alike(seed)
+
+    def keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Keeps the gradients that a backward pass has just made."""
+        self._make_room(parameters)
+        row = self._rows[self._num_kept]
+        start = 0
+        for each in parameters:
+            target = row[start : start + _size(each)]
+            start += _size(each)
+            if each.grad is None:
+                target.zero_()
+            else:
+                target.copy_(_as_row(each.grad))
+        row[start:] = torch.tensor([each.grad is not None for each in parameters], dtype=row.dtype)
+        self._num_kept += 1
+
+    def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A row for each shard of this rank: its numbers, and behind them which parameters have a gradient at all."""
+        shape = (max(1, self._counts()[self._rank]), sum(map(_size, parameters)) + len(parameters))
+        if self._rows.shape != shape:
+            self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
+
+    def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
+        """Puts the sums over all shards where optimizers look for gradients."""
+        counts = self._counts()
+        self._make_room(parameters)
+        self._rows[self._num_kept :].zero_()  # shards of a short joint batch that have no sample
+        sums = self._summed(self._rows[: counts[self._rank]], counts)
+        start, flags = 0, sums[-len(parameters) :].tolist()
+        for each, has_gradient in zip(parameters, flags, strict=True):
+            each.grad = _as_gradient(sums[start : start + _size(each)], each) if has_gradient else None
+            start += _size(each)
+        self._is_summed = True
+        rng.seed_alike(seed)  # what follows is done by all ranks alike
+
+    def check(self) -> None:
+        """Refuses a step whose gradients came from elsewhere.
+
+        Raises:
+            ValueError: They did, so each rank has its own.
+        """
+        if not self._is_summed:
+            raise ValueError(
+                "`deterministic=True`: a step computed its gradients without the library, which therefore could not "
+                "add them up. Call `self.backward(loss)` once for each batch in `train_batch`."
+            )
+
+    def _counts(self) -> list[int]:
+        return even_counts(self._num_shards, self._world_size)
+
+    def _summed(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        if self._world_size == 1:
+            return _in_order(rows)
+        group = exchanges_at_once()
+        if group is not None and rows.device.type == "cpu":
+            return torch.from_numpy(group.add_rows(rows.numpy(), counts))
+        most = max(counts)
+        own = torch.zeros((most, self._rows.shape[1]), dtype=self._rows.dtype, device=self._rows.device)
+        own[: len(rows)] = rows
+        gathered = [torch.empty_like(own) for _ in counts]
+        dist.all_gather(gathered, own)
+        return _in_order(torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]))
+
+
+def _in_order(rows: torch.Tensor) -> torch.Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _dtype_of(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(each.dtype.to_real() == torch.float64 for each in parameters) else torch.float32
+
+
+def _size(parameter: torch.Tensor) -> int:
+    """Return how many real numbers its gradient has."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _as_row(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers of a gradient."""
+    pairs = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return pairs.reshape(-1)
+
+
+def _as_gradient(row: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return what `_as_row` made a row of."""
+    numbers = row.to(parameter.dtype.to_real())
+    if not parameter.is_complex():
+        return numbers.view_as(parameter)
+    pairs = numbers.view(*parameter.shape, 2)
+    return torch.complex(pairs[..., 0], pairs[..., 1])

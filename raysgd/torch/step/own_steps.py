@@ -1,0 +1,212 @@
+"""Bounds, callbacks and accumulation of gradients, which act wherever an optimizer steps: in stock code or user code.
+
+Why hooks do this is in docs/adr/0049-options-act-where-the-optimizer-steps.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+
+from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.step.closures import Closures
+
+
+class GradientBounds(Protocol):
+    """How gradients are clipped; an operator, whose methods users override."""
+
+    def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        """Clips the norm of all of them together."""
+
+    def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
+        """Clips each number."""
+
+
+class Watcher(Protocol):
+    """Sees gradients before they are clipped, and steps."""
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether it is to be called."""
+
+    def gradients(self, optimizer: Any) -> None:
+        """Called before an optimizer steps."""
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether it is to be called after steps."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """Called after an optimizer has stepped."""
+
+
+class OwnSteps:
+    """Shows gradients to a watcher and clips them right before an optimizer steps, once; notes that it has stepped."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        options: StepOptions,
+        bounds: GradientBounds,
+        step: BatchStep,
+        closures: Closures,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._watcher = watcher
+        self._precision = precision
+        self._closures = closures
+        self._options = options
+        self._bounds = bounds
+        self._step = step
+        self._is_clipped = self._has_clipped = False
+        self._optimizers: Sequence[Any] = ()
+        self._sees_all = True
+        self._undo: list[Callable[[], None]] = []
+        self._about_to_step: set[int] = set()  # by identity: those with gradients
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """Lets the bounds act, or be missed, also where user code steps an optimizer by itself."""
+        for undo in self._undo:
+            undo()
+        self._optimizers = optimizers
+        hooked = list(filter(tells_of_steps, optimizers))
+        self._sees_all = len(hooked) == len(optimizers)
+        handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+        handles += [each.register_step_post_hook(self._after_step) for each in hooked]
+        self._undo = [*(each.remove for each in handles), *map(self._protect, optimizers)]
+
+    def _protect(self, optimizer: Any) -> Callable[[], None]:
+        """Lets `zero_grad` spare gradients that wait for more batches, as the stock step waits for them."""
+        clear = getattr(optimizer, "zero_grad", None)
+        if clear is None:
+            return lambda: None
+
+        @wraps(clear)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if not self._step.protects(optimizer):
+                clear(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad
+        return partial(setattr, optimizer, "zero_grad", clear)
+
+    def sees(self, optimizer: Any) -> bool:
+        """Whether each step of an optimizer is noted here."""
+        return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
+
+    @contextmanager
+    def sparing(self, chosen: Sequence[Any]) -> Iterator[None]:
+        """Inside, a loss for the chosen optimizers adds nothing to gradients of others that wait for more batches."""
+        others = [each for each in self._optimizers if self._step.protects(each)]
+        own = {id(parameter) for each in (chosen if others else ()) for parameter in self._precision.parameters(each)}
+        waiting = (parameter for each in others for parameter in self._precision.parameters(each))
+        held = [(parameter, parameter.grad) for parameter in waiting if id(parameter) not in own]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+
+    def begin_call(self) -> None:
+        """Begins a training call."""
+        self._has_clipped = False
+        self._precision.begin_call()
+
+    @property
+    def misses_clipping(self) -> bool:
+        """Whether a bound was not used in this call, and user code may have stepped past it."""
+        return self._options.clips and not self._has_clipped and not self._sees_all
+
+    def step(self, optimizer: Any) -> None:
+        """Steps an optimizer whose gradients are clipped already."""
+        self._is_clipped = True
+        try:
+            self._precision.step(optimizer)
+        finally:
+            self._is_clipped = False
+
+    def clip(self, optimizer: Any) -> None:
+        """Clips the gradients of an optimizer, which may be scaled."""
+        if self._acts:
+            self._precision.unscale(optimizer)
+            self._clip(optimizer)
+
+    @property
+    def _acts(self) -> bool:
+        return self._options.clips or (self._watcher is not None and self._watcher.wants_gradients)
+
+    def _clip(self, optimizer: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.gradients(optimizer)
+        if not self._options.clips:
+            return
+        options, self._has_clipped = self._options, True
+        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
+        if options.clip_grad_norm is not None:
+            self._bounds.clip_grad_norm(parameters, options.clip_grad_norm)
+        if options.clip_grad_value is not None:
+            self._bounds.clip_grad_value(parameters, options.clip_grad_value)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs in each step of an optimizer, from any caller."""
+        self._about_to_step.discard(id(optimizer))
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._check_gradients(optimizer)
+            return None
+
+        self._closures.check()
+
+        def compute() -> Any:
+            self._step.stepped(optimizer)  # each call of the closure begins with no gradients
+            loss = self._closures.call(closure)
+            self._check_gradients(optimizer)
+            return loss
+
+        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _check_gradients(self, optimizer: Any) -> None:
+        if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
+            return  # such a step changes nothing: some programs take one ahead of a scheduler
+        if not self._is_clipped and self._step.window > 1 and self._step.waits_for(optimizer):
+            raise ValueError(
+                f"`{self._step.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
+                "wait for more batches: call `self.optimizer_step()` for every batch instead."
+            )
+        self._about_to_step.add(id(optimizer))
+        self._precision.check_use()
+        if not self._is_clipped and self._acts:
+            _unscale_for_step(optimizer)
+            self._clip(optimizer)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        """Runs after each step of an optimizer, from any caller."""
+        self._step.stepped(optimizer)
+        if self._watcher is None or not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
+            return
+        overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
+        if overflow is None or not overflow.item():
+            self._watcher.stepped(optimizer)
+
+
+def tells_of_steps(optimizer: Any) -> bool:
+    """Whether an optimizer has hooks for its steps, as those of PyTorch do."""
+    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
+
+
+def _unscale_for_step(optimizer: Any) -> None:
+    """Brings gradients to their true size that a fused optimizer is to unscale in its step, as `GradScaler` told it."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
+    optimizer.grad_scale = None

@@ -1,0 +1,1 @@
+"""One run of a training function: its launch, its steps, its hooks."""

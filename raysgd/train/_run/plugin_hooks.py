@@ -1,0 +1,116 @@
+"""Calls a plug-in when a group of workers starts and ends, and makes users' objects in the workers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.engine.decisions.failures import Diagnosis
+from raysgd.engine.group.group_hooks import GroupHooks
+from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.shared.types import GroupReport, Resources
+from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject
+from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+_ARRIVAL_S = 30.0  # for a checkpoint on its way from workers that are about to end
+_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even that
+
+
+class PluginHooks(GroupHooks):
+    """Connects each group with a plug-in, and knows the workers that run now.
+
+    Args:
+        backend: The plug-in.
+        config: What the plug-in was chosen with.
+        resources: What one worker has.
+        await_checkpoint: Waits, for so many seconds at most, until no checkpoint is on its way from a worker.
+        worker_object: What every worker makes an object of, as the last step of its start; None for nothing.
+        tell_failure: Called when a call runs again because of a failure.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: BackendConfig,
+        resources: Resources,
+        await_checkpoint: Callable[[float], None] = lambda timeout_s: None,
+        worker_object: WorkerObject | None = None,
+        tell_failure: Callable[[Diagnosis], None] = lambda diagnosis: None,
+    ) -> None:
+        self._backend, self._config = backend, config
+        self._resources = resources
+        self._await_checkpoint = await_checkpoint
+        self._worker_object = worker_object
+        self._tell_failure = tell_failure
+        self._group: EngineGroup | None = None
+        self._workers: WorkerGroup | None = None
+        self._may_wait = True
+
+    @property
+    def group(self) -> EngineGroup:
+        """The engine's group of the workers that run now, or ran last."""
+        assert self._group is not None, "no group was started"
+        return self._group
+
+    @property
+    def workers(self) -> WorkerGroup:
+        """The same as plug-ins and developers see it."""
+        assert self._workers is not None, "no group was started"
+        return self._workers
+
+    @property
+    def actors(self) -> list[Any]:
+        """Ray's handles on the workers, by rank."""
+        return [worker.actor.ray_actor for worker in self.workers.workers]
+
+    def store(self, value: Any) -> Any:
+        """Puts a value where workers can take it from; returns Ray's reference."""
+        return self.group.store(value).reference
+
+    def on_start(self, group: EngineGroup) -> GroupReport | None:
+        """Lets the plug-in connect the workers. A death over that is a failed start."""
+        try:
+            workers = WorkerGroup.of(group, self._resources)
+            self._backend.on_start(workers, self._config)
+            if self._worker_object is not None:
+                workers.make_objects(self._worker_object)
+        except LostDuringCallError as lost:
+            return lost.report
+        self._group, self._workers, self._may_wait = group, workers, True
+        return None
+
+    def on_training_start(self) -> None:
+        """Tells the plug-in that a function is about to start."""
+        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
+        if hook is None:
+            return
+        try:
+            hook(self.workers, self._config)
+        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
+            logger.warning("%s, in `on_training_start`", lost)
+
+    def on_failure(self, diagnosis: Diagnosis) -> None:
+        """Says that the call runs again, and why."""
+        self._tell_failure(diagnosis)
+
+    def on_end(self, group: EngineGroup) -> None:
+        """Lets a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""
+        if not self._may_wait:
+            return
+        self._may_wait = False
+        is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        self._await_checkpoint(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
+
+    def on_stop(self, group: EngineGroup) -> None:
+        """Lets the plug-in say goodbye, whatever comes of that."""
+        if group is not self._group:
+            return
+        try:
+            self._backend.on_shutdown(self.workers, self._config)
+        except Exception as error:
+            logger.warning("`on_shutdown` failed; stopping the workers anyway: %s", error)

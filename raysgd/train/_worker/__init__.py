@@ -1,0 +1,1 @@
+"""A training function in its worker: the session that it calls, and what it hands over."""

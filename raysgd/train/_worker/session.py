@@ -1,0 +1,238 @@
+"""One run of a function in a worker, as the function sees it, and which one runs in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysgd._state.state_codec import EncodedState, StateEncoder
+from raysgd.air.metrics import node_ip
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import SessionMisuseError
+from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
+from raysgd.train._worker.shards import with_to_torch
+from raysgd.train.constants import (
+    DATE,
+    HOSTNAME,
+    NODE_IP,
+    PID,
+    TIME_THIS_ITER_S,
+    TIME_TOTAL_S,
+    TIMESTAMP,
+    TRAINING_ITERATION,
+)
+
+_INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched while training continues
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Session:
+    """One run of a function in this worker, as the function sees it.
+
+    Args:
+        world: This worker's place.
+        spec: What to run.
+        checkpoint: What the function starts from.
+        shard: This worker's part of the data, or a dict of such parts.
+        pending: Where large checkpoints wait.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        spec: FunctionSpec,
+        checkpoint: dict[str, Any] | None = None,
+        shard: Any = None,
+        pending: PendingCheckpoints | None = None,
+    ) -> None:
+        self.world = world
+        self.checkpoint = checkpoint
+        self.shard = with_to_torch(shard)
+        self.accelerator: Any = None
+        self.facts: Any = None
+        self.is_muted = spec.is_muted
+        self.iteration = 0
+        self._spec = spec
+        self._began = self._last_report = time.monotonic()
+        self._pending_checkpoints = pending or PendingCheckpoints()
+        # The thread of the function encodes what leaves the worker, with one copy. Tensors and arrays are apart in it,
+        # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
+        self._checkpoints, self._reports = StateEncoder(), StateEncoder()
+        self.mailbox = Mailbox(self._run, spec.num_ahead)
+
+    def _run(self) -> Any:
+        """Runs the function, in a separate thread."""
+        return self._spec.run()
+
+    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
+        """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
+        return False
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Sends metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
+
+        Raises:
+            TypeError: `checkpoint` is something else.
+        """
+        if checkpoint is not None:
+            self.checkpoint = checkpoint = content_of(checkpoint)
+        if self.is_muted and checkpoint is None:
+            return
+        data = self._packed(self._spec.encode(self._filled(dict(metrics))))
+        if checkpoint is None:
+            self._send_metrics(data)
+        else:
+            self._send(data, checkpoint)
+
+    def _send_metrics(self, data: Any) -> None:
+        """Sends metrics alone. The function waits with encoded ones: the next ones need their buffer."""
+        self.mailbox.offer(
+            FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
+        )
+
+    def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Sends metrics with a checkpoint, which the driver takes only if no lower rank has one."""
+        if self.world.rank == 0:
+            self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
+            return
+        content = self._content(checkpoint)
+        ref = CheckpointRef(content.get(self._spec.score_attribute))
+        self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
+
+    def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
+        """Sends metrics, and makes what they announce when the driver asks for it; see `PendingCheckpoints.settle`."""
+        token = self._pending_checkpoints.announce()
+        self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
+        self._pending_checkpoints.settle(token, make)
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint, or the one that the function started from."""
+        return self.checkpoint
+
+    def current_checkpoint(self) -> Any:
+        """The same as a `Checkpoint`."""
+        if not self.checkpoint:
+            return None
+        from raysgd.air.checkpoint import Checkpoint
+
+        return Checkpoint.from_dict(self.checkpoint)
+
+    def dataset_shard(self, name: str | None) -> Any:
+        """This worker's part of the data; see `get_dataset_shard`."""
+        if self.shard is None:
+            warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=3)
+            return None
+        if not isinstance(self.shard, dict):
+            return self.shard
+        if name is None:
+            raise RuntimeError(f"There are several datasets: choose one of {sorted(self.shard)}, with `dataset_name`.")
+        if name not in self.shard:
+            raise KeyError(f"There is no dataset {name!r}: there are {sorted(self.shard)}.")
+        return self.shard[name]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
+        self.checkpoint = checkpoint
+        checkpoint_ref = self._checkpoint_ref(checkpoint) if self.world.rank == 0 else None
+        self.mailbox.offer(FunctionMessage(TrainingResultType.CHECKPOINT, None, checkpoint_ref))
+
+    def _checkpoint_ref(self, checkpoint: Mapping[str, Any]) -> CheckpointRef:
+        content = self._content(checkpoint)
+        score = content.get(self._spec.score_attribute)
+        encoded = self._checkpoints.encode(self._spec.encode(content))
+        if len(encoded.skeleton) + encoded.num_bytes < _INLINE_BYTES:
+            return CheckpointRef(score, encoded)
+        return CheckpointRef(score, token=self._pending_checkpoints.keep(encoded))
+
+    def _content(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {**checkpoint, TIMESTAMP: int(time.time())}
+
+    def _packed(self, data: Any) -> Any:
+        """Metrics as the backend prepared them; encoded, unless they are plain."""
+        if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
+            return data
+        return self._reports.encode(data)
+
+    def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics, with the values that every report has."""
+        now = time.monotonic()
+        self.iteration += 1
+        metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
+        self._last_report = now
+        metrics[TIMESTAMP] = int(time.time())
+        metrics[TRAINING_ITERATION] = self.iteration
+        return {**metrics, **self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        """Where and when a report is made, if reports are to say so."""
+        if not self._spec.is_detailed:
+            return {}
+        return {
+            DATE: time.strftime("%Y-%m-%d_%H-%M-%S"),
+            HOSTNAME: socket.gethostname(),
+            NODE_IP: node_ip(),
+            PID: os.getpid(),
+            TIME_TOTAL_S: time.monotonic() - self._began,
+        }
+
+
+def content_of(checkpoint: Any) -> dict[str, Any]:
+    """What a function reports as its checkpoint, as a dict.
+
+    Raises:
+        TypeError: It is neither a dict nor a `Checkpoint`.
+    """
+    if isinstance(checkpoint, Mapping):
+        return dict(checkpoint)
+    from raysgd.air.checkpoint import Checkpoint
+
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.to_dict()
+    raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict or a `Checkpoint`, or None.")
+
+
+# One function runs at a time in a worker process; threads that it starts see the same session.
+_current: Session | None = None
+
+
+def current_session() -> Session | None:
+    """The session of the function that runs in this process; None outside a run."""
+    return _current
+
+
+def running_session(helper: str) -> Session:
+    """The session of the function that runs in this process.
+
+    Args:
+        helper: What is called, for the error.
+
+    Raises:
+        SessionMisuseError: No function runs here.
+    """
+    if _current is None:
+        raise SessionMisuseError(
+            f"`{helper}` works only in the workers of a run: call it inside the training function that you "
+            "pass to a trainer."
+        )
+    return _current
+
+
+def open_session(session: Session) -> None:
+    """Makes a session the one of this process, and starts its function."""
+    global _current
+    _current = session
+    session.mailbox.start()
+
+
+def close_session(session: Session | None) -> None:
+    """From now on no function runs in this process, if it was this one."""
+    global _current
+    if _current is session:
+        _current = None

@@ -1,0 +1,1 @@
+"""The data of one worker: streams of batches, and the position in them."""

@@ -1,0 +1,112 @@
+"""What takes the steps of a training call, and tells about them: where they are, and whether one is half done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from raysgd._numbers.meters import AverageMeterCollection
+from raysgd.engine.shared.time_spent import OTHER
+from raysgd.engine.shared.types import DataLedger
+from raysgd.messages.epochs import EpochRequest
+from raysgd.messages.joint_work import JointWork
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.data.feed import Feed
+from raysgd.worker.data.streams import PlaceInStep
+
+
+class Loop:
+    """A loop over batches of a feed that has not changed anything yet; a subclass knows when a step has.
+
+    Attributes:
+        first_bin: What the time of a call is booked as before a batch is drawn, and where the library draws no batch.
+        step: The step that the replica is in.
+    """
+
+    first_bin: ClassVar[str] = OTHER
+    step: PlaceInStep
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the state is that of a completed step."""
+        return True
+
+    @property
+    def own_s(self) -> float | None:
+        """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
+        return None
+
+    @property
+    def joint_work(self) -> JointWork | None:
+        """What the training call did that all ranks have to do alike; None where that is not recorded."""
+        return None
+
+    def new_meters(self) -> AverageMeterCollection:
+        """What a training call measures with."""
+        return AverageMeterCollection()
+
+    def plain(self, value: Any) -> Any:
+        """A result as something that the driver can read: tensors of one element as numbers."""
+        return value
+
+    def note_boundary(self) -> None:
+        """Called where the state is that of a completed step."""
+
+    def begin_call(self) -> None:
+        """Forgets what the call before has left."""
+
+    def return_to_boundary(self) -> None:
+        """Forgets what was counted since the last boundary: those batches will be repeated."""
+
+    def end_call(self) -> None:
+        """Called when a training call has its answer."""
+
+    def stream(self, request: EpochRequest) -> Any:
+        """Where the batches of a training call come from; a `Stream`."""
+        return self._feed.training(request)
+
+    def pass_index(self, stream: Any) -> int:
+        """Index of the pass that the next batch belongs to."""
+        return self._feed.pass_index(stream)
+
+    def can_resume(self, stream: Any) -> bool:
+        """Whether a call with these batches can continue from inside."""
+        return self._feed.is_divided(stream)
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off, if there is one; it will be repeated."""
+        if self._feed.train_stream is not None:
+            self._feed.train_stream.break_off()
+
+    @property
+    def order_obstacle(self) -> str | None:
+        """Why the rest of this pass cannot be repeated in its order by this process."""
+        return None
+
+    def ledger(self) -> DataLedger | None:
+        """What became of the samples; None where the library does not divide them. Called from a second thread, too."""
+        return self._feed.ledger()
+
+    def progress_text(self) -> str:
+        """How far the training call is, in the user's terms."""
+        data = self.ledger()
+        return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
+
+    def num_samples(self, run: EpochRun) -> int:
+        """Samples that this rank has worked on in a training call; 0 where they are not counted."""
+        return int(run.meters.n)
+
+    def results(self, run: EpochRun) -> Any:
+        """What an epoch returns that this rank has not completed, but others have."""
+        return run.meters.summary()
+
+    def extra_results(self) -> dict[str, Any]:
+        """What the library adds to the metrics of a training call."""
+        return {"epoch": self._feed.epoch}
+
+    def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
+        """What the operator's `validate` is given besides batches and info."""
+        return {}

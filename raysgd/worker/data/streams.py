@@ -1,0 +1,307 @@
+"""Batches that come one after the other, across calls: the position in the data of one replica.
+
+A stream keeps a live iterator over its source between calls, so that `num_steps` continues where the last call stopped.
+The position is the number of samples that all ranks have used, so it means the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+from raysgd.messages.epochs import EpochRequest
+from raysgd.worker.data.epoch_run import Steps
+
+NO_BATCH = object()
+"""Instead of a batch: this rank has no sample in a joint step, which still counts."""
+_REDRAW_EVERY_S = 0.1
+
+
+class PlaceInStep(Protocol):
+    """Where a replica is in a step of all replicas."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples of its batch count; None if that is not known."""
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether its batch is only there to take part."""
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the step of the optimizer ends with this batch."""
+
+    def confirm(self) -> None:
+        """Called when a step is done."""
+
+    def end_stream(self) -> None:
+        """Called when no batch follows in this call."""
+
+
+class Stream(Steps, Protocol):
+    """Hands out batches, and remembers where it is."""
+
+    num_steps_taken: int
+    pass_index: int
+    at_boundary: Any
+    source: Any
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields so many batches; with None the rest of this pass, or a whole one."""
+
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end."""
+
+
+ItemT = TypeVar("ItemT")
+StepT = TypeVar("StepT", bound=PlaceInStep)
+
+
+class BatchStream(ABC, Generic[ItemT, StepT]):
+    """Hands out the batches of a source, pass after pass, and remembers where it is.
+
+    A subclass says what an item of its source is, and how samples are counted.
+
+    Args:
+        source: Where the batches come from.
+        step: Told about each step before its batch is handed out.
+        next_pass: Called whenever a new pass is opened; returns its index.
+        undo: Called ahead of a batch of padding; what it returns is called when that batch is done with.
+
+    Attributes:
+        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
+        prepare: Called before the first batch of a call and of a pass.
+        pass_index: Index of the pass begun last.
+        num_steps_taken: Steps whose first batch was handed out.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        step: StepT,
+        next_pass: Callable[[], int],
+        undo: Callable[[], Callable[[], None]] | None = None,
+    ) -> None:
+        self.source = source
+        self._step = step
+        self._next_pass = next_pass
+        self._undo = undo
+        self._undo_padding: Callable[[], None] | None = None
+        self._live: Iterator[ItemT] | None = None
+        self._ahead: list[ItemT | None] = []  # what was drawn already; None is the end of the pass
+        self._to_resume: tuple[int, int] | None = None
+        self._num_open = 0  # steps begun since the last optimizer step
+        self._is_first_of_step = self._is_last_of_step = True  # of the batch drawn last
+        self.at_boundary: Callable[[], None] | None = None
+        self.prepare: Callable[[], None] = lambda: None
+        self.pass_index = 0
+        self.num_steps_taken = 0
+
+    @property
+    def place(self) -> StepT:
+        """Where the batch is that was handed out last."""
+        return self._step
+
+    @property
+    @abstractmethod
+    def completed(self) -> int:
+        """Samples of the pass begun last that all ranks have used in steps that are done; 0 where that is not known."""
+
+    @abstractmethod
+    def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
+        """Opens the source at the pass `pass_index`, after `consumed` samples."""
+
+    @abstractmethod
+    def _begin_step(self, item: ItemT, is_last: bool) -> Any:
+        """Tells the step about a batch, counts its samples, and returns it; `is_last` of the pass or of the call."""
+
+    @property
+    def num_steps_completed(self) -> int:
+        """Batches of optimizer steps that are done: their last batch was asked to be followed by something."""
+        return self.num_steps_taken - self._num_open
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether the next batch belongs to the pass that was begun last."""
+        return self._live is not None or self._to_resume is not None or self._num_open > 0
+
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end: what was handed out is done.
+
+        Raises:
+            RuntimeError: The group broke in the last step.
+        """
+        self._leave_padding()
+        if self._num_open:
+            self._step.confirm()
+        self._num_open = 0
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
+        self._leave_padding()
+        if self.is_mid_pass:
+            self.resume(self.pass_index, self.completed)
+        self.num_steps_taken = self.num_steps_completed
+        self._live, self._num_open, self._is_last_of_step = None, 0, True
+        self._ahead.clear()
+
+    def resume(self, pass_index: int, consumed: int) -> None:
+        """Continues a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
+        self._live, self._is_last_of_step = None, True
+        self._ahead.clear()
+        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+
+        An empty source ends the iteration.
+        """
+        yield from self._batches(num_steps)
+        self._step.end_stream()
+
+    def _batches(self, num_steps: int | None) -> Iterator[Any]:
+        num_drawn = 0
+        just_opened = False
+        self._undo_padding = None
+        if self._live is not None and num_steps != 0:
+            self.prepare()
+        while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
+            if self._live is None:
+                if num_steps is None and num_drawn:
+                    return
+                self._live = self._open()
+                just_opened = True
+            item = self._draw()
+            if item is None:
+                self._live = None
+                self._ahead.clear()
+                if just_opened:
+                    return
+                continue
+            just_opened = False
+            self._is_first_of_step, self._is_last_of_step = self._place_in_step(item)
+            num_drawn += self._is_first_of_step
+            batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
+            if batch is not NO_BATCH:
+                self._num_open += self._is_first_of_step
+                yield from self._undoing_padding(batch)
+                if self._step.is_boundary:
+                    self.settle()
+                    if self.at_boundary is not None:
+                        self.at_boundary()
+
+    def _open(self) -> Iterator[ItemT]:
+        self.prepare()
+        if self._to_resume is not None:
+            (self.pass_index, consumed), self._to_resume = self._to_resume, None
+        else:
+            self.pass_index, consumed = self._next_pass(), 0
+        return self._begin_pass(consumed)
+
+    def _draw(self) -> ItemT | None:
+        """The next item, which counts as drawn once it is handed out: a look ahead that fails does not lose it."""
+        assert self._live is not None
+        if not self._ahead:
+            self._ahead.append(next(self._live, None))
+        return self._ahead[0]
+
+    def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
+        self._ahead = self._look_ahead()
+        is_last = self._is_last_of_pass()
+        self.num_steps_taken += self._is_first_of_step
+        batch = self._begin_step(item, is_last or is_last_of_call)
+        if is_last:
+            self._live = None  # the next call begins with a fresh pass
+            self._ahead.clear()
+        return batch
+
+    def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
+        """Whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
+        return True, True
+
+    def _look_ahead(self) -> list[ItemT | None]:
+        """What to draw ahead of a step, so that its last one is known."""
+        assert self._live is not None
+        return [next(self._live, None)]
+
+    def _is_last_of_pass(self) -> bool:
+        """Whether the pass is known to end with the item drawn last."""
+        return bool(self._ahead) and self._ahead[0] is None
+
+    def _undoing_padding(self, batch: Any) -> Iterator[Any]:
+        undo = self._undo() if self._undo is not None and self._step.is_padding else None
+        self._undo_padding = undo
+        try:
+            yield batch
+        finally:  # also where user code raises, unless another call has begun by then
+            if undo is not None and undo is self._undo_padding:
+                self._leave_padding()
+
+    def _leave_padding(self) -> None:
+        if self._undo_padding is not None:
+            undo, self._undo_padding = self._undo_padding, None
+            undo()
+
+
+class WatchedBatches:
+    """The iterator that a `train_epoch` is given; it knows whether it was used."""
+
+    def __init__(self, batches: Iterator[Any], step: PlaceInStep) -> None:
+        self._batches = batches
+        self._step = step
+        self.was_touched = False
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch drawn last repeats samples: other workers have some left, and this one has none."""
+        return self._step.is_padding
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was_touched = True
+        return self._batches
+
+    def __next__(self) -> Any:
+        self.was_touched = True
+        return next(self._batches)
+
+
+def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
+    """The batches; calls `redraw` between them, some ten times a second."""
+    due = time.monotonic()
+    for batch in batches:
+        if time.monotonic() >= due:
+            redraw()
+            due = time.monotonic() + _REDRAW_EVERY_S
+        yield batch
+
+
+class LeftoverBatches:
+    """The batches that one call of `validate` leaves to the next one.
+
+    Only a call that was to take some of them, and returned, leaves the others. A call that raised, or that was to take
+    all batches, is followed by one that begins with the first batch, wherever the user's loop stopped.
+    """
+
+    def __init__(self, open_stream: Callable[[EpochRequest], Any]) -> None:
+        self._open = open_stream
+        self._left: Any = None
+
+    @contextmanager
+    def stream(self, request: EpochRequest) -> Iterator[Any]:
+        """The stream for one call."""
+        if request.shard_key is not None:  # over other data
+            yield self._open(request)
+            return
+        left, self._left = self._left, None
+        stream = self._open(request) if left is None or request.starts_over else left
+        yield stream
+        if request.num_steps is not None:
+            self._left = stream
+
+    def drop(self) -> None:
+        """Lets the next call begin with the first batch."""
+        self._left = None

@@ -1,0 +1,183 @@
+"""What a framework makes of an operator: its data, its loop, its state, and its place in a group.
+
+A replica hosts one operator at a time. Another config or another class makes another `Hosted`; what belongs to the
+process, such as the time that it spent, stays with the replica.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.engine.shared.types import World
+from raysgd.messages.facts import RunnerFacts
+from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.data.feed import Feed
+from raysgd.worker.data.loop import Loop
+from raysgd.worker.state.replica_state import ReplicaState
+from raysgd.worker.time.ledger import Ledger
+
+
+class Hosted(ABC):
+    """An operator, and what is made for it. A subclass makes `operator`, `loop` and `state` in `build`.
+
+    Args:
+        settings: What all of it is made from.
+        world: The place among the replicas.
+        feed: Has the data.
+        ledger: Where the replica books its time.
+
+    Attributes:
+        stock_train_epochs: The `train_epoch`s that are the library's.
+        settings: Those of now: entries of the config may have changed.
+        world: The place among the replicas.
+        feed: Has the data.
+        operator: The live operator.
+        loop: Takes the steps of training calls.
+        state: Reads and replaces the state.
+        has_trained: Whether the random numbers of this rank were used.
+    """
+
+    stock_train_epochs: ClassVar[tuple[Any, ...]]
+    settings: Any
+    operator: Any
+    loop: Loop
+    state: ReplicaState
+
+    def __init__(self, settings: Any, world: World, feed: Feed, ledger: Ledger) -> None:
+        self.settings, self.world, self.feed = settings, world, feed
+        self.operator = None
+        self.loop = Loop(feed)
+        self._ledger = ledger
+        self.has_trained = False
+
+    @abstractmethod
+    def build(self) -> RunnerFacts:
+        """Makes the operator, which runs the user's `setup`, and what else there is. Returns its facts."""
+
+    @abstractmethod
+    def facts(self) -> RunnerFacts:
+        """What the driver wants to know about it."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Takes a step in advance. What it changes is taken over from another rank later, or put back."""
+
+    @property
+    @abstractmethod
+    def connection_obstacle(self) -> str | None:
+        """Why this process cannot connect with another group at all."""
+
+    @abstractmethod
+    def take_place(self, world: World) -> None:
+        """Takes a place in another group, which this process has joined."""
+
+    @abstractmethod
+    def send(self, state: Any, takers: Sequence[int]) -> None:
+        """Sends something to other ranks of the group."""
+
+    @abstractmethod
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        """What another rank sends to `takers`, of which this one is one."""
+
+    @abstractmethod
+    def settle_in(self) -> None:
+        """Called in another group when all ranks have the same state."""
+
+    @abstractmethod
+    def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
+        """What has to be around the operator's `train_epoch`."""
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """What has to be around the operator's `validate`."""
+
+    @abstractmethod
+    def predicting(self) -> AbstractContextManager[Any]:
+        """What has to be around the operator's `predict_batch`: it leaves everything as it was."""
+
+    @abstractmethod
+    def giving_back_random_numbers(self) -> AbstractContextManager[None]:
+        """What is drawn inside is drawn again afterwards."""
+
+    @abstractmethod
+    def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        """The batches of this replica in a prediction, and the rows of each."""
+
+    @abstractmethod
+    def as_array(self, value: Any) -> Any:
+        """A tensor as an array; other values as they are."""
+
+    @property
+    def group_obstacle(self) -> str | None:
+        """Why this replica cannot continue in another group at all."""
+        return self.connection_obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
+
+    @property
+    def epoch_obstacle(self) -> str | None:
+        """Why an epoch of this operator can only begin again, even with new workers."""
+        operator, name = self.operator, type(self.operator).__name__
+        if operator.resumes_epochs is False:
+            return f"`{name}` sets `resumes_epochs` to False"
+        if operator.resumes_epochs is None and type(operator).train_epoch not in self.stock_train_epochs:
+            return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
+        return self.feed.obstacle("train")
+
+    @property
+    def has_own_validate(self) -> bool:
+        """Whether the `validate` of the operator is the user's, which may need no data. The library's needs some."""
+        return not type(self.operator).validate.__module__.startswith("raysgd.")
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        """Changes entries of the config in the operator.
+
+        Args:
+            config: That of all workers together, with the new values.
+            changed: The values before, by name.
+
+        Returns:
+            The names of the entries that surely had no effect but to be there.
+        """
+        operator = self.operator
+        before, settings = dict(operator.config), self.settings
+        self.settings = replace(settings, config=config)
+        operator.config.update((name, config[name]) for name in changed)
+        try:
+            operator.config_changed(operator.config, changed)
+        except BaseException:
+            self.settings = settings
+            operator.config.clear()
+            operator.config.update(before)
+            raise
+        return []
+
+    @abstractmethod
+    def edited_by(self, candidate: Any) -> Any:
+        """Which hyperparameters the `setup` of another one has chosen differently; nothing if none."""
+
+    @abstractmethod
+    def take_edited(self, edited: Any) -> None:
+        """Takes over such hyperparameters."""
+
+    @abstractmethod
+    def follow_config(self) -> None:
+        """Gives the optimizers the hyperparameters of `setup` again."""
+
+    def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Lets these callbacks, and no others, run around each step."""
+        self.operator._raysgd.callbacks.install(callbacks, self.operator)
+        self.loop.note_boundary()
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a state; see `ReplicaState.restore`."""
+        self.state.restore(shared_state, own_state)
+        self.loop.note_boundary()
+
+    def close(self) -> None:
+        """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        self.feed.close()

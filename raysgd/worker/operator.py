@@ -1,0 +1,254 @@
+"""What operators of all frameworks share.
+
+Users derive a class from an operator and set whatever attributes they like. So the library keeps all that it needs in
+one object under one name, `_raysgd`, which they do not hit by accident. Private names that subclasses read since the
+first version of the library are views on it, and assignments to those are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd._numbers.timers import TimerCollection
+from raysgd._text.once import Once
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import NotRegisteredError
+from raysgd.worker.data.logged import note, with_logged
+from raysgd.worker.worker_callbacks import InstalledCallbacks
+
+NUM_STEPS = "__num_steps__"
+
+_OF_TRAINER = "It comes from the trainer."
+
+
+class ReadOnlyView:
+    """An attribute that shows what the library keeps, and refuses assignments.
+
+    Args:
+        path: Where it is in the `Internals`.
+        way_out: What to do instead of an assignment.
+    """
+
+    def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:
+        self._read = attrgetter(f"_raysgd.{path}")
+        self._way_out = way_out
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, operator: Any, owner: type | None = None) -> Any:
+        return self if operator is None else self._read(operator)
+
+    def __set__(self, operator: Any, value: Any) -> None:
+        raise AttributeError(
+            f"`self.{self._name}` belongs to the library and cannot be assigned. {self._way_out} Give your own "
+            f"attribute another name, such as `self.my{self._name}`."
+        )
+
+
+class Internals:
+    """What the library keeps about one operator.
+
+    Attributes:
+        config: The config of this worker.
+        context: The place of the operator among its replicas, and the objects that it works with.
+        latest_metrics: What the last batch reported.
+        logged: What was passed to `log` since then.
+        logged_outside: What was passed to it before a batch began.
+        meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
+        once: What was said already.
+        callbacks: What runs around each step in this worker.
+        place: Where the batch is that is trained on or evaluated.
+    """
+
+    def __init__(self, config: dict[str, Any], context: Any) -> None:
+        self.config = config
+        self.context = context
+        self.latest_metrics: Mapping[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        self.logged_outside: dict[str, Any] = {}
+        self.meters_to_fill: AverageMeterCollection | None = None
+        self.once = Once()
+        self.callbacks = InstalledCallbacks()
+        self.place: Any = None
+
+    @property
+    def world(self) -> World:
+        """The place among the replicas."""
+        world: World = self.context.world
+        return world
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether there is a GPU to use."""
+        use_gpu: bool = self.context.settings.use_gpu
+        return use_gpu
+
+    def take_place(self, world: World) -> None:
+        """Goes on in another group."""
+        self.context = replace(self.context, world=world)
+
+    def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """What the library itself does when entries of the config have changed: nothing here."""
+
+    def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
+        """What the library adds to the `info` of a training call."""
+        return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
+
+    def new_meters(self) -> AverageMeterCollection:
+        """Meters for one epoch."""
+        return AverageMeterCollection()
+
+    def take_meters(self) -> AverageMeterCollection:
+        """Those of the epoch that continues, or new ones."""
+        meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
+        return meters
+
+    def begin_batch(self) -> None:
+        """Called before a batch is trained on or evaluated."""
+
+    def num_samples(self, batch: Any) -> int:
+        """How many samples of a batch count."""
+        raise NotImplementedError
+
+    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+        """Metrics of a batch together with what they are averaged by, if they do not say it."""
+        return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Metrics of a batch, with those that were logged and without their weight, and that."""
+        metrics = self.latest_metrics = with_logged(metrics, self.logged)
+        return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
+
+
+class BaseOperator:
+    """What users subclass, without anything of a framework; `TrainingOperator` of each front end completes it."""
+
+    resumes_epochs: bool | None = None
+    warms_up_standby: bool = True
+
+    _raysgd: Any
+    _config = ReadOnlyView("config")
+
+    def __init__(self, config: dict[str, Any], internals: Internals) -> None:
+        self._raysgd = internals
+        self.world_size = internals.world.size
+        self.timers = TimerCollection()
+        self.global_step = 0
+        self.setup(config)
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Creates everything and registers it. Runs once in each worker, inside the process group.
+
+        Args:
+            config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
+        """
+        raise NotImplementedError("Override `setup` to create and register models and optimizers.")
+
+    def log(self, name: str, value: Any) -> None:
+        """Reports a metric of the batch, beside those that `train_batch` or `validate_batch` returns.
+
+        It is averaged in the same way: by the samples of the batch, over batches and workers. Call it anywhere inside
+        these methods. If a name is logged twice in a batch, the last value counts; if it is also returned, that one.
+
+        Args:
+            name: The name in the result of `train` or `validate`.
+            value: A number, a tensor of one element, or a metric object of torchmetrics.
+
+        Raises:
+            TypeError, ValueError: This cannot be the name of a metric.
+        """
+        note(self._raysgd.logged, name, value)
+
+    def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
+
+        The models are in evaluation mode, and no gradients are kept.
+
+        Args:
+            batch: A batch of the data. The stock method passes it to the model as training does, without its target.
+            batch_info: `batch_idx`, `has_target` (whether the last part of a batch that is a tuple is a target), and
+                the entries of `info`.
+
+        Returns:
+            One result for each row, in their order: a tensor, an array, or a list with an entry for each row; for
+            several results a tuple or a dict of these.
+        """
+        return self._raysgd.predict(batch, batch_info)
+
+    def state_dict(self) -> Any:
+        """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
+        return None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes over what `state_dict` returned, which may be None."""
+
+    def world_changed(self) -> None:
+        """Called on every worker after the number of workers has changed under it, with the new `world_size`.
+
+        For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
+        `setup`; one that stayed has not run it again.
+        """
+
+    def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
+        """Called on every worker after `trainer.update_config`; an exception refuses the change, on all workers.
+
+        With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
+        had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call
+        `super`, for what else `setup` computed from the config.
+
+        Args:
+            config: The config with the new values.
+            changed: The values before, by the names that were changed.
+        """
+        self._raysgd.follow(config, changed)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` divided by the workers."""
+        config: dict[str, Any] = self._raysgd.config
+        return config
+
+    @property
+    def world_rank(self) -> int:
+        """Rank among all workers; 0 when alone."""
+        rank: int = self._raysgd.world.rank
+        return rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the workers of this node."""
+        rank: int = self._raysgd.world.local_rank
+        return rank
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether the trainer requested a GPU and there is one."""
+        use_gpu: bool = self._raysgd.use_gpu
+        return use_gpu
+
+
+def take_place(operator: BaseOperator, world: World) -> None:
+    """Lets an operator go on in another group."""
+    operator._raysgd.take_place(world)
+    operator.world_size = world.size
+
+
+def required(operator: BaseOperator, name: str) -> Any:
+    """An attribute that the stock methods need.
+
+    Raises:
+        NotRegisteredError: The user's class does not set it.
+    """
+    try:
+        return getattr(operator, name)
+    except AttributeError:
+        raise NotRegisteredError(
+            f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the "
+            f"method that uses it (`{type(operator).__name__}` does neither)."
+        ) from None

@@ -1,0 +1,181 @@
+"""What the replicas of operators have in common: the calls that the engine and the driver make by name.
+
+What they do is elsewhere: `hosted` has the operator and its framework, `training` the training calls, `evaluation` the
+other ones, `state_copies` copies of the state, and `activity` signs of life. Why: ADR 104.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.engine.shared.replica import Capture
+from raysgd.engine.shared.time_spent import DRIVER
+from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.messages.epochs import CallProgress, EpochAnswer, EpochRequest
+from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.worker.activity import Activity
+from raysgd.worker.answering import CallAnswers
+from raysgd.worker.changeable import OperatorChanges
+from raysgd.worker.data.epoch_run import RunState
+from raysgd.worker.evaluation import Evaluation
+from raysgd.worker.hosted import Hosted
+from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.training import Training
+
+
+class ClassRunner(OperatorChanges):
+    """Hosts one operator at a time; a `RegroupingReplica`.
+
+    Args:
+        settings: What the operator is made from, and what belongs to it.
+        world: The place among the replicas.
+    """
+
+    _hosted: Hosted
+
+    def __init__(self, settings: Any, world: World) -> None:
+        self._ledger = Ledger()
+        self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
+        self._take(self._make_hosted(settings, world))
+
+    def _take(self, hosted: Hosted) -> None:
+        """Works with this operator from here on; no call of it was made yet."""
+        answering = CallAnswers()
+        self._copies.inside.clear()
+        self._hosted, self._candidate = hosted, None
+        self._activity = Activity(hosted, self._ledger, self._copies.inside)
+        self._training = Training(hosted, self._activity, answering, self._copies, self._ledger)
+        self._evaluation = Evaluation(hosted, self._activity, answering, self._ledger)
+
+    def setup(self) -> Any:
+        """Builds the operator, which runs the user's `setup`. Returns its facts."""
+        facts = self._hosted.build()
+        self._ledger.enter(DRIVER)
+        return facts
+
+    def renew(self, settings: Any) -> Any:
+        """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
+        self.shutdown()
+        self._take(self._make_hosted(settings, self._hosted.world))
+        return self.setup()
+
+    def warm_up(self) -> None:
+        """Takes a step in advance, before this replica has a place among others."""
+        self._ledger.stand_by()
+        self._hosted.warm_up()
+
+    @property
+    def epoch(self) -> int:
+        """How many passes over the train data were begun."""
+        return self._hosted.feed.epoch
+
+    @property
+    def epochs_done(self) -> int:
+        """How many passes over the train data were completed."""
+        feed = self._hosted.feed
+        position = feed.position()
+        is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
+        return feed.epoch - bool(is_mid_pass)
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        """Changes entries of the config in the operator; see `Hosted.change_config`."""
+        return self._hosted.change_config(config, changed)
+
+    def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Lets these callbacks, and no others, run around each step."""
+        self._hosted.install_callbacks(callbacks)
+
+    def state(self) -> dict[str, Any]:
+        """The state; copy before anything else runs."""
+        return self._hosted.state.read()
+
+    def capture(self, landed_token: int | None) -> Capture:
+        """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
+        return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
+
+    def fetch(self, token: int) -> Any:
+        """The copy of the state that `token` names."""
+        return self._copies.fetch(token)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot taken inside the running call after `number` steps."""
+        return self._copies.part_of_snapshot(number)
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit. See `ReplicaState.restore`."""
+        self._hosted.restore(shared_state, own_state)
+        self._training.forget()
+
+    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
+        """Takes over a snapshot that was taken inside a training call, ready to continue the call."""
+        self.restore(shared_state, own_state)
+        self._training.go_on_from(first, parts)
+
+    def shutdown(self) -> None:
+        """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        self._hosted.close()
+        self._training.forget()
+        self._copies.clear()
+
+    def heartbeat(self) -> Heartbeat:
+        """A sign of life; called from a second thread."""
+        return self._activity.heartbeat()
+
+    def progress(self) -> CallProgress | None:
+        """How far the running call is; called from a second thread."""
+        return self._activity.progress()
+
+    def replica_progress(self) -> ReplicaProgress:
+        """How far the training call is that broke off or was held, or the last one that was completed."""
+        self._ledger.leave_group()
+        return self._training.progress()
+
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
+        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
+        return self._training.propose_hold(number, margin, at)
+
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
+        """Says what became of the proposal."""
+        self._training.settle_hold(number, is_agreed)
+
+    def regroup(self, world: World, handover: StateHandover) -> Any:
+        """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
+        hosted, training = self._hosted, self._training
+        with self._ledger.regrouping(goes_on=lambda: self._activity.unfinished is not None):
+            training.leave_group()
+            self.drop_reload()  # what was made for the group before
+            hosted.world = world
+            hosted.take_place(world)
+            self._hand_over(handover)
+            hosted.settle_in()
+            if world.rank == 0:
+                training.count(handover.orphans)
+            hosted.operator.world_changed()
+            return hosted.facts()
+
+    def _hand_over(self, handover: StateHandover) -> None:
+        """Gives all ranks of another group the same state."""
+        hosted, training = self._hosted, self._training
+        if hosted.world.rank == handover.source and handover.takers:
+            hosted.send((self.state(), training.state()), handover.takers)
+        elif hosted.world.rank in handover.takers:
+            training.take_over(*hosted.receive(handover.source, handover.takers))
+
+    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
+        """Runs the operator's `train_epoch` once; see `Training.begin`."""
+        return self._training.begin(request, share)
+
+    def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
+        """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
+        return self._training.resume(request, share)
+
+    def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
+        """Runs the operator's `validate` once; see `Evaluation.validate`."""
+        return self._evaluation.validate(request, share)
+
+    def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
+        """Takes part in a round of a prediction; see `Evaluation.predict`."""
+        return self._evaluation.predict(request, work, share)

@@ -1,0 +1,1 @@
+"""The state of one worker: read, checked, copied, put back."""

@@ -1,0 +1,104 @@
+"""Copies of the state on a worker: those that wait for the driver to fetch them, and those taken inside a call."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+from raysgd.engine.shared.replica import Capture
+
+_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a separate call would cost more
+
+
+class PendingCopies:
+    """The copies of the whole state that rank 0 keeps until the driver has them.
+
+    They are made in the training thread, and claimed and fetched from a second one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._claimed: int | None = None
+        self._last_token = 0
+
+    def add(self, part: Capture, copy: Any, num_bytes: int) -> Capture:
+        """`part` with this copy of the state: in it if the state is small, else under a token to fetch it by."""
+        if num_bytes <= _INLINE_BYTES:
+            return replace(part, shared_state=copy)
+        return self.add_apart(part, copy)
+
+    def add_apart(self, part: Capture, copy: Any) -> Capture:
+        """`part` with this copy under a token, whatever its size."""
+        with self._lock:  # else it might go into the collection that `fetch` is about to replace
+            self._last_token += 1
+            self._kept[self._last_token] = copy
+            return replace(part, token=self._last_token)
+
+    def drop_landed(self, token: int | None) -> None:
+        """Lets go of what the driver holds by now: that under `token`, and all before it."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if token is None or each > token}
+
+    def drop_unclaimed(self) -> None:
+        """Drops copies that were not fetched: a newer one will take their place."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if each == self._claimed}
+
+    def claim(self, token: int) -> bool:
+        """Says that it will be fetched, so that it has to stay; False if it is gone already."""
+        with self._lock:
+            if token not in self._kept:
+                return False
+            self._claimed = token
+            return True
+
+    def claimed(self, part: Capture) -> Capture:
+        """`part`, whose copy will be fetched in any case: perhaps a file is to be written of it."""
+        if part.token is not None:
+            self.claim(part.token)
+        return part
+
+    def fetch(self, token: int) -> Any:
+        """The copy under this token. A request for one says that the earlier ones have arrived."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if each >= token}
+            self._claimed = token
+            return self._kept[token]
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        with self._lock:
+            self._kept = {}
+
+
+class MidCallSnapshots:
+    """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
+
+    Args:
+        every: How many steps lie between two of them; None for none at all.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._parts: dict[int, Capture] = {}
+        self.newest = 0
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether one is to be taken after this many steps."""
+        return self._every is not None and num_steps - self.newest >= self._every
+
+    def keep(self, num_steps: int, part: Capture) -> None:
+        """Keeps a new one, and of those before only the last."""
+        self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
+        self._parts[num_steps] = part
+        self.newest = num_steps
+
+    def part(self, number: int) -> Capture | None:
+        """The part with this number, if it is still kept."""
+        return self._parts.get(number)
+
+    def clear(self) -> None:
+        """Another call, or another group."""
+        self._parts, self.newest = {}, 0

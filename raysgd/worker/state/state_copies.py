@@ -1,0 +1,65 @@
+"""Copies of the state of one replica, taken after a call or between two steps of one, and handed to the driver."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from raysgd.engine.shared.replica import Capture
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies
+from raysgd.worker.state.replica_state import ReplicaState
+from raysgd.worker.time.ledger import Ledger
+
+
+class StateCopies:
+    """Takes the copies, and keeps them until the driver has fetched them.
+
+    Args:
+        snapshot_every_n_steps: How often to copy the state inside a training call.
+        ledger: Where the time that copies take is booked.
+
+    Attributes:
+        inside: Those taken inside a training call.
+    """
+
+    def __init__(self, snapshot_every_n_steps: int | None, ledger: Ledger) -> None:
+        self._pending = PendingCopies()
+        self.inside = MidCallSnapshots(snapshot_every_n_steps)
+        self._ledger = ledger
+
+    def after_call(self, state: ReplicaState, rank: int, landed_token: int | None) -> Capture:
+        """Copies the state once, between two calls; the driver has that of `landed_token` by now."""
+        with self._ledger.copying():
+            self._pending.drop_landed(landed_token)
+            return self._pending.claimed(self._with_copy(Capture(state.own()), state, rank))
+
+    def inside_call(self, state: ReplicaState, rank: int, run: EpochRun) -> Capture:
+        """The same inside a call; a copy that was not fetched gives way to this one."""
+        with self._ledger.copying():
+            self._pending.drop_unclaimed()
+            return self._with_copy(Capture(state.own(), progress=run.state(with_metrics=True)), state, rank)
+
+    def _with_copy(self, part: Capture, state: ReplicaState, rank: int) -> Capture:
+        copy = state.copy_for_driver(rank)
+        if copy is None:
+            return part
+        if copy.is_part:
+            return self._pending.add_apart(replace(part, is_part=True), copy.content)
+        return self._pending.add(part, copy.content, copy.num_bytes)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot taken after `number` steps of the call, if it is still kept."""
+        part = self.inside.part(number)
+        if part is not None and part.token is not None and not self._pending.claim(part.token):
+            return None
+        return part
+
+    def fetch(self, token: int) -> Any:
+        """The copy that `token` names."""
+        return self._pending.fetch(token)
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.inside.clear()
+        self._pending.clear()

@@ -1,0 +1,1 @@
+"""The time of one worker: every second falls into a bin."""

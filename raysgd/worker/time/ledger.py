@@ -1,0 +1,273 @@
+"""The goodput ledger of one replica: every second since it took its place falls into one bin.
+
+Pure accounting with a clock; it knows no framework. The training loop says which bin begins, so a switch costs a
+reading of the clock. Two kinds of time are not known when they pass: that of a step, which counts only once the step is
+complete, and that after a call broke off, which is a recovery only if the replica goes on in another group. They wait
+in bins that are not shown.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from raysgd.engine.shared.time_spent import (
+    AGAIN,
+    BINS,
+    DATA,
+    DETECT,
+    DRIVER,
+    EVALUATION,
+    EXCHANGE,
+    FORM,
+    HAND_OVER,
+    OTHER,
+    RESUME,
+    SLOWER_RANK,
+    SNAPSHOT,
+    START_UP,
+    USEFUL,
+    TimeSpent,
+)
+
+STEP, IN_EXCHANGE, IN_WAIT = "(step)", "(exchange)", "(wait)"
+"""Of the step that is not complete yet."""
+BROKEN, LEFT = "(broken off)", "(group left)"
+"""After a call broke off, and after the group was left: a recovery, or the end of the call."""
+
+_SHOWN_AS = {STEP: USEFUL, IN_EXCHANGE: EXCHANGE, IN_WAIT: SLOWER_RANK, BROKEN: DRIVER, LEFT: DRIVER}
+_COUNTS_AS = ((STEP, USEFUL), (IN_EXCHANGE, EXCHANGE), (IN_WAIT, SLOWER_RANK))
+_UNDONE_AS = {STEP: AGAIN, IN_EXCHANGE: DETECT, IN_WAIT: DETECT}  # an exchange that broke waited for a lost rank
+
+ItemT = TypeVar("ItemT")
+
+
+class ExchangeWaits(Protocol):
+    """Something that knows how long it waited for other ranks."""
+
+    @property
+    def waited_s(self) -> float:
+        """In seconds, since it exists."""
+
+
+class Ledger:
+    """Accounts for the time of a replica.
+
+    Example:
+        >>> ledger = Ledger(clock=iter(range(20)).__next__)
+        >>> ledger.begin_call()
+        >>> with ledger.call():
+        ...     for batch in ledger.timing(iter("ab")):
+        ...         pass
+        >>> ledger.of_call()
+        {'useful': 2.0, 'data': 3.0, 'other': 4.0}
+
+    Args:
+        clock: Returns seconds; only differences are used.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_successor = self._waits_for_place = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._seconds = dict.fromkeys((*BINS, *_SHOWN_AS), 0.0)
+        self._bin, self._since = START_UP, self._clock()
+        self._saved_s = 0.0
+        self._at_call: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------------ bins
+
+    def enter(self, name: str) -> None:
+        """From now on the time falls into this bin."""
+        with self._lock:
+            now = self._clock()  # inside: another thread that reads must not see a bin begin after its own look
+            self._seconds[self._bin] += now - self._since
+            self._bin, self._since = name, now
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Inside, the time falls into this bin; after that into the one before."""
+        before = self._bin
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def _move(self, source: str, target: str, seconds: float | None = None) -> None:
+        with self._lock:
+            moved = self._seconds[source] if seconds is None else min(seconds, self._seconds[source])
+            self._seconds[source] -= moved
+            self._seconds[target] += moved
+
+    # ------------------------------------------------------------------------------------------------ a training call
+
+    def begin_call(self) -> None:
+        """A call begins that continues none: what came before was no recovery."""
+        self._settle(DRIVER, DRIVER)
+        self.enter(OTHER)
+        self._at_call = self._shown()
+
+    @contextmanager
+    def call(self, first: str = OTHER) -> Iterator[None]:
+        """Inside is a training call, or a part of one."""
+        self.enter(first)
+        try:
+            yield
+        except BaseException:
+            self.enter(BROKEN)
+            self._undo()
+            raise
+        self.commit()
+        self.enter(OTHER)
+
+    def end_call(self) -> None:
+        """The call has its answer."""
+        self.enter(DRIVER)
+
+    def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
+        """The batches; drawing one is waiting for data, and the time until the next is drawn belongs to a step."""
+        self.enter(DATA)
+        for batch in batches:
+            self.enter(STEP)
+            yield batch
+            self.enter(DATA)
+        self.enter(OTHER)
+
+    def commit(self) -> None:
+        """The step is complete: what was spent on it counts."""
+        if self._bin in _UNDONE_AS:
+            self.enter(self._bin)
+        seconds = self._seconds
+        with self._lock:
+            for name, shown in _COUNTS_AS:
+                seconds[shown] += seconds[name]
+                seconds[name] = 0.0
+
+    def _undo(self) -> None:
+        """The step broke off, and will be done again."""
+        for name, target in _UNDONE_AS.items():
+            self._move(name, target)
+
+    def exchanging(self, group: ExchangeWaits) -> AbstractContextManager[None]:
+        """Inside, a step exchanges something with the other ranks, through `group`."""
+        return _Exchange(self, group)
+
+    def begin_exchange(self) -> bool:
+        """An exchange begins; returns whether it is one of a step, to be ended by `end_exchange`."""
+        if self._bin != STEP:
+            return False
+        self.enter(IN_EXCHANGE)
+        return True
+
+    def end_exchange(self, waited_s: float = 0.0) -> None:
+        """It is over; for so long, this rank waited for others to begin it."""
+        if self._bin == IN_EXCHANGE:
+            self.enter(STEP)
+            if waited_s:
+                self._move(IN_EXCHANGE, IN_WAIT, waited_s)
+
+    # ------------------------------------------------------------------------------------------------ other groups
+
+    def stand_by(self) -> None:
+        """This replica has no place yet: its time begins when it takes one."""
+        self._is_successor = self._waits_for_place = True
+
+    def leave_group(self) -> None:
+        """The group was left, in which a call broke off."""
+        if self._bin == BROKEN:
+            self.enter(LEFT)
+
+    @contextmanager
+    def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
+        """Inside, the replica takes its place in another group.
+
+        Args:
+            goes_on: Asked afterwards, where no call broke off: whether there is a call that goes on.
+        """
+        if self._waits_for_place:
+            self._waits_for_place = False
+            self._begin()
+        was_inside = self._bin in (BROKEN, LEFT)
+        self._settle(DETECT, FORM)
+        self.enter(HAND_OVER)
+        yield
+        self.enter(RESUME if was_inside or goes_on() else DRIVER)
+
+    def _settle(self, broken: str, left: str) -> None:
+        if self._bin in (BROKEN, LEFT):
+            self.enter(self._bin)
+        self._move(BROKEN, broken)
+        self._move(LEFT, left)
+
+    def own_s(self) -> float:
+        """Seconds of training so far that this replica needed no other one for: for data, and for useful steps."""
+        shown = self._shown()
+        return shown[USEFUL] + shown[DATA]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, the state is copied: useful steps up to here are saved then."""
+        with self.within(SNAPSHOT):
+            yield
+        self._saved_s = self._seconds[USEFUL]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside is a call that evaluates or predicts."""
+        self.begin_call()
+        self.enter(EVALUATION)
+        try:
+            yield
+        finally:
+            self.enter(DRIVER)
+
+    # ------------------------------------------------------------------------------------------------ what it says
+
+    def reading(self) -> TimeSpent:
+        """What the time was spent on, up to now; may be called from a second thread."""
+        seconds = self._shown()
+        return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
+
+    def of_call(self) -> dict[str, float]:
+        """What the running call has spent its time on so far, without bins that are empty."""
+        found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
+        return {name: spent for name, spent in found.items() if spent > 0}
+
+    def _shown(self) -> dict[str, float]:
+        with self._lock:
+            now = self._clock()
+            present = {**self._seconds, self._bin: self._seconds[self._bin] + now - self._since}
+        shown = {name: present[name] for name in BINS}
+        for name, target in _SHOWN_AS.items():
+            shown[target] += present[name]
+        return shown
+
+
+class _Exchange(AbstractContextManager[None]):
+    """One exchange of a step. A class, because a generator would cost as much as the rest."""
+
+    __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
+
+    def __init__(self, ledger: Ledger, group: ExchangeWaits) -> None:
+        self._ledger, self._group = ledger, group
+
+    def __enter__(self) -> None:
+        self._before_s = self._group.waited_s
+        self._is_of_step = self._ledger.begin_exchange()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_of_step and error is None:
+            self._ledger.end_exchange(self._group.waited_s - self._before_s)

@@ -1,0 +1,212 @@
+"""The training calls of one replica: each from its first step to its answer, across losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raysgd._numbers.meters import NUM_SAMPLES
+from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
+from raysgd.messages.epochs import EpochAnswer, EpochRequest, call_with_accepted
+from raysgd.worker.activity import Activity
+from raysgd.worker.answering import CallAnswers
+from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.worker.data.logged import counting, forget
+from raysgd.worker.data.loop import Loop
+from raysgd.worker.data.streams import Stream, WatchedBatches, redrawing
+from raysgd.worker.hosted import Hosted
+from raysgd.worker.running import RunningCall
+from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.time.ledger import Ledger
+
+
+class Training:
+    """Runs training calls, continues those that broke off or were held, and says where they can continue.
+
+    Args:
+        hosted: The operator and what belongs to it.
+        activity: What the replica is doing.
+        answering: Makes the answers.
+        copies: Takes snapshots between two steps.
+        ledger: Where the time is booked.
+    """
+
+    def __init__(
+        self, hosted: Hosted, activity: Activity, answering: CallAnswers, copies: StateCopies, ledger: Ledger
+    ) -> None:
+        self._hosted = hosted
+        self._activity = activity
+        self._answering = answering
+        self._copies = copies
+        self._inside = copies.inside
+        self._ledger = ledger
+        self._hold_number = 0
+
+    def begin(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
+        """Runs the operator's `train_epoch` once.
+
+        Args:
+            request: What is asked.
+            share: This replica's part of data that the driver divides; None if it has that already.
+        """
+        hosted, loop = self._hosted, self._hosted.loop
+        self._ledger.begin_call()
+        loop.begin_call()
+        hosted.feed.take_share("train", request, share)
+        stream = loop.stream(request)
+        self._answering.begin(hosted.operator, request.profile)
+        self._inside.clear()
+        self._activity.run = EpochRun(loop.pass_index(stream), request.num_steps, loop.new_meters())
+        return self._go_through(self._activity.run, stream, request)
+
+    def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
+        """Goes on with a call that broke off or was held, wherever in the data it is by now."""
+        run, loop = self._activity.run, self._hosted.loop
+        if run is None:  # nothing was begun yet when it broke off
+            return self.begin(request, share)
+        if run.answer is not None:
+            return run.answer
+        if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
+            return self._finish(run, loop.results(run), request)
+        return self._go_through(run, loop.stream(request), request)
+
+    def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+        hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
+        internals = operator._raysgd
+        info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
+        epoch_before = feed.epoch
+        run.attach(stream)
+        can_resume = loop.can_resume(stream) and hosted.epoch_obstacle is None
+        stream.at_boundary = partial(self._at_boundary if can_resume else self._note_boundary, loop, run)
+        coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
+        coming = coming if request.redraw is None else redrawing(coming, request.redraw)
+        batches = WatchedBatches(self._ledger.timing(coming), loop.step)
+        began_at = stream.num_steps_taken - run.num_completed
+        self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
+        internals.meters_to_fill, internals.latest_metrics = run.meters, {}
+        forget(internals)
+        try:
+            with (
+                self._ledger.call(loop.first_bin),
+                hosted.training(run, stream),
+                counting(operator, loop.step),
+                internals.callbacks.around_steps(operator, loop.step),
+                self._answering.timed("train_epoch"),
+            ):
+                internals.callbacks.begin_epoch(run, operator)
+                loop.note_boundary()
+                returned = call_with_accepted(
+                    operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
+                )
+                stream.settle()
+        except HeldAtBoundary:
+            run.gate = Gate()
+            return HeldAtStep(run.num_completed, self._snapshot(run))
+        finally:
+            self._activity.running = internals.meters_to_fill = stream.at_boundary = None
+        if not batches.was_touched and feed.epoch == epoch_before:
+            feed.begin_pass()  # one that brought its own data
+        return self._finish(run, returned, request, place=feed.place_of_call(stream))
+
+    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
+        operator, loop = self._hosted.operator, self._hosted.loop
+        returned = operator._raysgd.callbacks.end_epoch(operator, returned)
+        extra = loop.extra_results()
+        extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
+        answer = self._answering.answer(operator, returned, request, run.num_completed, loop.plain, extra)
+        told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
+        num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
+        heartbeat = self._activity.last_heartbeat(num_samples)
+        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work}
+        answer = replace(answer, epoch_idx=run.epoch_idx, **beside)
+        run.finish(answer)
+        loop.end_call()
+        self._ledger.end_call()
+        return answer
+
+    def _at_boundary(self, loop: Loop, run: EpochRun) -> None:
+        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
+        self._note_boundary(loop, run)
+        num_completed = run.num_completed
+        if self._inside.is_due(num_completed):
+            self._inside.keep(num_completed, self._snapshot(run))
+        if run.gate.stops(num_completed):
+            raise HeldAtBoundary
+
+    def _note_boundary(self, loop: Loop, run: EpochRun) -> None:
+        loop.note_boundary()
+        self._ledger.commit()
+
+    def _snapshot(self, run: EpochRun) -> Any:
+        return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, run)
+
+    def progress(self) -> ReplicaProgress:
+        """How far the call is that broke off or was held, or the last one that was completed."""
+        hosted, loop, run = self._hosted, self._hosted.loop, self._activity.run
+        obstacle = hosted.group_obstacle
+        if run is None or run.is_finished:
+            num_steps = run.num_completed + 1 if run is not None else 0
+            return ReplicaProgress(num_steps, True, obstacle or loop.order_obstacle)
+        obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
+        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
+
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
+        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
+        run = self._activity.unfinished
+        if number <= self._hold_number:  # it would be settled by now, and the training would wait at it
+            return None
+        self._hold_number = number
+        if run is None or self._activity.running is None or self._hosted.epoch_obstacle is not None:
+            return None
+        step = run.num_completed + margin if at is None else at
+        return step if run.gate.propose(step, lambda: run.num_completed) else None
+
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
+        """Says what became of the proposal."""
+        if self._activity.run is not None and number == self._hold_number:
+            self._activity.run.gate.settle(is_agreed)
+
+    def leave_group(self) -> None:
+        """Goes back to the last boundary, and leaves the stream there: it will be another one, or at another place."""
+        loop, run = self._hosted.loop, self._activity.unfinished
+        loop.break_off()
+        self._inside.clear()
+        if run is not None:
+            loop.return_to_boundary()
+            run.detach()
+
+    def state(self) -> RunState | None:
+        """Where the call is, for ranks that take it over."""
+        run = self._activity.run
+        return None if run is None else run.state(with_metrics=False)
+
+    def take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
+        """Goes on from the state of another rank, and from where it is."""
+        self._hosted.restore(state, None)
+        if run is None:
+            self._activity.run = None
+            return
+        self._activity.run = self._activity.run or self._run_like(run)
+        self._activity.run.take_over(run)
+
+    def go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
+        """Gets ready to continue a call of which a snapshot was taken, with what these ranks had measured."""
+        run = self._run_like(first)
+        run.count(part.metrics for part in parts)
+        run.take_over(first)
+        self._activity.run = run
+
+    def _run_like(self, state: RunState) -> EpochRun:
+        return EpochRun(state.epoch_idx, state.num_requested, self._hosted.loop.new_meters())
+
+    def count(self, parts: Iterable[RunState]) -> None:
+        """Counts what ranks had measured that are gone."""
+        if self._activity.run is not None:
+            self._activity.run.count(part.metrics for part in parts)
+
+    def forget(self) -> None:
+        """Forgets the call: the state is another one."""
+        self._activity.running = self._activity.run = None
+        self._inside.clear()

@@ -1,0 +1,168 @@
+"""The callbacks that run in one worker: when each of them is called, and their part of the worker's state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
+from raysgd.worker.data.streams import PlaceInStep
+
+CALLBACKS = "callbacks"
+"""Key of their part of a state; a state without callbacks has none."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class InstalledCallbacks:
+    """The worker callbacks of one operator.
+
+    A state that no callback has claimed is kept: the next callback with the same `state_key` gets it.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: list[WorkerCallback] = []
+        self._unclaimed: dict[str, Any] = {}
+        self._epoch: Any = None
+        self._operator: Any = None
+        self._on_gradients: list[WorkerCallback] = []
+        self._on_steps: list[WorkerCallback] = []
+
+    def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
+        """Puts copies of `callbacks` in the place of those that there are."""
+        states = self.states()
+        self._callbacks = [copy.deepcopy(each) for each in callbacks]
+        for each in self._callbacks:
+            call_event(each, "on_begin", operator)
+        self._claim(states)
+
+    # ---------------------------------------------------------------------------------------------- around a step
+
+    def begin_epoch(self, epoch: Any, operator: Any) -> None:
+        """Called before steps; an epoch that continues after a loss has begun already, unless this worker is new."""
+        if epoch is not self._epoch:
+            self._epoch = epoch
+            for each in self._callbacks:
+                call_event(each, "on_epoch_begin", operator)
+
+    def around_steps(self, operator: Any, step: PlaceInStep) -> AbstractContextManager[None]:
+        """Inside, callbacks are called around each step. Without callbacks it costs nothing."""
+        return self._around_steps(operator, step) if self._callbacks else nullcontext()
+
+    @contextmanager
+    def _around_steps(self, operator: Any, step: PlaceInStep) -> Iterator[None]:
+        before, train_batch = vars(operator).get("train_batch"), operator.train_batch
+        watching = self._with("on_step_end")
+
+        @wraps(train_batch)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            metrics = train_batch(*args, **kwargs)
+            return _after_step(watching, operator, metrics) if step.is_boundary else metrics
+
+        if watching:
+            operator.train_batch = watched
+        self._on_gradients, self._on_steps = self._with("on_gradients"), self._with("on_optimizer_step")
+        self._operator = operator
+        try:
+            yield
+        finally:
+            self._on_gradients, self._on_steps, self._operator = [], [], None
+            if watching:
+                del operator.train_batch
+                if before is not None:
+                    operator.train_batch = before
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a callback is to be called before an optimizer steps."""
+        return bool(self._on_gradients)
+
+    def gradients(self, optimizer: Any) -> None:
+        """Called before an optimizer steps, with gradients that are complete."""
+        for each in self._on_gradients:
+            call_event(each, "on_gradients", self._operator, optimizer)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether a callback is to be called after an optimizer has stepped."""
+        return bool(self._on_steps)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Called after an optimizer has stepped."""
+        for each in self._on_steps:
+            call_event(each, "on_optimizer_step", self._operator, optimizer)
+
+    def end_epoch(self, operator: Any, returned: Any) -> Any:
+        """Called with what `train_epoch` returned; returns that with what callbacks have added."""
+        self._epoch = None
+        watching = self._with("on_epoch_end")
+        if not watching or not isinstance(returned, Mapping):
+            return returned
+        metrics = returned if isinstance(returned, dict) else dict(returned)
+        for each in watching:
+            call_event(each, "on_epoch_end", operator, metrics)
+        return metrics
+
+    def _with(self, method: str) -> list[WorkerCallback]:
+        return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
+
+    # ---------------------------------------------------------------------------------------------- their state
+
+    def states(self) -> dict[str, Any]:
+        """The state of each callback by its `state_key`, and what no callback has claimed yet."""
+        return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
+
+    def state_of(self, key: str) -> Any:
+        """Return one of these states; None if there is none."""
+        found = next((each for each in self._callbacks if key_of(each) == key), None)
+        return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
+
+    def part_of_state(self) -> dict[str, Any]:
+        """Their part of the state of a replica; empty if there is none."""
+        states = self.states()
+        return {CALLBACKS: states} if states else {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state whose part for callbacks is of another form.
+
+        Raises:
+            ValueError: It is.
+        """
+        if not isinstance(state.get(CALLBACKS, {}), Mapping):
+            raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
+
+    def apply(self, state: Mapping[str, Any], operator: Any) -> None:
+        """Takes over their part of a state. A callback that has none in it begins again: the model is another one."""
+        without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
+        for each in without:
+            call_event(each, "on_begin", operator)
+        missing = [key_of(each) for each in without if has_state(each)]
+        if missing and self._unclaimed and operator._raysgd.world.rank == 0:
+            logger.warning(
+                "the state that was loaded has no part for the callback `%s`, which begins again; it has one for `%s`",
+                "`, `".join(missing),
+                "`, `".join(self._unclaimed),
+            )
+
+    def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
+        """Gives each callback its state; returns callbacks that have none."""
+        self._unclaimed = {key: state for key, state in states.items() if state is not None}
+        for each in self._callbacks:
+            state = self._unclaimed.pop(key_of(each), None)
+            if state is not None:
+                call_event(each, "load_state_dict", state)
+        return [each for each in self._callbacks if key_of(each) not in states]
+
+
+def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any) -> Any:
+    step = operator.global_step + 1
+    for each in callbacks:
+        more = call_event(each, "on_step_end", operator, step, metrics)
+        if more and isinstance(metrics, Mapping):
+            metrics = {**metrics, **more}
+    return metrics

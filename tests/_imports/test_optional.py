@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json.decoder
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysgd._imports.optional import install_command, require, require_installed
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose packages can be imported while the test runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_returns_the_module() -> None:
+    assert require("json", extra="data") is json
+
+
+def test_returns_the_innermost_module_of_a_dotted_name() -> None:
+    assert require("json.decoder", extra="data") is json.decoder
+
+
+def test_a_missing_package_names_the_command_and_who_needs_it() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        require("no_such_package.tracking", extra="mlflow", purpose="`MLflowLogger`")
+    words = "`MLflowLogger` needs `no_such_package`, which is not installed. Run: "
+    assert str(caught.value) == words + install_command("mlflow")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert caught.value.name == "no_such_package.tracking"
+
+
+def test_a_package_can_be_missed_without_importing_it() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^`this` needs `no_such_package`, which is not installed"):
+        require_installed("no_such_package", extra="tf", purpose="`this`")
+
+
+def test_a_purpose_is_not_needed() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^this feature needs `no_such_package`"):
+        require("no_such_package", extra="mlflow")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("raise OSError('libmissing.so')", "OSError: libmissing.so"),
+        ("from json import nonsense", "ImportError: cannot import name 'nonsense'"),
+    ],
+)
+def test_a_package_that_is_broken_is_not_called_missing(packages: Path, source: str, reason: str) -> None:
+    (packages / "fragile_package.py").write_text(source)
+    with pytest.raises(ImportError) as caught:
+        require("fragile_package", extra="tf")
+    assert not isinstance(caught.value, ModuleNotFoundError)
+    message = str(caught.value)
+    assert "is installed, but importing it failed with " + reason in message
+    assert "not installed. Run" not in message
+    assert re.search(r'pip install --upgrade --force-reinstall .*"tensorflow>=[\d.]+" "tf_keras>=[\d.]+"$', message)
+    assert caught.value.__cause__ is not None
+
+
+def test_a_package_without_the_module_asked_for_is_not_called_missing(packages: Path) -> None:
+    (packages / "older_package").mkdir()
+    (packages / "older_package" / "__init__.py").touch()
+    with pytest.raises(ImportError, match="`older_package` is installed, but importing it failed"):
+        require("older_package.later_addition", extra="tf")
+
+
+def test_the_command_works_without_an_index_that_has_raysgd() -> None:
+    assert re.fullmatch(r'pip install "ray\[tune\]>=[\d.]+"', install_command("tune"))
+    pip = [sys.executable, "-m", *shlex.split(install_command("tune")), "--no-index", "--no-deps", "--dry-run"]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Requirement already satisfied: ray" in done.stdout
+
+
+def test_the_command_names_what_an_extra_takes_from_other_extras() -> None:
+    assert re.fullmatch(r'pip install "torch>=[\d.]+" "lightning>=[\d.]+"', install_command("lightning"))
+
+
+def test_sources_that_are_not_installed_are_named_by_their_folder(tmp_path: Path) -> None:
+    """As with `PYTHONPATH`: without the packages of the environment, in a folder where there is no raysgd."""
+    root = Path(__file__).resolve().parents[2]
+    (tmp_path / "raysgd").symlink_to(root / "raysgd")  # beside the sources may be what an installation left
+    code = "from raysgd._imports.optional import require; require('no_such_package', extra='tune')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert f'Run: pip install "{root}[tune]"' in done.stderr

@@ -1,0 +1,217 @@
+"""What `raysgd status` reads in the folder of a run: of each kind, half-written, damaged, or made to deceive.
+
+Covers `raysgd.cli.run_status`. The folders are written by the trainers themselves, except for the damaged ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from raysgd.cli.run_status import NotARunError, read_status
+from raysgd.exceptions import StorageError
+
+NOW = 1_000_000.0
+
+
+def status_of(path: Path | str) -> str:
+    return str(read_status(str(path), now=lambda: NOW))
+
+
+def write_lines(path: Path, *entries: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{entry if isinstance(entry, str) else json.dumps(entry)}\n" for entry in entries))
+
+
+def make_trial(folder: Path, **note: Any) -> Path:
+    """A run of two reports, in the folder of its experiment."""
+    trial = folder / "TorchTrainer_1f3a9_00000_0_2026-11-21_10-00-00"
+    reports = [
+        {"loss": value, "training_iteration": n, "timestamp": NOW - 60 * n} for n, value in ((1, 0.5), (2, 0.25))
+    ]
+    write_lines(trial / "result.json", *reports)
+    if note:
+        (folder / "run.json").write_text(json.dumps({"trial": trial.name, "trainer": "TorchTrainer", **note}))
+    return trial
+
+
+class TestARunOfFitInTheStyleOfAir:
+    @pytest.mark.parametrize(
+        ("status", "words"),
+        [("TERMINATED", "ended well"), ("ERROR", "failed"), ("RUNNING", "running, or its driver is gone: the last")],
+    )
+    def test_the_experiment_leads_to_its_trial(self, tmp_path: Path, status: str, words: str) -> None:
+        make_trial(tmp_path, status=status)
+        text = status_of(tmp_path)
+        assert words in text
+        assert "fit() of TorchTrainer" in text
+        assert "loss=0.25" in text
+        assert "2, the last report is 2 min old" in text
+        assert "checkpoints: none" in text
+
+    def test_the_trial_alone_says_whether_it_is_done(self, tmp_path: Path) -> None:
+        trial = make_trial(tmp_path)
+        assert "running, or its driver is gone" in status_of(trial)
+        write_lines(trial / "result.json", {"loss": 0.1, "done": True})
+        assert "ended well" in status_of(trial)
+
+    def test_an_error_is_shown_as_text_and_its_pickle_is_not_read(self, tmp_path: Path) -> None:
+        trial, trap = make_trial(tmp_path, status="ERROR"), tmp_path / "trap"
+
+        class Evil:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (str(trap),)
+
+        (trial / "error.txt").write_text("Traceback:\n  ...\nValueError: no such \x1b[2Jcolumn\n")
+        (trial / "error.pkl").write_bytes(pickle.dumps(Evil()))
+        text = status_of(tmp_path)
+        assert "ValueError: no such \\x1b[2Jcolumn" in text
+        assert "\x1b" not in text
+        assert not trap.exists()
+
+    def test_lines_that_are_not_whole_are_left_out(self, tmp_path: Path) -> None:
+        trial = make_trial(tmp_path)
+        with open(trial / "result.json", "ab") as file:
+            file.write(b'[1]\n\xff\xfe\nnull\n{"loss": 0.1')
+        assert "reports:     2," in status_of(trial)
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"trial": 3}', '{"trial": "../.."}', "[" * 100_000])
+    def test_a_damaged_note_is_no_traceback(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "run.json").write_text(content)
+        assert "`run.json` is damaged, or names a folder that is not there" in status_of(tmp_path)
+
+    def test_numbers_out_of_range_are_shown_anyway(self, tmp_path: Path) -> None:
+        write_lines(
+            tmp_path / "result.json",
+            f'{{"loss": NaN, "huge": {10**400}, "timestamp": -1e400, "text\\u001b[0m": 1, "nested": {{"a": 1}}}}',
+        )
+        text = status_of(tmp_path)
+        assert "loss=nan, huge=too large, text\\x1b[0m=1" in text
+
+
+class TestARunOfAFunctionTrainer:
+    def test_the_latest_run_is_shown(self, tmp_path: Path) -> None:
+        for name, loss in (("run_002", 0.5), ("run_010", 0.125)):
+            content = [[{"loss": 1.0}], [{"loss": loss, "_timestamp": NOW - 30, "_training_iteration": 2}]]
+            write_lines(tmp_path / name / "results.json", content)
+        (tmp_path / "run_010" / "checkpoints" / "checkpoint_000002").mkdir(parents=True)
+        text = status_of(tmp_path)
+        assert "run_010" in text
+        assert "not noted: the last report is 30 s old" in text
+        assert "loss=0.125" in text
+        assert "1, the newest is checkpoint_000002" in text
+        assert "runs:        2" in text
+        assert "loss=0.5" in status_of(tmp_path / "run_002")
+
+    @pytest.mark.parametrize("content", [None, "", "[", "{}", "[[], 3, [4]]"])
+    def test_a_run_without_a_whole_log_has_no_reports(self, tmp_path: Path, content: str | None) -> None:
+        (tmp_path / "run_001").mkdir()
+        if content is not None:
+            (tmp_path / "run_001" / "results.json").write_text(content)
+        expected = "not written: add a `JsonLoggerCallback`" if content is None else "none yet"
+        assert f"reports:     {expected}" in status_of(tmp_path)
+
+
+class TestARunOfAClassBasedTrainer:
+    HISTORY: ClassVar[dict[str, Any]] = {
+        "rows": [{"epoch": 3, "train_loss": 0.5, "val_accuracy": 0.75}],
+        "records": [{"began_at": NOW - 90, "seconds": 30}],
+        "events": [{"kind": "rejoined", "cause": "lost rank 1"}],
+        "stop_reason": None,
+    }
+
+    def write_sidecar(self, folder: Path, epoch: int, **history: Any) -> None:
+        content = {"raysgd_run": 1, "epoch": epoch, "history": {**self.HISTORY, **history}, "callbacks": []}
+        write_lines(folder / f"epoch_{epoch:04d}.ckpt.run.json", content)
+
+    def test_what_is_beside_the_newest_checkpoint_is_shown(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path / "checkpoints", 2, rows=[])
+        self.write_sidecar(tmp_path / "checkpoints", 3)
+        text = status_of(tmp_path)
+        assert "epochs:      3" in text
+        assert "train_loss=0.5, val_accuracy=0.75" in text
+        assert "2, the newest is epoch_0003.ckpt" in text
+        assert "rejoined: lost rank 1" in text
+        assert "not noted: the newest checkpoint is 60 s old" in text
+
+    def test_what_happened_is_read_from_all_parts_of_the_history(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3)
+        beside, part = tmp_path / "epoch_0003.ckpt.run.json", "history-0123456789abcdef.json"
+        beside.write_text(json.dumps({**json.loads(beside.read_text()), "parts": [part, "../x.json", 3]}))
+        write_lines(tmp_path / part, {"events": [{"kind": "rejoined", "cause": "lost rank 7"}]})
+        write_lines(tmp_path.parent / "x.json", {"events": [{"kind": "rejoined", "cause": "elsewhere"}]})
+        text = status_of(tmp_path)
+        assert "lost rank 7" in text
+        assert "lost rank 1" in text
+        assert "elsewhere" not in text
+
+    def test_a_stopped_run_says_why(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3, stop_reason="val_loss did not improve for 3 epochs")
+        assert "stopped: val_loss did not improve for 3 epochs" in status_of(tmp_path)
+
+    def test_a_log_is_newer_than_the_checkpoints(self, tmp_path: Path) -> None:
+        self.write_sidecar(tmp_path, 3)
+        write_lines(tmp_path / "metrics.jsonl", {"epoch": 4, "train_loss": 0.25}, "{")
+        text = status_of(tmp_path)
+        assert "epochs:      4" in text
+        assert "train_loss=0.25" in text
+
+    @pytest.mark.parametrize(
+        "content", ["", "{", "[]", '{"epoch": "x", "history": 3}', '{"history": {"rows": [1, null]}}']
+    )
+    def test_a_damaged_file_is_no_traceback(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "epoch_0001.ckpt.run.json").write_text(content)
+        assert "epochs:      0" in status_of(tmp_path)
+
+
+class TestWhatIsNoRun:
+    def test_an_empty_folder_names_what_was_expected(self, tmp_path: Path) -> None:
+        with pytest.raises(NotARunError, match=r"it is empty\. Expected one of: .*`result\.json`.*`run_001`.*metrics"):
+            status_of(tmp_path)
+
+    def test_another_folder_says_what_it_has(self, tmp_path: Path) -> None:
+        for number in range(9):
+            (tmp_path / f"{number}\x1b.txt").touch()
+        with pytest.raises(NotARunError, match=r"it has 0\\x1b\.txt, 1.*, \.\.\.\. Expected") as caught:
+            status_of(tmp_path)
+        assert "\x1b" not in str(caught.value)
+
+    def test_a_folder_that_is_not_there_and_a_file_are_told_apart(self, tmp_path: Path) -> None:
+        with pytest.raises(NotARunError, match="does not exist"):
+            status_of(tmp_path / "x")
+        (tmp_path / "file").touch()
+        with pytest.raises(NotARunError, match="is a file, not a folder"):
+            status_of(tmp_path / "file")
+
+    def test_a_folder_in_place_of_a_file_is_an_error_that_names_it(self, tmp_path: Path) -> None:
+        (tmp_path / "result.json").mkdir()
+        with pytest.raises(StorageError, match=r"result\.json"):
+            status_of(tmp_path)
+
+
+def test_a_folder_in_a_store_is_read_by_its_uri() -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/status-bucket/run/result.json", b'{"loss": 0.125, "done": true}\n')
+    try:
+        text = status_of("memory://status-bucket/run")
+    finally:
+        memory.rm("/status-bucket", recursive=True)
+    assert "loss=0.125" in text
+    assert "ended well" in text
+
+
+def test_what_could_be_read_without_an_end_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(StorageError, match="no regular file"):
+        read_status(str(tmp_path))
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run.json").symlink_to("/dev/zero")
+    with pytest.raises(StorageError, match="no regular file"):
+        read_status(str(tmp_path))

@@ -1,0 +1,212 @@
+"""Sums over many ranks, which are threads, and over several nodes, which are names."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.connections.group import EarlyVotes, Group
+from raysgd.connections.mesh.mesh import Bytes, Mesh
+from raysgd.connections.mesh.sums import LEAST_PART_BYTES, MAX_WHOLE_BYTES, MOST
+from raysgd.engine.shared.types import World
+
+SMALL, LARGE = MAX_WHOLE_BYTES // 8, MAX_WHOLE_BYTES // 8 + 1  # of numbers
+
+
+@dataclass
+class Counted(Mesh):
+    """A mesh that counts what it sends.
+
+    Attributes:
+        sent: The sizes of the messages to each rank.
+    """
+
+    connections: Mapping[int, socket.socket]
+    sent: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.connections, 20.0)
+
+    def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], kind: int = 0) -> None:
+        for rank, content in outgoing.items():
+            self.sent.setdefault(rank, []).append(len(content))
+        super().swap(outgoing, incoming, kind)
+
+    @property
+    def num_messages(self) -> int:
+        return sum(map(len, self.sent.values()))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a group."""
+
+    meshes: Sequence[Counted]
+    hosts: Sequence[str]
+
+    def each(self, function: Callable[[Group], Any]) -> list[Any]:
+        """What `function` returns on each of them, all at the same time."""
+        size = len(self.meshes)
+        for mesh in self.meshes:
+            mesh.sent.clear()
+        groups = [Group(World(rank, size), mesh, self.hosts) for rank, mesh in enumerate(self.meshes)]
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(function, groups))
+
+    def bytes_leaving(self, host: str) -> int:
+        """What ranks of this node sent to others."""
+        return sum(
+            sum(sizes)
+            for rank, mesh in enumerate(self.meshes)
+            if self.hosts[rank] == host
+            for other, sizes in mesh.sent.items()
+            if self.hosts[other] != host
+        )
+
+
+@pytest.fixture
+def make() -> Any:
+    """Makes groups, which are ended after the test."""
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def make(size: int, hosts: str = "") -> Ranks:
+            connections: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+            for one in range(size):
+                for other in range(one):
+                    connections[one][other] = stack.enter_context(socket.create_connection(server.getsockname()))
+                    connections[other][one] = stack.enter_context(server.accept()[0])
+            return Ranks([Counted(each) for each in connections], tuple(hosts) or ("here",) * size)
+
+        yield make
+
+
+def added_up(group: Group, size: int, dtype: Any = np.float64) -> np.ndarray[Any, Any]:
+    """The sum of numbers for which it matters in which order they are added."""
+    numbers = np.array(np.random.default_rng(group.rank).standard_normal(size) * 10.0 ** (group.rank % 5), dtype)
+    if size > 1:
+        numbers[0] = np.array([0x7FF8000000000000 + group.rank], np.uint64).view(np.float64)[0]  # a NaN of this rank
+    group.add_up(numbers)
+    return numbers
+
+
+def expected(num_ranks: int, size: int) -> np.ndarray[Any, Any]:
+    terms = [np.random.default_rng(rank).standard_normal(size) * 10.0 ** (rank % 5) for rank in range(num_ranks)]
+    total: np.ndarray[Any, Any] = np.sum(terms, axis=0)
+    return total
+
+
+GROUPS = {
+    "a few": "",
+    "a power of two": "",
+    "others": "",
+    "two nodes": "aaaaabbbbb",
+    "nodes of all sizes, in any order": "abacaabdddeea",
+    "a node for each": "abcdefghijk",
+    "a few on two nodes": "aabb",
+}
+NUM_RANKS = {"a few": MOST, "a power of two": 16, "others": 13}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_all_ranks_come_to_the_same_bits(make: Any, name: str) -> None:
+    hosts = GROUPS[name]
+    ranks = make(len(hosts) or NUM_RANKS[name], hosts)
+    num_ranks = len(ranks.meshes)
+    for size in (0, 1, 5, SMALL, LARGE, num_ranks * LEAST_PART_BYTES // 8 + 7):
+        sums = ranks.each(lambda group, size=size: added_up(group, size))
+        assert {one.tobytes() for one in sums} == {sums[0].tobytes()}
+        np.testing.assert_allclose(sums[0][1:], expected(num_ranks, size)[1:], rtol=1e-9, atol=1e-9)
+        floats = ranks.each(lambda group, size=size: added_up(group, size, np.float32))
+        assert {one.tobytes() for one in floats} == {floats[0].tobytes()}
+
+
+def test_a_few_ranks_add_in_their_order(make: Any) -> None:
+    """What was trained by so many goes on to the bit in a later version."""
+    for size in (SMALL, LARGE):
+        terms = [np.random.default_rng(rank).standard_normal(size) * 10.0 ** (rank % 5) for rank in range(MOST)]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        for found in make(MOST).each(lambda group, size=size: added_up(group, size)):
+            assert found[1:].tobytes() == total[1:].tobytes()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rounds"), [(16, 4), (40, 5)])
+def test_a_rank_of_many_sends_few_messages(make: Any, num_ranks: int, num_rounds: int) -> None:
+    ranks = make(num_ranks)
+    is_folded = num_ranks != 2**num_rounds
+
+    def most() -> int:
+        return max(mesh.num_messages for mesh in ranks.meshes)
+
+    ranks.each(lambda group: added_up(group, SMALL))
+    assert most() == num_rounds + is_folded
+    assert sum(mesh.num_messages for mesh in ranks.meshes) == 2**num_rounds * num_rounds + 2 * (
+        num_ranks - 2**num_rounds
+    )
+    ranks.each(lambda group: added_up(group, LARGE))
+    assert most() == 2 * num_rounds + is_folded
+    ranks.each(lambda group: added_up(group, num_ranks * LEAST_PART_BYTES // 8))
+    assert most() == 2 * (num_ranks - 1), "parts are large enough"
+    rounds_of_all = (num_ranks - 1).bit_length()
+    assert ranks.each(lambda group: group.largest(float(group.rank))) == [num_ranks - 1.0] * num_ranks
+    assert most() == rounds_of_all
+    ranks.each(lambda group: group.from_first(np.zeros(10)))
+    assert most() == rounds_of_all
+    assert sum(mesh.num_messages for mesh in ranks.meshes) == num_ranks - 1
+
+
+def test_what_leaves_a_node_is_as_much_as_with_a_ring_through_all_ranks(make: Any) -> None:
+    hosts = "aaaabbbbcccc"
+    ranks = make(len(hosts), hosts)
+    size = 2 * LARGE
+    ranks.each(lambda group: added_up(group, size))
+    for host in "abc":
+        assert ranks.bytes_leaving(host) == pytest.approx(2 * 2 / 3 * size * 8, rel=0.001)
+    ranks.each(lambda group: added_up(group, 10))
+    assert [ranks.bytes_leaving(host) for host in "abc"] == [2 * 80] * 3, "from the first ranks to each other"
+
+
+@pytest.mark.parametrize(("num_ranks", "hosts"), [(12, ""), (12, "abacabdddbca")])
+def test_rank_0_tells_all_others(make: Any, num_ranks: int, hosts: str) -> None:
+    ranks = make(num_ranks, hosts)
+    for size in (1, 200_000):
+
+        def told(group: Group, size: int = size) -> set[float]:
+            numbers = np.full(size, group.rank + 5.0)
+            group.from_first(numbers)
+            return set(numbers.tolist())
+
+        assert ranks.each(told) == [{5.0}] * num_ranks
+        for host in set(ranks.hosts):
+            times = ranks.bytes_leaving(host) / (8 * size)
+            assert times <= (num_ranks if size == 1 else 1)
+        assert sum(mesh.num_messages for mesh in ranks.meshes) % (num_ranks - 1) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [9, 16])
+def test_arrays_of_many_ranks_are_gathered_by_rank(make: Any, num_ranks: int) -> None:
+    gathered = make(num_ranks).each(lambda group: group.gather(np.full((2, 3), group.rank, np.int32)))
+    for found in gathered:
+        assert [part.tolist() for part in found] == [[[rank] * 3] * 2 for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [9, 16, 21])
+def test_many_ranks_hear_of_each_vote_through_few_messages(make: Any, num_ranks: int) -> None:
+    ranks = make(num_ranks)
+
+    def asked(group: Group) -> list[bool]:
+        votes = EarlyVotes(World(group.rank, num_ranks), group._mesh)
+        votes.ask(True)  # and nobody waits for the answer
+        wanted = [votes.ask(group.rank == yes) for yes in (0, num_ranks // 2, num_ranks)]
+        return [vote.result() for vote in wanted]
+
+    assert ranks.each(asked) == [[True, True, False]] * num_ranks
+    assert {mesh.num_messages for mesh in ranks.meshes} == {4 * (num_ranks - 1).bit_length()}

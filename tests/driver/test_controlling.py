@@ -1,0 +1,45 @@
+"""What keeps the workers of a class-based trainer alive is made as its arguments say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+
+from raysgd.driver import controlling
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.connection import NoConnection
+from raysgd.messages.placement import Placement
+from raysgd.messages.recovery import Recovery
+from raysgd.messages.replica_maker import ReplicaMaker
+from raysgd.messages.settings import GroupSettings
+
+
+def spec_of(use_gpu: bool, **options: Any) -> GroupSpec:
+    settings = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0, **options)
+    make_replica = ReplicaMaker(None, SimpleNamespace(use_gpu=use_gpu, recovery_options=Recovery()))
+    with patch.object(controlling, "ElasticController") as made:
+        controlling.make_controller(
+            settings, make_replica, NoConnection(), 10.0, keeps_survivors=True, renews_survivors=True
+        )
+    spec: GroupSpec = made.call_args.args[0]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "strategy", "packs"),
+    [(True, None, True), (False, None, False), (True, "SPREAD", False), (False, "PACK", True)],
+)
+def test_workers_with_gpus_are_packed_and_others_spread_unless_you_say_otherwise(
+    use_gpu: bool, strategy: Literal["PACK", "SPREAD"] | None, packs: bool
+) -> None:
+    assert spec_of(use_gpu, placement=Placement(placement_strategy=strategy)).packs is packs
+
+
+def test_workers_get_what_the_placement_says() -> None:
+    placement = Placement({"fast_disk": 1}, "A100", runtime_env={"env_vars": {"A": "1"}})
+    resources = spec_of(True, placement=placement, num_gpus_per_worker=0.5).resources
+    assert resources.bundle() == {"CPU": 1, "GPU": 0.5, "fast_disk": 1, "accelerator_type:A100": 0.001}
+    assert resources.runtime_env == {"env_vars": {"A": "1"}}

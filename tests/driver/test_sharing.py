@@ -1,0 +1,112 @@
+"""What the driver divides: when workers are given shares, and when they have them already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ray
+
+from raysgd.arrays.ray_batches import RayBatches
+from raysgd.driver.sharing import DataSharing
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochRequest
+from raysgd.utils import BATCH_SIZE
+from tests.arrays.rows import Rows
+
+
+@pytest.fixture(autouse=True)
+def free_cpus(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many CPUs are free, as Ray would say."""
+    free = [4.0]
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": free[0]})
+    return free
+
+
+TWO, OTHER_TWO, ONE = ([World(rank, size) for rank in range(size)] for size in (2, 2, 1))
+
+
+def requests(number: int) -> list[tuple[EpochRequest]]:
+    return [(EpochRequest(None, {}, False, 0),)] * number
+
+
+def sharing_with(**config: Any) -> DataSharing:
+    return DataSharing(config, lambda rank, share: {rank: share})
+
+
+def shares_of(sharing: DataSharing, batches: RayBatches, worlds: Sequence[World], name: str = "train") -> list[Any]:
+    made = sharing.with_registered(requests(len(worlds)), name, batches, worlds)
+    return [share[rank].iterator.rows for rank, (_, *shares) in enumerate(made) for share in shares]
+
+
+def test_what_is_not_of_ray_data_needs_nothing() -> None:
+    plain = requests(2)
+    assert sharing_with().with_registered(plain, "train", None, TWO) is plain
+
+
+def test_workers_are_given_shares_once_for_each_group() -> None:
+    sharing, batches = sharing_with(), RayBatches(Rows([1, 2, 3]), batch_size=1)
+    assert shares_of(sharing, batches, TWO) == [[1, 3], [2]]
+    assert shares_of(sharing, batches, TWO) == []
+    assert shares_of(sharing, batches, TWO, "validation") == [[1, 3], [2]]
+    assert shares_of(sharing, batches, OTHER_TWO) == [[1, 3], [2]]
+    assert shares_of(sharing, batches, ONE) == [[1, 2, 3]]
+
+
+def test_after_a_call_that_failed_they_are_given_new_ones() -> None:
+    sharing, batches = sharing_with(), RayBatches(Rows([1, 2]), batch_size=1)
+    shares_of(sharing, batches, TWO)
+    sharing.forget()
+    assert shares_of(sharing, batches, TWO) == [[1], [2]]
+
+
+def test_workers_that_hold_all_cpus_are_mentioned_once(
+    free_cpus: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    sharing, batches = sharing_with(), RayBatches(Rows([1, 2]), batch_size=1)
+    free_cpus[0] = 0.0
+    shares_of(sharing, batches, TWO)
+    shares_of(sharing, batches, OTHER_TWO)
+    assert len(caplog.records) == 1
+    assert "Ray Data reads and transforms in tasks that need a CPU each" in caplog.text
+
+
+def given(sharing: DataSharing, dataset: Any, worlds: Sequence[World]) -> tuple[set[str | None], list[Any]]:
+    made = sharing.with_data_of_call(requests(len(worlds)), "train", dataset, worlds)
+    shares = [share[rank] for rank, (_, *shares) in enumerate(made) for share in shares]
+    return {each.shard_key for each, *_ in made}, shares
+
+
+def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
+    sharing, rows = sharing_with(**{BATCH_SIZE: 4}), Rows([1, 2, 3, 4, 5])
+    keys, shares = given(sharing, rows, TWO)
+    assert [share.iterator.rows for share in shares] == [[1, 2, 5], [3, 4]]
+    assert given(sharing, rows, TWO) == (keys, [])
+    _, [whole] = given(sharing, rows, ONE)
+    assert whole.form.batch_size == 4
+
+
+class Dealt:
+    """A dataset of the user's own."""
+
+    def set_num_shards(self, number: int) -> None:
+        self.number = number
+
+    def get_shard(self, rank: int) -> str:
+        return f"{rank} of {self.number}"
+
+
+class Endless(Dealt):
+    keeps_position = True
+
+
+def test_a_dataset_of_ones_own_is_divided_in_each_call_unless_it_keeps_its_position() -> None:
+    sharing, dataset, endless = sharing_with(), Dealt(), Endless()
+    first, again = given(sharing, dataset, TWO), given(sharing, dataset, TWO)
+    assert first[1] == again[1] == ["0 of 2", "1 of 2"]
+    assert first[0] != again[0]
+    keys, shares = given(sharing, endless, TWO)
+    assert shares == ["0 of 2", "1 of 2"]
+    assert given(sharing, endless, TWO) == (keys, [])
+    assert given(sharing, endless, ONE)[1] == ["0 of 1"]

@@ -1,0 +1,271 @@
+"""Workers that freeze while they start, or while they wait to step in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.processes.worker import RemoteWorker, StandbyReady
+from raysgd.engine.shared.types import Outcome, WorkerInfo
+from tests.fakes import FakeClock
+
+
+@dataclass(eq=False)
+class Process:
+    """A worker whose process is made at some time, and may be stopped at another."""
+
+    pid: int
+    is_there: bool = True
+    is_known: bool = False
+    is_stopped: bool = False
+    works: bool = False
+    calls: list[str] = field(default_factory=list)
+
+    def submit(self, method: str) -> Process:
+        self.calls.append(method)
+        return self
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+
+WATCH_S = 2.0
+
+
+@dataclass
+class Watch:
+    """A look at a process from beside."""
+
+    process: Process
+    began: float
+
+
+class StartupScene:
+    """Starting workers, checked ten times a second."""
+
+    def __init__(self, *processes: Process, heartbeat_s: float = 12.0) -> None:
+        self.clock = FakeClock()
+        self.ended: list[int] = []
+        self.watch_begins_after_s = 0.0
+        self.processes = {process.pid: process for process in processes}
+        self.startup = StartupCheck(
+            heartbeat_s,
+            self._poll,
+            lambda info: self.ended.append(info.pid),
+            self._find,
+            lambda info: Watch(self.processes[info.pid], self.clock.monotonic()),
+            self.clock.monotonic,
+        )
+        for process in processes:
+            self.startup.add(cast(RemoteWorker, process))
+
+    def _poll(self, rank: int, process: Any) -> Outcome:
+        if isinstance(process, Watch):
+            works, watched_s = process.process.works, self.clock.monotonic() - process.began - self.watch_begins_after_s
+            return Outcome(rank, works) if watched_s >= (not works) * WATCH_S else Outcome(rank, answered=False)
+        if process.is_stopped or not process.is_there:
+            return Outcome(rank, answered=False)
+        return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
+
+    def _find(self, worker: Any) -> WorkerInfo | None:
+        return WorkerInfo("node", "10.0.0.1", worker.pid) if worker.is_known else None
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            self.clock.sleep(0.1)
+            self.startup.poll()
+
+
+def test_whoever_freezes_is_ended_after_the_time_for_a_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
+    frozen, other = Process(1), Process(2)
+    scene = StartupScene(frozen, other)
+    scene.pass_time(1)
+    frozen.is_stopped = True
+    scene.pass_time(11.5)
+    assert scene.ended == []
+    with caplog.at_level(logging.WARNING, logger="raysgd"):
+        scene.pass_time(2 + WATCH_S)
+    assert scene.ended == [1]
+    assert "kill" in frozen.calls, "so that Ray does not wait for it either"
+    assert "kill" not in other.calls
+    assert "process 1 on node 10.0.0.1" in caplog.text
+    scene.pass_time(60)
+    assert scene.ended == [1], "once"
+
+
+def test_whoever_takes_long_but_answers_is_left_alone() -> None:
+    slow = Process(1)
+    scene = StartupScene(slow)
+    scene.pass_time(300)
+    assert scene.ended == []
+    assert len(slow.calls) == pytest.approx(300, abs=30), "about once a second, and never twice at a time"
+
+
+def test_whoever_loads_on_a_busy_machine_is_not_frozen() -> None:
+    loading, frozen = Process(1, works=True), Process(2)
+    scene = StartupScene(loading, frozen)
+    scene.pass_time(1)
+    loading.is_stopped = frozen.is_stopped = True
+    scene.pass_time(60)
+    assert scene.ended == [2]
+    loading.works = False
+    scene.pass_time(16)
+    assert scene.ended == [2, 1], "it loaded, and froze"
+
+
+def test_a_worker_that_loads_is_not_ended_because_the_one_who_is_to_look_takes_long_to_start() -> None:
+    loading = Process(1, works=True)
+    scene = StartupScene(loading)
+    scene.watch_begins_after_s = 50.0
+    scene.pass_time(1)
+    loading.is_stopped = True
+    scene.pass_time(180)
+    assert scene.ended == []
+
+
+def test_where_no_one_can_look_after_a_silent_worker_it_is_ended() -> None:
+    silent = Process(1)
+    scene = StartupScene(silent)
+    scene.watch_begins_after_s = 3600.0
+    scene.pass_time(1)
+    silent.is_stopped = True
+    scene.pass_time(100)
+    assert scene.ended == [1]
+
+
+def test_whoever_works_without_end_and_never_answers_hangs() -> None:
+    hung = Process(1, works=True)
+    scene = StartupScene(hung)
+    scene.pass_time(1)
+    hung.is_stopped = True
+    scene.pass_time(240)
+    assert scene.ended == []
+    scene.pass_time(40)
+    assert scene.ended == [1]
+
+
+def test_whoever_answers_again_has_all_the_time_once_more() -> None:
+    slow = Process(1, works=True)
+    scene = StartupScene(slow)
+    for _ in range(4):
+        slow.is_stopped = True
+        scene.pass_time(200)
+        slow.is_stopped = False
+        scene.pass_time(2)
+    assert scene.ended == []
+
+
+def test_a_process_that_is_not_there_yet_is_not_frozen() -> None:
+    late = Process(1, is_there=False)
+    scene = StartupScene(late)
+    scene.pass_time(120)
+    assert scene.ended == []
+    late.is_there = True
+    scene.pass_time(1)
+    late.is_stopped = True
+    scene.pass_time(14 + WATCH_S)
+    assert scene.ended == [1]
+
+
+def test_a_process_that_freezes_before_it_ever_answers_is_found_and_ended() -> None:
+    frozen = Process(1, is_there=False)
+    scene = StartupScene(frozen)
+    scene.pass_time(60)
+    frozen.is_known = True
+    scene.pass_time(12)
+    assert scene.ended == [], "it was found a moment ago, and may still answer"
+    scene.pass_time(16)
+    assert scene.ended == [1]
+
+
+def test_a_short_heartbeat_leaves_time_to_load_libraries() -> None:
+    loading = Process(1)
+    scene = StartupScene(loading, heartbeat_s=0.5)
+    scene.pass_time(1)
+    loading.is_stopped = True
+    scene.pass_time(9)
+    assert scene.ended == []
+    scene.pass_time(3 + WATCH_S)
+    assert scene.ended == [1]
+
+
+def test_whoever_is_ready_is_not_looked_after_any_more() -> None:
+    ready = Process(1)
+    scene = StartupScene(ready)
+    scene.pass_time(1)
+    scene.startup.remove(cast(RemoteWorker, ready))
+    ready.is_stopped = True
+    scene.pass_time(60)
+    assert scene.ended == []
+
+
+def test_time_in_which_nobody_looked_is_held_against_nobody() -> None:
+    process = Process(1)
+    scene = StartupScene(process)
+    scene.pass_time(1)
+    process.is_stopped = True
+    scene.pass_time(3)
+    scene.clock.sleep(600)
+    scene.startup.poll()
+    assert scene.ended == []
+    process.is_stopped = False
+    scene.pass_time(60)
+    assert scene.ended == []
+
+
+class Spare:
+    """A machine with one spare on it, ready at once; what it answers later comes late."""
+
+    slot = None
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+        self.clock = FakeClock()
+        self.now = self.clock.monotonic
+        self.ended: list[Any] = []
+
+    def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
+        return [None] * count
+
+    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
+        return self
+
+    def submit(self, method: str, *arguments: Any) -> tuple[str, float]:
+        return method, self.now() + (self.late_s if method == "describe" else 0.0)
+
+    def ready(self, calls: list[tuple[str, float]], timeout_s: float) -> list[tuple[str, float]]:
+        self.clock.sleep(timeout_s)
+        return [call for call in calls if call[1] <= self.now()]
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        if self.now() < call[1]:
+            return Outcome(rank, answered=False)
+        info = WorkerInfo("node", "10.0.0.1", 7)
+        return Outcome(rank, StandbyReady(info, None) if call[0] == "prepare_standby" else info)
+
+    def kill(self) -> None:
+        self.ended.append("kill")
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        self.ended.append(info.pid)
+
+    def find_process(self, worker: Any) -> None: ...
+
+    def watch_process(self, info: WorkerInfo) -> None: ...
+
+    def give_back(self, slot: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("late_s", "is_there"), [(5.0, True), (7.0, False)])
+def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: float, is_there: bool) -> None:
+    machine: Any = Spare(late_s)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None), heartbeat_s=30.0)
+    spares = StandbyWorkers(spec, machine, machine)
+    assert spares.start(1, world_size=2) == 1
+    spares.kill_unresponsive()
+    assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)

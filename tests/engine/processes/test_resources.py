@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from raysgd.engine.processes.resources import explain, impossibility
+from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
+
+NEED = Resources(num_cpus=2)
+
+
+def node(free: float, total: float = 8, name: str = "1") -> NodeView:
+    return NodeView(name, f"10.0.0.{name}", {"CPU": total}, {"CPU": free})
+
+
+def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None:
+    view = ClusterView(
+        (node(1), node(8, name="2")), (PlacementGroupHolder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),)
+    )
+    assert explain(NEED, 5, view).splitlines() == [
+        "  requested:  5 x {'CPU': 2.0}",
+        "  node 10.0.0.1:  free {'CPU': 1} of {'CPU': 8}",
+        "  node 10.0.0.2:  free {'CPU': 8} of {'CPU': 8}",
+        "  held by placement group tune (CREATED):  [{'CPU': 3.0}, {'CPU': 1.0}]",
+        "  held by other tasks and actors:  3 CPU",
+    ]
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
+def test_a_group_that_waits_for_resources_does_not_hold_them(state: str) -> None:
+    view = ClusterView((node(6),), (PlacementGroupHolder("other", state, ({"CPU": 99.0},)),))
+    lines = explain(NEED, 1, view).splitlines()
+    assert lines[2:] == [
+        f"  waited for by placement group other ({state}):  [{{'CPU': 99.0}}]",
+        "  held by other tasks and actors:  2 CPU",
+    ]
+
+
+def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
+    view = ClusterView((node(4),), (PlacementGroupHolder("own", "CREATED", ({"CPU": 4.0},)),))
+    assert "other tasks" not in explain(NEED, 1, view)
+
+
+def test_an_empty_cluster_is_told_as_such() -> None:
+    assert explain(NEED, 1, ClusterView(())) == "  requested:  1 x {'CPU': 2.0}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_workers", "reason"),
+    [
+        ((node(0), node(0, name="2")), 8, None),
+        ((node(8), node(8, total=9, name="2")), 9, "The nodes have room for 8 workers at most, even when nothing else"),
+        ((node(1, total=1), node(1, total=1, name="2")), 1, "No node is large enough for a worker, even when nothing"),
+        ((), 1, "No node is large enough"),
+    ],
+)
+def test_what_no_node_can_ever_hold_is_known_from_its_total(
+    nodes: tuple[NodeView, ...], num_workers: int, reason: str | None
+) -> None:
+    found = impossibility(NEED, num_workers, ClusterView(nodes))
+    if reason is None or found is None:
+        assert found == reason
+    else:
+        assert found.startswith(reason)
+        assert explain(NEED, num_workers, ClusterView(nodes)) in found

@@ -1,0 +1,164 @@
+"""What a worker says of an exception in user code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.engine.shared.faults import describe_fault
+from raysgd.exceptions import WorkerFault
+from raysgd.messages.epochs import call_with_accepted
+
+
+class NeedsMore(Exception):
+    """Its constructor takes what `args` does not have: such a class cannot be pickled by itself."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Locked(Exception):
+    """What it holds cannot be pickled at all."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+def described(error: Exception, *, portable: bool = True) -> WorkerFault:
+    """What a worker says of an exception that was raised."""
+    try:
+        raise error
+    except Exception as raised:
+        return describe_fault(raised, rank=3, node="10.0.0.5", portable=portable)
+
+
+def test_an_exception_is_told_with_its_class_its_words_and_its_line() -> None:
+    fault = described(ValueError("x"))
+    assert (fault.rank, fault.type_name, fault.message) == (3, "ValueError", "x")
+    assert fault.location.endswith("in described: raise error")
+    assert __file__ in fault.location
+    assert fault.traceback_text.endswith("ValueError: x\n")
+
+
+def test_a_brief_traceback_says_where_and_leaves_out_the_lines() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    fault = describe_fault(caught.value, 0, "", portable=True, brief=True)
+    head, own, *_, last = fault.traceback_text.splitlines()
+    assert (head, last) == ("Traceback (most recent call last):", f"JSONDecodeError: {fault.message}")
+    assert __file__ in own
+    assert "loads(" not in fault.traceback_text
+    assert fault.location.endswith('json.loads("{")')
+
+
+def test_the_line_is_the_users_also_when_a_library_raised() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    location = describe_fault(caught.value, 0, "", portable=True).location
+    assert location.endswith('json.loads("{")')
+    assert __file__ in location
+
+
+@pytest.mark.parametrize("folder", ["raysgd", "lib/python_project"])
+def test_the_users_files_may_lie_in_a_folder_of_any_name(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / folder / "model.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def forward():\n    raise ValueError('deep')\n")
+    spec = importlib.util.spec_from_file_location("model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(ValueError, match="deep") as caught:
+        module.forward()
+    location = describe_fault(caught.value, 0, "", portable=True).location
+    assert location == f"{path}:2 in forward: raise ValueError('deep')"
+
+
+def test_an_exception_that_was_never_raised_has_no_line() -> None:
+    assert describe_fault(ValueError("x"), 0, "", portable=True).location == "an unknown place"
+
+
+def test_an_exception_travels_although_its_class_does_not_pickle() -> None:
+    copy = pickle.loads(pickle.dumps(described(NeedsMore(7, "t"))))
+    assert isinstance(copy.error, NeedsMore)
+    assert copy.error.code == 7
+
+
+class OwnWay(Exception):
+    """It says itself how it is pickled, and that fails."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
+def test_what_cannot_travel_stays_behind_and_the_rest_goes() -> None:
+    fault = described(Locked())
+    copy = pickle.loads(pickle.dumps(fault)).error
+    assert isinstance(copy, Locked)
+    assert str(copy) == "locked"
+    assert "lock object" in copy.lock  # type: ignore[operator]
+    assert not isinstance(described(Locked(), portable=False).error.lock, str)  # type: ignore[union-attr]
+
+
+def test_an_exception_that_cannot_travel_at_all_sends_its_words() -> None:
+    fault = described(OwnWay("stuck"))
+    assert fault.error is None
+    assert (fault.type_name, fault.message) == ("OwnWay", "stuck")
+
+
+def test_the_traceback_begins_at_the_users_first_line() -> None:
+    """`call_with_accepted` is ours, and here it stands for all that the library calls before user code."""
+
+    def train_epoch(iterator: Any) -> None:
+        raise ValueError("deep")
+
+    with pytest.raises(ValueError, match="deep") as caught:
+        call_with_accepted(train_epoch, [])
+    in_user_code = _called_by_the_library(caught.value)
+    fault = describe_fault(in_user_code, 0, "", portable=True)
+    first = fault.traceback_text.splitlines()[1]
+    assert __file__ in first
+    assert "in train_epoch" in first
+
+
+def _called_by_the_library(error: BaseException) -> BaseException:
+    """`error` as it looks in a worker, where nothing but the library is below the user's code."""
+    link = error.__traceback__
+    while link is not None and "raysgd" + os.sep + "replicas" not in link.tb_frame.f_code.co_filename:
+        link = link.tb_next
+    assert link is not None
+    return error.with_traceback(link)
+
+
+def test_where_the_exception_stays_python_shows_its_frames() -> None:
+    fault = described(ValueError("x"), portable=False)
+    assert fault.traceback_text == ""
+    assert fault.error is not None
+    assert fault.error.__traceback__ is not None
+
+
+@pytest.mark.parametrize("error", [ValueError("x" * 10**7), NeedsMore(7, "y" * 10**7)])
+def test_of_a_huge_exception_the_beginning_travels(error: Exception) -> None:
+    fault = described(error)
+    assert len(pickle.dumps(fault)) < 200_000
+    assert fault.message.endswith("... (cut; 10,000,000 characters in all)")
+    assert type(fault.error) is type(error)
+    assert fault.location.endswith("in described: raise error")
+
+
+def test_huge_values_of_an_exception_stay_behind() -> None:
+    error = ValueError("too large")
+    error.batch = bytearray(10**7)  # type: ignore[attr-defined]
+    fault = described(error)
+    assert len(pickle.dumps(fault)) < 200_000
+    assert str(fault.error) == "too large"

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from raysgd._numbers.metric_names import name_in_test, validation_name
+from raysgd.engine.decisions.history import GroupEvent
+from raysgd.history.history import CallRecord, History, Kind, plain
+
+
+def record(kind: Kind, epoch: int = 1, /, **metrics: Any) -> CallRecord:
+    return CallRecord(kind, epoch, metrics, began_at=100.0, seconds=2.0, num_workers=4)
+
+
+def history_of(*records: CallRecord) -> History:
+    history = History()
+    for each in records:
+        history.add(each)
+    return history
+
+
+class TestRows:
+    def test_there_is_one_for_each_epoch(self) -> None:
+        history = history_of(
+            record("train", 1, train_loss=0.5, num_samples=8),
+            record("validation", 1, val_loss=0.6, accuracy=0.9, num_samples=4),
+            record("test", 1, test_loss=0.7),
+            record("train", 2, train_loss=0.4),
+        )
+        told = {"seconds": 2.0, "num_workers": 4}
+        first = {"epoch": 1, **told, "train_loss": 0.5, "num_samples": 8}
+        first |= {"val_loss": 0.6, "val_accuracy": 0.9, "val_num_samples": 4, "val_seconds": 2.0}
+        assert list(history) == [first, {"epoch": 2, **told, "train_loss": 0.4}]
+        assert [each.kind for each in history.records] == ["train", "validation", "test", "train"]
+
+    def test_validation_without_training_is_only_a_record(self) -> None:
+        history = history_of(record("validation", val_loss=1.0))
+        assert (len(history), len(history.records)) == (0, 1)
+
+    def test_a_metric_can_be_read_over_all_epochs(self) -> None:
+        history = history_of(record("train", 1, a=1), record("train", 2, b=2))
+        assert history["a"] == [1, None]
+        assert history[-1]["b"] == 2
+        assert [row["epoch"] for row in history[0:2]] == [1, 2]
+        with pytest.raises(KeyError, match="no epoch has the metric 'c': there are"):
+            history["c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_row", "in_test"),
+    [
+        ("val_loss", "val_loss", "test_loss"),
+        ("last_val_loss", "last_val_loss", "last_test_loss"),
+        ("validation_accuracy", "val_accuracy", "test_accuracy"),
+        ("accuracy", "val_accuracy", "accuracy"),
+        ("last_x", "last_val_x", "last_x"),
+    ],
+)
+def test_names_say_which_data_a_metric_is_of(name: str, in_row: str, in_test: str) -> None:
+    assert (validation_name(name), name_in_test(name)) == (in_row, in_test)
+
+
+class TestJson:
+    def test_brings_everything_back(self) -> None:
+        history = history_of(record("train", 1, loss=0.1 + 0.2), record("validation", 1, val_loss=math.nan))
+        history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died", at=12.5))
+        history.stop_reason = "enough"
+        again = History.from_json(history.to_json())
+        assert again[0]["loss"] == 0.1 + 0.2
+        assert math.isnan(again[0]["val_loss"])
+        assert again.records[0] == history.records[0]
+        assert (again.events, again.stop_reason) == (history.events, "enough")
+
+    def test_is_json_that_every_language_reads(self) -> None:
+        history = history_of(record("train", 1, a=math.inf, b=np.float32(0.5), c=np.arange(3), d=object, e=(1, "x")))
+        row = json.loads(history.to_json(), parse_constant=pytest.fail)["rows"][0]
+        assert (row["a"], row["b"], row["c"], row["e"]) == (None, 0.5, [0, 1, 2], [1, "x"])
+        assert row["d"] == str(object)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 1, "events": [], "records": []}'])
+    def test_refuses_other_text(self, text: str) -> None:
+        with pytest.raises(ValueError, match="not the JSON of a `History`"):
+            History.from_json(text)
+
+    @pytest.mark.parametrize(
+        ("part", "name", "value"),
+        [
+            ("records", "kind", '"><meta http-equiv="refresh" content="0;url=https://example.com">'),
+            ("records", "kind", ["train"]),
+            ("records", "epoch", "1"),
+            ("records", "seconds", True),
+            ("records", "metrics", [0.5]),
+            ("events", "kind", "<script>"),
+            ("events", "new_size", 2.5),
+            ("events", "cause", None),
+        ],
+    )
+    def test_refuses_values_of_other_types(self, part: str, name: str, value: Any) -> None:
+        history = history_of(record("train", 1, loss=0.5))
+        history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died", at=12.5))
+        content = json.loads(history.to_json())
+        content[part][0][name] = value
+        with pytest.raises(ValueError, match=f"not the JSON of a `History`.*{name}"):
+            History.from_json(json.dumps(content))
+
+
+def test_what_has_no_place_in_json_becomes_text() -> None:
+    assert plain({1: [None, True, 2, "x"], "big": np.zeros(2000)})["1"] == [None, True, 2, "x"]
+    assert isinstance(plain(np.zeros(2000)), str)
+
+
+def test_rows_become_a_data_frame() -> None:
+    frame = history_of(record("train", 1, loss=1.0), record("train", 2, loss=0.5)).to_pandas()
+    assert frame["loss"].tolist() == [1.0, 0.5]
+    assert frame["epoch"].tolist() == [1, 2]
+
+
+class TestAnotherHistory:
+    def test_goes_ahead_of_this_one(self) -> None:
+        before, after = history_of(record("train", 1, a=1)), history_of(record("train", 2, a=2))
+        after.take_over(before)
+        assert after["a"] == [1, 2]
+        assert len(after.records) == 2
+        after[0]["a"] = 5
+        assert before["a"] == [1]
+
+
+class TestALongHistory:
+    def long(self, epochs: int) -> History:
+        return history_of(*(record(kind, n, a=n) for n in range(epochs) for kind in get_args(Kind)[:2]))
+
+    def test_has_parts_from_one_moment_to_another(self) -> None:
+        history = self.long(3)
+        before = history.extent
+        history.add(record("train", 3, a=3))
+        history.events.append(GroupEvent("rejoined", 4, 4, 0.5, "rank 2 died"))
+        part = history.part(before, history.extent)
+        assert (part["a"], len(part.records), len(part.events)) == ([3], 1, 1)
+
+    def test_forgets_the_oldest_epochs_now_and_then(self) -> None:
+        history = self.long(100)
+        history.forget_old(80)
+        assert (len(history), len(history.records)) == (100, 80)  # of 200 calls, and there are a quarter more rows
+        history.add(record("train", 100, a=100))
+        history.forget_old(80)
+        assert (history["epoch"], history.records[-1].epoch) == ([*range(21, 101)], 100)
+        assert history.extent == (101, 201, 0)
+
+    def test_has_the_same_parts_whatever_was_forgotten(self) -> None:
+        history, whole = self.long(100), self.long(100)
+        history.forget_old(20)
+        for each in (history, whole):
+            before = each.extent
+            each.add(record("train", 100, a=100))
+            assert each.part(before, each.extent)["a"] == [100]
+
+    def test_can_be_thinned(self) -> None:
+        thin = self.long(100).thinned(10)
+        assert thin["epoch"] == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]
+        assert [each.epoch for each in thin.records if each.kind == "validation"] == thin["epoch"]
+
+
+def test_it_is_shown_in_one_line() -> None:
+    history = history_of(record("train", 1, train_loss=0.25, last_train_loss=1.0, num_samples=3))
+    history.events.append(GroupEvent("rejoined", 4, 3, 0.5, "rank 2 died"))
+    assert repr(history) == "<History: 1 epoch, 1 loss of workers; last: train_loss=0.25>"
+    assert repr(History()) == "<History: 0 epochs>"

@@ -1,0 +1,101 @@
+"""Dividing a global batch size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+import pytest
+
+from raysgd.messages.batching import BatchSplit, config_for_worker, split_batch_size
+from raysgd.utils import BATCH_SIZE
+
+
+@pytest.mark.parametrize(
+    ("requested", "num_workers", "effective", "per_worker"),
+    [
+        (1, 1, 1, 1),
+        (21, 1, 21, 21),
+        (20, 2, 20, 10),
+        (21, 2, 20, 10),  # the documented example
+        (20, 3, 18, 6),
+        (4, 4, 4, 1),
+        (7, 4, 4, 1),
+    ],
+)
+def test_the_largest_multiple_is_divided_evenly(
+    requested: int, num_workers: int, effective: int, per_worker: int
+) -> None:
+    expected = BatchSplit(requested=requested, effective=effective, per_worker=per_worker)
+    assert split_batch_size(requested, num_workers) == expected
+
+
+def test_every_split_is_even_and_loses_less_than_one_sample_per_worker() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        num_workers = draw.randint(1, 40)
+        requested = draw.randint(num_workers, 1000)
+        split = split_batch_size(requested, num_workers)
+        assert split.requested == requested
+        assert split.per_worker >= 1
+        assert split.effective == split.per_worker * num_workers
+        assert 0 <= requested - split.effective < num_workers
+
+
+def test_fewer_samples_than_workers_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"=3` with `num_workers=4`.*4 or more"):
+        split_batch_size(3, 4)
+
+
+@pytest.mark.parametrize("value", [0, -8, True, False, 8.0, "8", None])
+def test_a_batch_size_that_is_no_positive_integer_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"batch_size.*integer of at least 1"):
+        split_batch_size(value, 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
+def test_a_number_of_workers_that_is_no_positive_integer_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_workers=.*integer of at least 1"):
+        split_batch_size(8, value)
+
+
+def test_integers_of_numpy_become_plain_ones() -> None:
+    split = split_batch_size(numpy.int64(9), 2)  # type: ignore[arg-type]
+    assert split == BatchSplit(requested=9, effective=8, per_worker=4)
+    assert type(split.requested) is int
+    assert type(split.per_worker) is int
+
+
+def test_a_worker_sees_its_part_and_everything_else_untouched() -> None:
+    hidden = [64, 64]
+    config = {BATCH_SIZE: 21, "batch_size": 5, "hidden": hidden}
+    worker_config = config_for_worker(config, 2)
+    assert worker_config == {BATCH_SIZE: 10, "batch_size": 5, "hidden": [64, 64]}
+    assert worker_config["hidden"] is hidden
+
+
+def test_the_callers_config_is_never_changed() -> None:
+    config = {BATCH_SIZE: 21, "lr": 0.1}
+    worker_config = config_for_worker(config, 2)
+    worker_config["lr"] = 0.2
+    assert config == {BATCH_SIZE: 21, "lr": 0.1}
+
+
+def test_rounding_does_not_add_up_over_resizes() -> None:
+    config = {BATCH_SIZE: 20}
+    assert [config_for_worker(config, size)[BATCH_SIZE] for size in (4, 3, 2, 1)] == [5, 6, 10, 20]
+
+
+@pytest.mark.parametrize("config", [{}, {"batch_size": 3}, MappingProxyType({"lr": 1})])
+def test_a_config_without_a_global_batch_size_is_copied(config: Mapping[str, Any]) -> None:
+    worker_config = config_for_worker(config, 8)
+    assert worker_config == dict(config)
+    assert worker_config is not config
+
+
+def test_a_config_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers=3"):
+        config_for_worker({BATCH_SIZE: 2}, 3)

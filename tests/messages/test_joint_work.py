@@ -1,0 +1,42 @@
+"""Ranks that did the same, that may still come to the same, and that cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysgd.messages.joint_work import JointWork, difference
+
+
+def work(done: str, is_over: bool = False, num_marks: int = 4) -> JointWork:
+    """What a rank did, a letter for each thing; its marks are what it had done by then."""
+    marks = [hash(done[:num]) for num in range(len(done) + 1)]
+    return JointWork({letter: done.count(letter) for letter in done}, tuple(marks[-num_marks:]), is_over)
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        [work("abab", is_over=True), work("abab", is_over=True)],
+        [work("abab"), work("abab", is_over=True)],
+        [work("abab"), work("ab"), work("aba")],
+        [work("ab"), work("abab", is_over=True)],
+        [work(""), work("a")],
+        [work("xx"), work("ababab")],  # so far behind that nothing is known
+    ],
+)
+def test_ranks_that_may_come_to_the_same_do_not_differ(works: list[JointWork]) -> None:
+    assert difference(dict(enumerate(works))) == ""
+
+
+@pytest.mark.parametrize(
+    ("works", "told"),
+    [
+        ([work("aba", True), work("abab", True)], "on rank 0 b once; on rank 1 b 2 times."),
+        ([work("aba", True), work("abab")], "on rank 0 b once; on rank 1 b 2 times."),
+        ([work("", True), work("aaaaaaaaa")], "on rank 0 a 0 times; on rank 1 a 9 times."),
+        ([work("ab"), work("aa"), work("ab")], "on ranks 0, 2 a once, b once; on rank 1 a 2 times, b 0 times."),
+        ([work("ab", True), work("ba", True)], "a, b as often on all of them, but in another order."),
+    ],
+)
+def test_ranks_that_cannot_are_told_apart_by_what_they_did(works: list[JointWork], told: str) -> None:
+    assert told in difference(dict(enumerate(works)))

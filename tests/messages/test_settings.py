@@ -1,0 +1,62 @@
+"""What the trainers accept alike: refused when the settings are made, and kept whole on their way to the workers."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from raysgd.exceptions import InvalidCountError
+from raysgd.messages.settings import GroupSettings, ReplicaSettings
+
+GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"recovery": "restart"}, ValueError, "`recovery='restart'`: allowed are .* belong to `recovery_options`"),
+        ({"min_workers": 3}, InvalidCountError, "`min_workers=3` with `num_workers=2`"),
+        ({"spare_workers": -1}, InvalidCountError, "`spare_workers=-1`"),
+        ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
+        ({"resize_check_s": 0}, ValueError, "`resize_check_s=0`"),
+        ({"use_local": "no"}, ValueError, "`use_local='no'`: need True or False"),
+        ({"initialization_hook": "hook"}, TypeError, "`initialization_hook='hook'`"),
+        ({"num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
+    ],
+)
+def test_a_value_is_refused_when_the_settings_are_made(changes: dict[str, Any], kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        replace(GROUP, **changes)
+
+
+def test_settings_do_not_change_on_their_way_to_the_workers() -> None:
+    settings = ReplicaSettings(dict, {"lr": 1}, use_gpu=True)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    with pytest.raises(FrozenInstanceError):
+        settings.use_gpu = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("use_local", "num_workers", "expected"), [(True, 1, True), (True, 2, False), (False, 1, False)]
+)
+def test_a_driver_alone_is_told_from_a_group(use_local: bool, num_workers: int, expected: bool) -> None:
+    assert replace(GROUP, use_local=use_local, num_workers=num_workers).is_driver_only is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacles", "what"),
+    [
+        ({"num_workers": 1}, [], "`num_workers=1`"),
+        ({"recovery": "rebuild"}, [], '`recovery="rebuild"`'),
+        ({}, [(False, "`a`"), (True, "`b`")], "`b`"),
+    ],
+)
+def test_spares_are_refused_where_no_survivors_are_kept(
+    changes: dict[str, Any], obstacles: list[tuple[bool, str]], what: str
+) -> None:
+    replace(GROUP, **changes).refuse_spares(obstacles, "gloo")  # there are none
+    with pytest.raises(ValueError, match=f"`spare_workers=1` with {what} cannot work: .* Use gloo, or no spares"):
+        replace(GROUP, spare_workers=1, **changes).refuse_spares(obstacles, "gloo")

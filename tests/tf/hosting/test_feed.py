@@ -1,0 +1,99 @@
+"""The data of one replica: where it is, and what a saved position does to it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import NotRegisteredError
+from raysgd.messages.epochs import EpochRequest
+from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.operator.internals import Registered, RegisteredData
+from raysgd.tf.parallel.keras_sync import Synchronizer
+
+REQUEST = EpochRequest(None, {}, False, seed=3)
+
+
+class Operator:
+    """What a feed looks at: datasets, and what padding may change."""
+
+    _models: tuple[Any, ...] = ()
+    validation_dataset = None
+
+    def __init__(self, train_dataset: Any) -> None:
+        self.train_dataset = train_dataset
+        self._raysgd = SimpleNamespace(registered=Registered(), data=RegisteredData(sharding="global"))
+
+
+ALONE = World(0, 1)
+
+
+def feed_of(shuffle: bool = True, seed: int = 3) -> TFFeed:
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.range(12)
+    if shuffle:
+        dataset = dataset.shuffle(12, seed=1)
+    operator: Any = Operator(dataset.batch(2))
+    return TFFeed(lambda: operator, Synchronizer(ALONE), ALONE, seed, None)
+
+
+def take(feed: TFFeed, num_steps: int | None = None) -> list[int]:
+    return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.numpy().tolist()]
+
+
+def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
+    first, second = feed_of(), feed_of()
+    used = take(first, 8)
+    position = first.position()
+    assert position == {"pass_index": 1, "consumed": 4, "is_mid_pass": True, "seed": 3}
+    second.go_to(first.epoch, position)
+    assert second.position() == position, "also before anything is drawn"
+    assert sorted(used[-4:] + take(second)) == list(range(12))
+    assert second.epoch == first.epoch == 2
+
+
+def test_the_position_stays_in_another_group_and_the_rest_is_divided_again() -> None:
+    feed = feed_of(shuffle=False)
+    assert take(feed, 2) == [0, 1, 2, 3]
+    feed.take_place(World(1, 2))
+    assert take(feed, 1) == [5]
+
+
+def test_an_order_that_cannot_be_repeated_is_a_fresh_pass(caplog: pytest.LogCaptureFixture) -> None:
+    first, other = feed_of(), feed_of(seed=4)
+    take(first, 2)
+    other.go_to(first.epoch, first.position())
+    assert len(take(other)) == 12
+    assert "cannot repeat the order of the pass" in caplog.text
+    assert "`seed=3` could" in caplog.text
+
+
+def test_a_position_that_is_unknown_is_the_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    feed = feed_of()
+    feed.go_to(3, {"is_unknown": True, "pass_index": 2})
+    assert len(take(feed)) == 12
+    assert "epoch 2 stopped in the middle" in caplog.text
+
+
+def test_the_index_of_the_pass_and_the_books() -> None:
+    feed = feed_of()
+    assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
+    take(feed, 4)
+    ledger = feed.ledger()
+    assert ledger is not None
+    assert (ledger.used, feed.pass_index(feed.training(REQUEST))) == (8, 0)
+    take(feed)
+    assert feed.pass_index(feed.training(REQUEST)) == 1
+
+
+def test_data_that_were_not_registered_are_an_error_where_a_batch_is_drawn() -> None:
+    operator: Any = Operator(None)
+    feed = TFFeed(lambda: operator, Synchronizer(World(0, 1)), World(0, 1), 3, None)
+    stream = feed.training(REQUEST)
+    assert feed.obstacle("train") is feed.obstacle("validation") is feed.position() is None
+    with pytest.raises(NotRegisteredError, match="`train_dataset` was not registered"):
+        next(stream.take(None))

@@ -1,0 +1,53 @@
+"""What takes the steps of a training call: whether one is half done, and what `fit` changes about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysgd.engine.shared.types import World
+from raysgd.messages.epochs import EpochRequest
+from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
+from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.tf_runner import TFRunner
+from tests.tf.models import Line, make_data, make_model
+
+REQUEST = EpochRequest(2, {}, False, seed=0)
+
+
+def loop_of(operator_cls: Any) -> tuple[TFRunner, Any]:
+    runner = TFRunner(TFSettings(operator_cls, {}, seed=0, num_workers=2), World(0, 1))
+    runner.setup()
+    return runner, runner._hosted.loop
+
+
+def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_here: Any) -> None:
+    runner, loop = loop_of(Line)
+    assert type(loop) is OperatorLoop
+    runner.train_epoch(REQUEST)
+    loop.note_boundary()
+    assert loop.is_whole
+    runner._hosted.synchronizer.exchanges.num_completed += 1
+    assert not loop.is_whole
+    assert loop.extra_results() == {"epoch": 1}
+    assert loop.validation_options(REQUEST) == {}
+    assert loop.order_obstacle is None
+    assert "8 samples used" in loop.progress_text()
+
+
+def test_fit_counts_for_itself(keras_here: Any) -> None:
+    runner, loop = loop_of(make_operator(make_model, make_data))
+    assert type(loop) is FitLoop
+    answer: Any = runner.train_epoch(EpochRequest(None, {}, False, 0))
+    assert (answer.epoch_idx, runner.epoch) == (0, 1)
+    assert loop.is_whole
+    assert loop.extra_results() == {}
+    assert loop.validation_options(REQUEST) == {"num_steps": 2}
+    assert loop.progress_text() == "", "it is over"
+    assert loop.fit_state().keys() == {"num_passes", "logs"}
+    with pytest.raises(ValueError, match="is no dict"):
+        loop.check_fit_state(5)
+    loop.resume_fit({"num_passes": 4, "logs": {"loss": 1.0}})
+    assert loop.results(None) == {"train_loss": 1.0}

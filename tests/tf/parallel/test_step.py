@@ -1,0 +1,77 @@
+"""Which batch a step is for, also where batches are drawn ahead, and how a loss counts in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from raysgd.tf.data.streams import StreamItem, TFBatchStream
+from raysgd.tf.parallel.step import TFStep
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "weights", "divisor", "factor"),
+    [
+        (None, (0.0, 0.0), 2.0, 1.0),  # the loop is Keras's
+        (0, (0.0, 0.0), 2.0, 1.0),  # padding
+        (2, (0.0, 0.0), None, 4.0),  # a sum
+        (2, (3.0, 6.0), 3.0, 2.0),  # a mean by the weights of the batch
+        (2, (3.0, 6.0), 5.0, 1.0),  # a mean by other weights
+        (2, (0.0, 0.0), 5.0, 1.0),  # there are no weights
+    ],
+)
+def test_what_a_batch_says_about_its_loss(
+    num_samples: int | None, weights: tuple[float, float], divisor: float | None, factor: float
+) -> None:
+    assert TFStep(num_samples, num_joint=8, weights=weights).factor(divisor) == factor
+
+
+def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
+    """A stream of batches of so many samples of each of two ranks, and its step."""
+    import tensorflow as tf
+
+    class Tensors:
+        def open(self, consumed: int) -> Iterator[StreamItem]:
+            for size in sizes:
+                yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
+
+    step = TFStep()
+    return TFBatchStream(Tensors(), step, lambda: 0), step
+
+
+def test_a_step_is_for_the_batch_that_was_drawn_and_not_for_one_that_was_skipped_or_kept() -> None:
+    stream, step = tensors(4, 4, 3, 2)
+    kept, used = [], []
+    for index, batch in enumerate(stream.take(None)):
+        if index != 2:
+            used += [step.use(), step.use()]  # two optimizers
+            kept.append(batch)
+    assert used == [4, 4, 4, 4, 2, 2]
+    assert step.num_samples is None
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_batches_drawn_ahead_must_be_alike(num_ahead: int) -> None:
+    stream, step = tensors(4, 4, 4, 1)
+    batches = stream.take(None)
+    waiting = [next(batches) for _ in range(num_ahead)]
+    for batch in itertools.islice(batches, 3 - num_ahead):
+        assert step.use() == 4
+        waiting = [*waiting[1:], batch]
+    waiting += list(batches)
+    with pytest.raises(RuntimeError, match=r"have .*4, 1 samples on this worker.* Draw one batch, train on it"):
+        step.use()
+    step.forget()
+    assert step.use() is None, "what is done by hand afterwards belongs to no batch"
+
+
+def test_copies_of_batches_drawn_ahead_must_be_alike_too() -> None:
+    import tensorflow as tf
+
+    stream, step = tensors(4, 4, 1)
+    copies = [tf.nest.map_structure(tf.identity, batch) for batch in stream.take(None)]
+    assert len(copies) == 3
+    with pytest.raises(RuntimeError, match="have 4, 1 samples"):
+        step.use()

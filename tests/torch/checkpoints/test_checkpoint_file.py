@@ -1,0 +1,833 @@
+"""The checkpoint file: whole or not at all, and checked."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd._files.atomic_file import replacing
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.checkpoint_file import (
+    AsyncWriter,
+    CheckpointCorruptedError,
+    OtherFileError,
+    UnsafeCheckpointError,
+    check_loadable,
+    mapped,
+    mapped_again,
+    read,
+    write,
+)
+
+RAN: list[str] = []
+
+
+class Mischief:
+    """Unpickling it leaves a trace."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RAN.append, ("code ran",)
+
+
+class Setting:
+    """An operator's own class."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def training_state(epoch: int = 1, *, width: int = 8, operator: Any = None) -> dict[str, Any]:
+    """The state of a small model after one step."""
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, width)).square().sum().backward()
+    optimizer.step()
+    return {
+        "epoch": epoch,
+        "operator": operator,
+        "models": [model.state_dict()],
+        "optimizers": [optimizer.state_dict()],
+    }
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Compare states that contain tensors, their types and the order of their keys."""
+    assert type(got) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_same(got[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == expected
+
+
+PRELUDE = """
+import os, sys, torch
+from raysgd.torch.checkpoints.checkpoint_file import AsyncWriter, write
+
+def training_state(epoch, num_floats):
+    return {"epoch": epoch, "operator": None, "models": [{"w": torch.zeros(num_floats)}], "optimizers": []}
+"""
+
+
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program that begins with `PRELUDE` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+class TestRoundTrip:
+    def test_a_state_comes_back_as_it_was_written(self, tmp_path: Path) -> None:
+        state = training_state(operator={"best": 0.5, "seen": [1, (2, "x")], "rng": b"\x00\x01", "none": None})
+        write(tmp_path / "last.pt", state)
+        assert_same(read(tmp_path / "last.pt"), state)
+
+    def test_it_comes_back_the_same_when_the_file_is_trusted(self, tmp_path: Path) -> None:
+        state = training_state()
+        write(tmp_path / "last.pt", state)
+        assert_same(read(tmp_path / "last.pt", weights_only=False), state)
+
+    def test_large_and_small_tensors_come_back(self, tmp_path: Path) -> None:
+        state = training_state(width=900) | {"operator": [torch.arange(i * 1000) for i in range(60)]}
+        write(str(tmp_path / "last.pt"), state)
+        assert_same(read(str(tmp_path / "last.pt")), state)
+
+    def test_the_state_given_is_left_as_it_was(self, tmp_path: Path) -> None:
+        state = training_state()
+        keys = list(state)
+        write(tmp_path / "last.pt", state)
+        assert list(state) == keys
+
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_a_plain_torch_load_reads_the_file(self, tmp_path: Path, weights_only: bool) -> None:
+        state = training_state()
+        write(tmp_path / "last.pt", state)
+        loaded = torch.load(tmp_path / "last.pt", weights_only=weights_only)
+        assert list(loaded)[-1] == "raysgd_format"
+        assert loaded.pop("raysgd_format") == 1
+        assert_same(loaded, state)
+
+    def test_zip_tools_read_the_file(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state())
+        assert zipfile.is_zipfile(tmp_path / "last.pt")
+        with zipfile.ZipFile(tmp_path / "last.pt") as archive:
+            assert archive.testzip() is None
+            assert archive.comment.startswith(b"raysgd:1:")
+
+    def test_what_was_read_can_be_written_again(self, tmp_path: Path) -> None:
+        state = training_state()
+        write(tmp_path / "a.pt", state)
+        write(tmp_path / "b.pt", read(tmp_path / "a.pt"))
+        write(tmp_path / "c.pt", torch.load(tmp_path / "b.pt"))
+        assert_same(read(tmp_path / "c.pt"), state)
+        assert list(torch.load(tmp_path / "c.pt"))[-1] == "raysgd_format"
+
+    def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
+        first, second = torch.nn.Linear(200, 200), torch.nn.Linear(200, 200)
+        second.weight = first.weight
+        state = training_state() | {"models": [torch.nn.Sequential(first, second).state_dict()]}
+        write(tmp_path / "last.pt", state)
+
+        weights = read(tmp_path / "last.pt")["models"][0]
+
+        assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
+        assert torch.equal(weights["0.weight"], first.weight)
+        assert os.path.getsize(tmp_path / "last.pt") < 1.5 * first.weight.nbytes
+
+    def test_tensors_do_not_depend_on_the_file_afterwards(self, tmp_path: Path) -> None:
+        state = training_state(width=300)
+        write(tmp_path / "last.pt", state)
+        got = read(tmp_path / "last.pt")
+        (tmp_path / "last.pt").write_bytes(b"")
+        assert_same(got, state)
+        got["models"][0]["0.weight"].zero_()
+
+    def test_numpy_values_come_back(self, tmp_path: Path) -> None:
+        operator = {"scores": np.arange(5000.0), "names": np.array(["a", "b"]), "best": np.float32(0.5)}
+        write(tmp_path / "last.pt", training_state(operator=check_loadable(operator)))
+        for got in (
+            read(tmp_path / "last.pt")["operator"],
+            torch.load(tmp_path / "last.pt", weights_only=False)["operator"],
+        ):
+            np.testing.assert_array_equal(got["scores"], operator["scores"])
+            assert got["names"].tolist() == ["a", "b"]
+            assert type(got["best"]) is float
+
+    def test_tensors_always_come_to_the_cpu(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state())
+        content = (tmp_path / "last.pt").read_bytes()
+        with (
+            zipfile.ZipFile(tmp_path / "last.pt") as archive,
+            zipfile.ZipFile(tmp_path / "gpu.pt", "w") as other,
+        ):
+            for name in archive.namelist():  # What a machine with a GPU would have written.
+                other.writestr(name, archive.read(name).replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1"))
+        assert b"cuda:1" in (tmp_path / "gpu.pt").read_bytes()
+        assert b"cuda:1" not in content
+        assert read(tmp_path / "gpu.pt")["models"][0]["0.weight"].device.type == "cpu"
+
+    def test_what_torch_allows_stays_as_it_was(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(operator=np.zeros(2)))
+        with torch.serialization.safe_globals([np.dtype]):
+            before = set(torch.serialization.get_safe_globals())
+            read(tmp_path / "last.pt")
+            assert set(torch.serialization.get_safe_globals()) == before
+
+
+def make_special(kind: str, path: Path) -> None:
+    """Make something that is no regular file."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+
+
+class TestWrite:
+    def test_an_existing_file_is_replaced(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(1))
+        write(tmp_path / "last.pt", training_state(2))
+        assert read(tmp_path / "last.pt")["epoch"] == 2
+        assert os.listdir(tmp_path) == ["last.pt"]
+
+    @pytest.mark.parametrize("kind", ["fifo", "link to a device"])
+    def test_only_regular_files_are_replaced(self, kind: str, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        make_special(kind, path)
+        before = path.stat()
+        with pytest.raises(FileExistsError, match=r"not a regular file.*last\.pt|not a regular file.*/dev/null"):
+            write(path, training_state())
+        assert path.stat() == before
+        assert os.listdir(tmp_path) == ["last.pt"]
+
+    def test_a_file_behind_a_link_is_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "real.pt").write_bytes(b"old")
+        (tmp_path / "last.pt").symlink_to("real.pt")
+        write(tmp_path / "last.pt", training_state(2))
+        assert (tmp_path / "last.pt").is_symlink()
+        assert read(tmp_path / "real.pt")["epoch"] == 2
+
+    def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(1))
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            write(tmp_path / "last.pt", training_state(2, operator=lambda: None))
+        assert read(tmp_path / "last.pt")["epoch"] == 1
+        assert os.listdir(tmp_path) == ["last.pt"]
+
+    def test_a_killed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(1))
+        killed = run_python(
+            """
+            import signal
+            from raysgd.torch.checkpoints.checkpoint_file import _ChecksummedStream
+
+            write_all = _ChecksummedStream.write
+
+            def write_and_be_killed(stream, content):
+                num_written = write_all(stream, content)
+                if num_written > 2**20:
+                    stream.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return num_written
+
+            _ChecksummedStream.write = write_and_be_killed
+            state = training_state(2, 2**20)
+            state["models"].append({"w": torch.zeros(2**20)})
+            write(os.path.join(sys.argv[1], "last.pt"), state)
+            """,
+            tmp_path,
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert read(tmp_path / "last.pt")["epoch"] == 1
+        rest = [name for name in os.listdir(tmp_path) if name != "last.pt"]
+        assert len(rest) == 1
+        assert rest[0].startswith(".raysgd-")
+
+    def test_what_killed_writers_left_is_deleted_once_it_is_old(self, tmp_path: Path) -> None:
+        names = ("old", "new", "in use")
+        paths = [tmp_path / f".raysgd-{name}.tmp" for name in names]
+        for path in paths:
+            path.write_bytes(b"half a file")
+        for path in (paths[0], paths[2]):
+            os.utime(path, (0, 0))
+        with paths[2].open("rb") as writing:
+            fcntl.flock(writing, fcntl.LOCK_EX)
+            write(tmp_path / "last.pt", training_state(1))
+        assert [path.exists() for path in paths] == [False, True, True]
+
+    def test_a_file_that_is_being_written_is_locked(self, tmp_path: Path) -> None:
+        with replacing(str(tmp_path / "last.pt")):
+            [temporary] = tmp_path.iterdir()
+            with temporary.open("rb") as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_a_limit_on_file_sizes_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(1))
+        done = run_python(
+            """
+            import resource, signal
+            write(sys.argv[1] + ".size", training_state(2, 1000))
+            overhead = os.path.getsize(sys.argv[1] + ".size") - 4000
+            os.unlink(sys.argv[1] + ".size")
+
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+            for num_too_many in (2**22, 200, 8):  # bytes: in the data, in the directory, in the checksum
+                try:
+                    write(sys.argv[1], training_state(2, (2**20 + num_too_many - overhead) // 4))
+                except OSError as error:
+                    print(error.errno if "last.pt'" in str(error) else error)
+            """,
+            tmp_path / "last.pt",
+        )
+        assert done.stdout.split() == [str(errno.EFBIG)] * 3, done.stderr
+        assert os.listdir(tmp_path) == ["last.pt"]
+        assert read(tmp_path / "last.pt")["epoch"] == 1
+
+    def test_a_full_disk_leaves_the_old_file_and_nothing_else(self, small_disk: Path) -> None:
+        write(small_disk / "last.pt", training_state(1))
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(small_disk / "last.pt", training_state(2, width=1000))
+        assert caught.value.errno == errno.ENOSPC
+        assert read(small_disk / "last.pt")["epoch"] == 1
+        assert os.listdir(small_disk) == ["last.pt"]
+
+    def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"folder does not exist.*/absent'"):
+            write(tmp_path / "absent" / "last.pt", training_state())
+
+    def test_a_folder_is_no_target(self, tmp_path: Path) -> None:
+        (tmp_path / "last.pt").mkdir()
+        with pytest.raises(IsADirectoryError):
+            write(tmp_path / "last.pt", training_state())
+        assert os.listdir(tmp_path) == ["last.pt"]
+
+    def test_a_state_without_the_required_keys_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"lacks \['models', 'optimizers'\]"):
+            write(tmp_path / "last.pt", {"epoch": 1, "operator": None})
+        assert os.listdir(tmp_path) == []
+
+    def test_a_link_is_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "store").mkdir()
+        (tmp_path / "last.pt").symlink_to(tmp_path / "store" / "epoch1.pt")
+        write(tmp_path / "last.pt", training_state(3))
+        assert (tmp_path / "last.pt").is_symlink()
+        assert read(tmp_path / "store" / "epoch1.pt")["epoch"] == 3
+
+    def test_permissions_are_those_of_the_old_file_or_the_umask(self, tmp_path: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            write(tmp_path / "last.pt", training_state())
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE(os.stat(tmp_path / "last.pt").st_mode) == 0o640
+        os.chmod(tmp_path / "last.pt", 0o604)
+        write(tmp_path / "last.pt", training_state())
+        assert stat.S_IMODE(os.stat(tmp_path / "last.pt").st_mode) == 0o604
+
+    def test_a_name_outside_of_ascii_is_written_and_read(self, tmp_path: Path) -> None:
+        write(tmp_path / "époque.pt", training_state(4))
+        assert read(tmp_path / "époque.pt")["epoch"] == 4
+
+
+class TestMapped:
+    def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
+        state = training_state(width=300, operator={"scores": np.arange(5000.0)})
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as file:
+            assert num_mappings_of(tmp_path / "last.pt")
+            assert_same(file.state["models"], state["models"])
+            assert_same(file.state["optimizers"], state["optimizers"])
+        del file
+        assert not num_mappings_of(tmp_path / "last.pt")
+
+    def test_writing_to_a_tensor_does_not_reach_the_file(self, tmp_path: Path) -> None:
+        state = training_state(width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as file:
+            file.state["models"][0]["0.weight"].fill_(7)
+        assert_same(read(tmp_path / "last.pt"), state)
+
+    def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(self, tmp_path: Path) -> None:
+        state = training_state(1, width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as file:
+            write(tmp_path / "last.pt", training_state(2, width=300))
+            assert_same(file.state, state)
+
+    def test_a_file_that_is_written_to_meanwhile_is_found(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(width=300))
+        os.utime(tmp_path / "last.pt", (1, 1))
+        with (
+            pytest.raises(CheckpointCorruptedError, match="written to while it was read"),
+            mapped(tmp_path / "last.pt"),
+        ):
+            (tmp_path / "last.pt").open("r+b").write(b"PK")
+
+    def test_a_file_that_cannot_be_mapped_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any, **options: Any) -> None:
+            raise OSError(errno.ENODEV, "no mapping on this file system")
+
+        state = training_state(width=300)
+        write(tmp_path / "last.pt", state)
+        monkeypatch.setattr(checkpoint_file.mmap, "mmap", refuse)
+        with mapped(tmp_path / "last.pt") as file:
+            assert not num_mappings_of(tmp_path / "last.pt")
+            assert_same(file.state, state)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_files_without_a_checksum_are_read(self, tmp_path: Path, zipped: bool) -> None:
+        state = training_state(7)
+        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+        with mapped(tmp_path / "old.pt") as file:
+            assert_same(file.state, state)
+
+    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__().state])
+    def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
+        write(tmp_path / "last.safetensors", training_state(4))
+        assert use(tmp_path / "last.safetensors")["epoch"] == 4
+
+    def test_another_process_is_told_which_file_it_is_and_maps_it_too(self, tmp_path: Path) -> None:
+        state = training_state(3, width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as file:
+            assert file.is_mapped
+            with mapped_again(pickle.loads(pickle.dumps(file.identity))) as again:
+                assert num_mappings_of(tmp_path / "last.pt") > 1
+                assert_same(again, state)
+
+    @pytest.mark.parametrize("becomes", ["replaced", "written", "gone"])
+    def test_a_file_that_is_another_one_by_now_is_refused(self, tmp_path: Path, becomes: str) -> None:
+        path = tmp_path / "last.pt"
+        write(path, training_state(width=300))
+        os.utime(path, (1, 1))
+        with contextlib.suppress(CheckpointCorruptedError), mapped(path) as file:
+            if becomes == "replaced":
+                write(path, training_state(width=300))
+            elif becomes == "written":
+                path.open("r+b").write(b"PK")
+            else:
+                path.unlink()
+            with pytest.raises(OtherFileError, match=r"last\.pt"), mapped_again(file.identity):
+                pass
+
+
+def num_mappings_of(path: Path) -> int:
+    """How many times the file is mapped into this process."""
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 1 MiB."""
+    mounted = (
+        shutil.which("mount")
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True, check=False
+        ).returncode
+    )
+    if not mounted:
+        pytest.skip("needs the right to mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("small") / "last.pt"
+    write(path, training_state(operator={"note": "x" * 50}))
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """One of several blocks, with a tensor that is read in several pieces."""
+    path = tmp_path_factory.mktemp("large") / "last.pt"
+    write(path, training_state(operator=[torch.eye(600), torch.full((200_000,), 1.0), torch.zeros(200_000)]))
+    return path.read_bytes()
+
+
+def assert_corrupted(path: Path, content: bytes | bytearray) -> None:
+    path.write_bytes(content)
+    for weights_only in (True, False):
+        with pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"):
+            read(path, weights_only=weights_only)
+        with (
+            pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"),
+            mapped(path, weights_only=weights_only),
+        ):
+            pass
+
+
+class TestDamage:
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+    def test_flipped_bits_all_over_a_small_file_are_found(self, tmp_path: Path, small_file: bytes) -> None:
+        num_bits = len(small_file) * 8
+        for bit in [*range(0, num_bits, 37), *range(num_bits - 110 * 8, num_bits, 7)]:
+            damaged = bytearray(small_file)
+            damaged[bit // 8] ^= 1 << bit % 8
+            (tmp_path / "last.pt").write_bytes(damaged)
+            with pytest.raises(CheckpointCorruptedError):
+                read(tmp_path / "last.pt")
+
+    def test_flipped_bits_of_a_large_file_are_found(self, tmp_path: Path, large_file: bytes) -> None:
+        positions = np.random.default_rng(0).integers(0, len(large_file), 25)
+        for position in positions:
+            damaged = bytearray(large_file)
+            damaged[position] ^= 1 << int(position) % 8
+            assert_corrupted(tmp_path / "last.pt", damaged)
+
+    @pytest.mark.parametrize("missing", [1, 10, 86, 90, 1000, 4096])
+    def test_a_truncated_file_is_found(self, tmp_path: Path, large_file: bytes, missing: int) -> None:
+        assert_corrupted(tmp_path / "last.pt", large_file[:-missing])
+
+    @pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.99])
+    def test_the_beginning_of_a_file_is_no_file(self, tmp_path: Path, large_file: bytes, share: float) -> None:
+        assert_corrupted(tmp_path / "last.pt", large_file[: int(len(large_file) * share)])
+
+    @pytest.mark.parametrize("start", [0, 4096, 1_000_000, 2_000_000])
+    def test_a_zeroed_page_is_found(self, tmp_path: Path, large_file: bytes, start: int) -> None:
+        start -= start % 4096
+        assert_corrupted(tmp_path / "last.pt", large_file[:start] + bytes(4096) + large_file[start + 4096 :])
+
+    @pytest.mark.parametrize("size", [512, 4096, 65_536, 2**19])
+    def test_exchanged_stretches_are_found(self, tmp_path: Path, large_file: bytes, size: int) -> None:
+        damaged = bytearray(large_file)
+        first, second = slice(2**20, 2**20 + size), slice(2**21, 2**21 + size)
+        damaged[first], damaged[second] = damaged[second], damaged[first]
+        assert damaged != large_file
+        assert_corrupted(tmp_path / "last.pt", damaged)
+
+    def test_appended_bytes_are_found(self, tmp_path: Path, small_file: bytes) -> None:
+        for extra in (b"x", bytes(100), small_file):
+            assert_corrupted(tmp_path / "last.pt", small_file + extra)
+
+    @pytest.mark.parametrize("content", [b"", b"PK", b"hello " * 100, b"PK\x03\x04" + bytes(500), bytes(5000)])
+    def test_what_is_no_checkpoint_is_found(self, tmp_path: Path, content: bytes) -> None:
+        assert_corrupted(tmp_path / "last.pt", content)
+
+    def test_damaged_code_does_not_run(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(operator=Mischief()))
+        damaged = bytearray((tmp_path / "last.pt").read_bytes())
+        damaged[-200] ^= 1
+        RAN.clear()
+        assert_corrupted(tmp_path / "last.pt", damaged)
+        assert RAN == []
+
+    def test_the_message_says_what_to_do(self, tmp_path: Path, small_file: bytes) -> None:
+        (tmp_path / "last.pt").write_bytes(small_file[:-1])
+        with pytest.raises(CheckpointCorruptedError, match=r"its end is missing.*load an earlier checkpoint"):
+            read(tmp_path / "last.pt")
+
+    def test_a_missing_file_is_not_a_damaged_one(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "absent.pt")
+        with pytest.raises(IsADirectoryError):
+            read(tmp_path)
+
+
+class TestOlderFiles:
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_a_file_of_the_former_library_is_read(self, tmp_path: Path, zipped: bool) -> None:
+        state = training_state(7)
+        state["optimizers"][0]["param_groups"][0]["lr"] = np.float64(0.1)
+        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+        assert_same(read(tmp_path / "old.pt"), state)
+        assert_same(read(tmp_path / "old.pt", weights_only=False), state)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    @pytest.mark.parametrize("share", [0.02, 0.3, 0.9, 0.999])
+    def test_a_truncated_one_is_found(self, tmp_path: Path, zipped: bool, share: float) -> None:
+        torch.save(training_state(width=50), tmp_path / "last.pt", _use_new_zipfile_serialization=zipped)
+        content = (tmp_path / "last.pt").read_bytes()
+        assert_corrupted(tmp_path / "last.pt", content[: int(len(content) * share)])
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_one_with_foreign_objects_is_refused(self, tmp_path: Path, zipped: bool) -> None:
+        state = training_state(operator=Setting(3))
+        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(UnsafeCheckpointError, match=rf"needs `{__name__}\.Setting`"):
+            read(tmp_path / "old.pt")
+        assert read(tmp_path / "old.pt", weights_only=False)["operator"].value == 3
+
+    def test_a_state_that_was_loaded_and_saved_with_torch_is_read(self, tmp_path: Path) -> None:
+        state = training_state()
+        write(tmp_path / "last.pt", state)
+        torch.save(torch.load(tmp_path / "last.pt"), tmp_path / "again.pt")
+        assert_same(read(tmp_path / "again.pt"), state)
+
+
+class TestContent:
+    def test_code_is_refused_and_does_not_run(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(operator=Mischief()))
+        RAN.clear()
+        with pytest.raises(UnsafeCheckpointError, match=r"last\.pt` needs `.*`.*`load\(path, weights_only=False\)`"):
+            read(tmp_path / "last.pt")
+        assert RAN == []
+
+    def test_a_blocked_module_is_named(self, tmp_path: Path) -> None:
+        class System:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return os.system, ("true",)
+
+        write(tmp_path / "last.pt", training_state(operator=System()))
+        with pytest.raises(UnsafeCheckpointError, match=r"needs `posix\.system`"):
+            read(tmp_path / "last.pt")
+
+    def test_a_trusted_file_gives_back_objects(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(operator=[Setting(5), collections.deque([1])]))
+        got = read(tmp_path / "last.pt", weights_only=False)["operator"]
+        assert got[0].value == 5
+        assert got[1] == collections.deque([1])
+
+    def test_an_object_whose_class_is_gone_is_no_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write(tmp_path / "last.pt", training_state(operator=Setting(5)))
+        monkeypatch.delattr(sys.modules[__name__], "Setting")
+        with pytest.raises(AttributeError, match="Setting"):
+            read(tmp_path / "last.pt", weights_only=False)
+
+    def test_a_newer_format_asks_for_an_upgrade(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(), format_version=2)
+        with pytest.raises(ValueError, match=r"format 2; .* formats up to 1\. Upgrade raysgd") as caught:
+            read(tmp_path / "last.pt")
+        assert not isinstance(caught.value, CheckpointCorruptedError)
+
+    @pytest.mark.parametrize(
+        ("content", "finding"),
+        [
+            ({"epoch": 1, "models": []}, r"lacks \['operator', 'optimizers'\]"),
+            ([1, 2], "holds a `list`"),
+            (torch.nn.Linear(1, 1).state_dict(), r"lacks \['epoch'"),
+            (torch.zeros(1), "holds a `Tensor`"),
+        ],
+    )
+    def test_another_content_is_named(self, tmp_path: Path, content: Any, finding: str) -> None:
+        torch.save(content, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=finding) as caught:
+            read(tmp_path / "other.pt")
+        assert not isinstance(caught.value, CheckpointCorruptedError)
+
+    @pytest.mark.parametrize("error", [CheckpointCorruptedError("text"), UnsafeCheckpointError("text")])
+    def test_errors_pickle(self, error: Exception) -> None:
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert str(copy) == "text"
+
+    def test_errors_are_of_the_classes_that_callers_expect(self) -> None:
+        assert issubclass(CheckpointCorruptedError, (ValueError,))
+        assert issubclass(CheckpointCorruptedError, (RuntimeError,))
+        assert issubclass(UnsafeCheckpointError, ValueError)
+
+
+def writer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("raysgd-checkpoint")]
+
+
+def await_writers() -> None:
+    for thread in writer_threads():
+        thread.join(60)
+
+
+def failing(error: BaseException) -> Any:
+    def produce() -> dict[str, Any]:
+        raise error
+
+    return produce
+
+
+class TestAsyncWriter:
+    def test_files_are_written_in_the_order_of_submission(self, tmp_path: Path) -> None:
+        produced: list[int] = []
+
+        def produce(epoch: int) -> dict[str, Any]:
+            produced.append(epoch)
+            return training_state(epoch)
+
+        with AsyncWriter() as writer:
+            for epoch in range(5):
+                writer.submit(tmp_path / "last.pt", lambda epoch=epoch: produce(epoch))
+            writer.wait()
+            assert produced == [0, 1, 2, 3, 4]
+            assert read(tmp_path / "last.pt")["epoch"] == 4
+
+    def test_submit_does_not_wait_for_the_write(self, tmp_path: Path) -> None:
+        go_on = threading.Event()
+        names: list[str] = []
+
+        def produce() -> dict[str, Any]:
+            names.append(threading.current_thread().name)
+            assert go_on.wait(60)
+            return training_state()
+
+        with AsyncWriter() as writer:
+            writer.submit(tmp_path / "last.pt", produce)
+            assert not (tmp_path / "last.pt").exists()
+            go_on.set()
+        assert read(tmp_path / "last.pt")["epoch"] == 1
+        assert names == ["raysgd-checkpoint-writer"]
+
+    def test_a_failure_is_raised_by_wait_once_as_its_own_class(self, tmp_path: Path) -> None:
+        with AsyncWriter() as writer:
+            writer.submit(tmp_path / "last.pt", failing(KeyError("lost")))
+            with pytest.raises(KeyError, match="lost"):
+                writer.wait()
+            writer.wait()
+
+    def test_a_failure_of_the_file_system_is_raised_as_its_own_class(self, tmp_path: Path) -> None:
+        with AsyncWriter() as writer:
+            writer.submit(tmp_path / "absent" / "last.pt", training_state)
+            with pytest.raises(FileNotFoundError):
+                writer.wait()
+
+    def test_submit_raises_an_earlier_failure_and_queues_nothing(self, tmp_path: Path) -> None:
+        with AsyncWriter() as writer:
+            writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
+            await_writers()
+            with pytest.raises(KeyError):
+                writer.submit(tmp_path / "b.pt", training_state)
+            writer.submit(tmp_path / "c.pt", training_state)
+        assert os.listdir(tmp_path) == ["c.pt"]
+
+    def test_close_raises_a_failure(self, tmp_path: Path) -> None:
+        writer = AsyncWriter()
+        writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
+        with pytest.raises(KeyError):
+            writer.close()
+        writer.close()
+
+    def test_each_failure_is_raised_once_and_the_oldest_first(self, tmp_path: Path) -> None:
+        writer = AsyncWriter()
+        started = threading.Event()
+
+        def fail_late() -> dict[str, Any]:
+            assert started.wait(60)
+            raise KeyError("first")
+
+        writer.submit(tmp_path / "a.pt", fail_late)
+        writer.submit(tmp_path / "b.pt", failing(OSError("second")))
+        writer.submit(tmp_path / "c.pt", training_state)
+        started.set()
+        with pytest.raises(KeyError, match="first"):
+            writer.wait()
+        with pytest.raises(OSError, match="second"):
+            writer.close()
+        writer.close()
+        assert os.listdir(tmp_path) == ["c.pt"]
+
+    def test_a_failure_is_logged_at_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        writer = AsyncWriter()
+        writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
+        with pytest.raises(KeyError):
+            writer.wait()
+        writer.close()
+        assert "could not write checkpoint" in caplog.text
+        assert "a.pt" in caplog.text
+
+    def test_a_failure_does_not_keep_the_state_alive(self, tmp_path: Path) -> None:
+        tensors: list[Any] = []
+
+        def produce() -> dict[str, Any]:
+            state = training_state(operator=[torch.zeros(3), lambda: None])
+            tensors.append(weakref.ref(state["operator"][0]))
+            return state
+
+        writer = AsyncWriter()
+        writer.submit(tmp_path / "a.pt", produce)
+        await_writers()
+        assert tensors[0]() is None
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            writer.close()
+
+    def test_no_thread_is_left_when_there_is_nothing_to_write(self, tmp_path: Path) -> None:
+        writer = AsyncWriter()
+        assert writer_threads() == []
+        for epoch in range(3):
+            writer.submit(tmp_path / "last.pt", lambda epoch=epoch: training_state(epoch))
+            writer.wait()
+            assert writer_threads() == []
+        writer.close()
+        assert read(tmp_path / "last.pt")["epoch"] == 2
+
+    def test_a_closed_writer_accepts_nothing(self, tmp_path: Path) -> None:
+        writer = AsyncWriter()
+        writer.close()
+        writer.close()
+        writer.wait()
+        with pytest.raises(ValueError, match="closed `AsyncWriter`"):
+            writer.submit(tmp_path / "last.pt", training_state)
+
+    def test_an_error_in_the_block_is_not_hidden_by_a_failed_write(self, tmp_path: Path) -> None:
+        def block() -> None:
+            with AsyncWriter() as writer:
+                writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            block()
+
+    def test_a_program_that_ends_finishes_its_write_and_ends(self, tmp_path: Path) -> None:
+        done = run_python(
+            """
+            import time
+
+            def produce():
+                time.sleep(0.5)
+                return training_state(9, 2**20)
+
+            writer = AsyncWriter()
+            writer.submit(sys.argv[1], produce)
+            """,
+            tmp_path / "last.pt",
+        )
+        assert done.returncode == 0, done.stderr
+        assert read(tmp_path / "last.pt")["epoch"] == 9
+
+    def test_several_threads_may_submit(self, tmp_path: Path) -> None:
+        writer = AsyncWriter()
+        threads = [
+            threading.Thread(target=writer.submit, args=(tmp_path / f"{i}.pt", lambda i=i: training_state(i)))
+            for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.close()
+        assert [read(tmp_path / f"{i}.pt")["epoch"] for i in range(8)] == list(range(8))
+
+
+def test_the_format_is_documented_by_its_constants() -> None:
+    assert checkpoint_file.FORMAT_VERSION == 1
+    assert checkpoint_file.FORMAT_KEY == "raysgd_format"
+    assert checkpoint_file.REQUIRED_KEYS == ("epoch", "operator", "models", "optimizers")

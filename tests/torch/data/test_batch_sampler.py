@@ -1,0 +1,125 @@
+"""The batches of one rank, from any position in a pass and for groups of any size."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler
+from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from tests.torch.samplers import EveryGlobalSource
+
+
+def make_sampler(
+    order: SampleOrder, *, batch_size: int = 2, rank: int = 0, world_size: int = 1, pad: bool = True
+) -> ElasticBatchSampler:
+    return ElasticBatchSampler(order, batch_size, drop_last=False, pad=pad, rank=rank, world_size=world_size)
+
+
+def test_ranks_together_draw_the_batches_of_one_process() -> None:
+    order = ShuffledOrder(23)
+    samplers = [make_sampler(order, rank=rank, world_size=3, pad=False) for rank in range(3)]
+    alone = make_sampler(order, batch_size=6)
+    for sampler in (*samplers, alone):
+        sampler.begin_pass(4, seed=5)
+    by_step = itertools.zip_longest(*samplers, fillvalue=())
+    assert [list(itertools.chain(*parts)) for parts in by_step] == list(alone)
+
+
+def test_batches_are_lists_of_plain_integers() -> None:
+    for order in (SequentialOrder(4), ShuffledOrder(4), SamplerOrder([3, 2, 1, 0])):
+        sampler = make_sampler(order)
+        sampler.begin_pass(0, seed=0)
+        batches = list(sampler)
+        assert len(batches) == 2
+        assert all(type(batch) is list and all(type(index) is int for index in batch) for batch in batches)
+
+
+def test_a_pass_resumes_in_another_group_where_it_was_left() -> None:
+    order = ShuffledOrder(31)
+    before = [make_sampler(order, rank=rank, world_size=4, pad=False) for rank in range(4)]
+    plans = [sampler.begin_pass(2, seed=1) for sampler in before]
+    used = [index for sampler in before for batch in itertools.islice(sampler, 2) for index in batch]
+
+    after = before[:3]
+    for rank, sampler in enumerate(after):
+        sampler.reshape(rank, world_size=3, batch_size=3)
+        plan = sampler.begin_pass(2, seed=1, consumed=plans[0].consumed_after(2))
+        assert (plan.division.joint_size, plan.division.world_size, plan.consumed) == (9, 3, 16)
+    used += [index for sampler in after for batch in sampler for index in batch]
+    assert Counter(used) == Counter(range(31))
+
+
+def test_a_newcomer_draws_the_same_order_as_a_survivor() -> None:
+    survivor, newcomer = (make_sampler(SamplerOrder(EveryGlobalSource())) for _ in range(2))
+    for pass_index in range(3):
+        survivor.begin_pass(pass_index, seed=1)
+    newcomer.begin_pass(2, seed=1, consumed=4)
+    assert list(newcomer) == list(survivor)[2:]
+
+
+def test_the_order_of_a_pass_is_drawn_once() -> None:
+    drawn: list[tuple[int, int]] = []
+
+    class Recorded:
+        num_samples = 4
+        name = "recorded"
+
+        def indices(self, seed: int, pass_index: int) -> range:
+            drawn.append((seed, pass_index))
+            return range(4)
+
+    sampler = make_sampler(Recorded())
+    for pass_index, seed, consumed in [(0, 7, 0), (0, 7, 2), (1, 7, 0), (1, 8, 0)]:
+        sampler.begin_pass(pass_index, seed, consumed)
+    assert drawn == [(7, 0), (7, 1), (8, 1)]
+
+
+def test_an_iterator_belongs_to_the_pass_it_was_started_in() -> None:
+    sampler = make_sampler(ShuffledOrder(8))
+    sampler.begin_pass(0, seed=0)
+    expected = list(sampler)
+    started, untouched = iter(sampler), iter(sampler)
+    head = [next(started)]
+    sampler.begin_pass(1, seed=0, consumed=6)
+    sampler.reshape(rank=1, world_size=2)
+    assert head + list(started) == expected
+    assert list(untouched) == expected
+
+
+def test_length_is_that_of_the_pass_begun_else_of_a_whole_one() -> None:
+    sampler = make_sampler(SequentialOrder(10))
+    assert len(sampler) == 5
+    sampler.begin_pass(0, seed=0, consumed=7)
+    assert len(sampler) == 2
+    sampler.reshape(rank=2, world_size=3)
+    assert sampler.plan is None
+    assert len(sampler) == 2
+
+
+def test_by_hand_ranks_divide_whole_passes_shuffled_anew() -> None:
+    ranks = [make_sampler(ShuffledOrder(12), rank=rank, world_size=2) for rank in range(2)]
+    passes = [[list(rank) for rank in ranks] for _ in range(2)]
+    assert passes[0] != passes[1]
+    for drawn in passes:
+        assert sorted(itertools.chain(*itertools.chain(*drawn))) == list(range(12))
+
+
+def test_by_hand_changes_nothing_about_the_passes() -> None:
+    sampler, untouched = make_sampler(ShuffledOrder(9)), make_sampler(ShuffledOrder(9))
+    assert len(list(sampler)) == len(sampler) == 5
+    assert sampler.plan is None
+    for each in (sampler, untouched):
+        each.begin_pass(0, seed=7)
+    assert list(sampler) == list(untouched)
+
+
+@pytest.mark.parametrize(("rank", "world_size", "batch_size"), [(0, 0, None), (2, 2, None), (-1, 2, None), (0, 1, 0)])
+def test_an_impossible_place_is_refused_and_changes_nothing(rank: int, world_size: int, batch_size: int | None) -> None:
+    sampler = make_sampler(SequentialOrder(4))
+    sampler.begin_pass(0, seed=0)
+    with pytest.raises(ValueError, match="must be"):
+        sampler.reshape(rank, world_size, batch_size)
+    assert list(sampler) == [[0, 1], [2, 3]]

@@ -1,0 +1,190 @@
+"""The data of one replica: where it is, what a saved position does to it, and what becomes of it in another group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from raysgd.messages.epochs import EpochRequest
+from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.torch.data.sampling import UndividedLoader, shard_loader
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.worker.state.fitting import check_progress
+
+REQUEST = EpochRequest(None, {}, False, seed=3)
+
+
+def feed_of(num_samples: int = 12, size: int = 1, batch_size: int = 2, shuffle: bool = True) -> TorchFeed:
+    loader = DataLoader(range(num_samples), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
+    data = {"train": shard_loader(loader, rank=0, world_size=size, training=True)}
+    return TorchFeed(data.get, NoParallel(), size)
+
+
+def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
+    return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.tolist()]
+
+
+def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
+    first, second = feed_of(), feed_of()
+    used = take(first, 8)
+    position = first.position()
+    assert position == {"pass_index": 1, "consumed": 4, "is_mid_pass": True, "seed": 3, "num_samples": 12}
+    second.go_to(first.epoch, position)
+    assert second.position() == position, "also before anything is drawn"
+    assert sorted(used[-4:] + take(second)) == list(range(12))
+    assert second.epoch == first.epoch == 2
+
+
+def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> TorchFeed:
+    """Shuffled as data of a million samples are, or as small data."""
+    loader = DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    data = shard_loader(loader, rank=rank, world_size=size, training=True)
+    assert not isinstance(data, UndividedLoader)
+    data.sampler.order = ShuffledOrder(12, drawn_below)
+    return TorchFeed({"train": data}.get, NoParallel(), size, rank=rank)
+
+
+def test_a_position_in_a_computed_order_leads_to_the_rest_of_that_order() -> None:
+    first, second = shuffled_feed(), shuffled_feed()
+    used = take(first, 8)
+    position = first.position()
+    second.go_to(first.epoch, position)
+    assert second.position() == position, "also before anything is drawn"
+    rest = take(second)
+    assert sorted(used[-4:] + rest) == list(range(12))
+    assert (take(first), take(first)) == (rest, take(second)), "the next pass has the same order too"
+
+
+def test_a_new_worker_takes_the_order_of_those_that_stay() -> None:
+    """Whether it is drawn or computed."""
+    for drawn_below in (0, 13):
+        before = shuffled_feed(drawn_below, size=2)
+        first = take(before, 1)
+        position, parts = before.position(), [first]
+        for rank in (0, 1):
+            feed = shuffled_feed(drawn_below, rank, size=2)
+            feed.go_to(before.epoch, position)
+            parts.append(take(feed))
+        beside = shuffled_feed(drawn_below, 1, size=2)
+        beside.go_to(0, {**position, "consumed": 0})  # type: ignore[dict-item]
+        parts.append(take(beside, 1))
+        assert sorted(itertools.chain(*parts)) == list(range(12))
+
+
+@pytest.mark.parametrize("said", [{}, {"is_mid_pass": None}, {"is_mid_pass": 1}])
+def test_a_position_has_to_say_if_it_is_inside_a_pass(said: dict[str, Any]) -> None:
+    position = {"pass_index": 0, "consumed": 4, "seed": 3, "num_samples": 12}
+    check_progress(0, {"position": {**position, "is_mid_pass": True}})
+    with pytest.raises(ValueError, match="does not say if it is inside"):
+        check_progress(0, {"position": {**position, **said}})
+
+
+def test_between_passes_the_next_one_is_begun(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = feed_of(), feed_of()
+    take(first)
+    second.go_to(first.epoch, first.position())
+    assert take(second) == take(first) != take(feed_of())
+    assert not caplog.text
+
+
+def test_a_position_in_other_data_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    other, feed = feed_of(10), feed_of()
+    take(other, 2)
+    feed.go_to(other.epoch, other.position())
+    assert len(take(feed)) == 12
+    assert "the size of the train data has changed" in caplog.text
+
+
+def test_the_books_of_a_pass_and_its_index() -> None:
+    feed = feed_of()
+    assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
+    take(feed, 4)
+    stream = feed.training(REQUEST)
+    assert (feed.ledger().used, feed.ledger().due, feed.pass_index(stream)) == (8, 12, 0)  # type: ignore[union-attr]
+    take(feed)
+    assert feed.pass_index(stream) == 1
+
+
+class Counts(Sampler[int]):
+    """Goes by a count of its own, which no other process shares."""
+
+    num_drawn = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_drawn += 1
+        return iter([(number * 5 + self.num_drawn) % 12 for number in range(12)])
+
+
+def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> TorchFeed:
+    sampler = Counts()
+    sampler.num_drawn = num_drawn
+    loader = DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    return TorchFeed({"train": shard_loader(loader, rank=0, world_size=size, training=True)}.get, parallel, size)
+
+
+def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    first, same, other = (counting_feed(NoParallel(), 1, num_drawn) for num_drawn in (0, 0, 3))
+    take(first, 2)
+    position = first.position()
+    same.go_to(first.epoch, position)
+    take(same, 1)
+    assert not caplog.text
+    other.go_to(first.epoch, position)
+    other.training(REQUEST)
+    assert other.position() == position, "as long as nothing is drawn"
+    take(other, 1)
+    assert "sampler Counts draws another order than in the epoch that is resumed" in caplog.text
+
+
+class Pair(NoParallel):
+    """One of two replicas, of which the other one has `theirs`."""
+
+    synchronizes = True
+
+    def __init__(self, theirs: TorchFeed | None) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def summation(self) -> Any:
+        def start(numbers: torch.Tensor) -> Any:
+            sampler = self.theirs._data_of("train").sampler  # type: ignore[union-attr]
+            sampler.begin_pass(0, REQUEST.seed)
+            return lambda: numbers.add_(sampler.fingerprint())
+
+        return start
+
+
+@pytest.mark.parametrize("num_drawn", [0, 3])
+def test_a_sampler_that_draws_another_order_on_another_rank_is_an_error(num_drawn: int) -> None:
+    feed = counting_feed(Pair(counting_feed(NoParallel(), 2, num_drawn)), 2)
+    if num_drawn == 0:
+        assert len(take(feed)) == 6
+    else:
+        with pytest.raises(ValueError, match=r"sampler Counts drew different orders.*`add_dist_sampler=False`"):
+            take(feed)
+
+
+@pytest.mark.parametrize(("instead_of", "expected"), [(4, 2), (8, 4), (None, 4)])
+def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None, expected: int) -> None:
+    feed = feed_of(batch_size=4, shuffle=False)
+    feed.take_place(0, 2, 2 if instead_of else None, instead_of)
+    assert take(feed, 1) == list(range(expected))
+
+
+def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
+    data: dict[str, Any] = {"validation": UndividedLoader([1, 2], "not a torch DataLoader", warn=False)}
+    feed = TorchFeed(data.get, NoParallel(), 1)
+    assert feed.obstacle("train") is None
+    assert feed.obstacle("validation") == "the validation loader is not divided by the library (not a torch DataLoader)"
+    with feed.validation.stream(REQUEST) as stream:
+        assert list(stream.take(None)) == [1, 2]
+    assert feed.position() is feed.ledger() is None

@@ -1,0 +1,307 @@
+"""How the rest of a pass is divided, for groups of any size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.arrays.division import Division
+from raysgd.torch.data.pass_plan import PassPlan, Share, SpeedsAt, no_speeds
+
+
+def make_plan(
+    num_samples: int,
+    batch_size: int = 2,
+    world_size: int = 2,
+    *,
+    consumed: int = 0,
+    drop_last: bool = False,
+    pad: bool = True,
+) -> PassPlan:
+    """One where the size of a worker's batch is given."""
+    return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last, pad)
+
+
+def of_workers(batch_size: int, world_size: int) -> Division:
+    return Division(batch_size * world_size, world_size, cap=batch_size)
+
+
+def of_a_step(plan: PassPlan, step: int) -> list[list[Share]]:
+    """The batches of each rank."""
+    return [plan.shares_of_step(step, rank) for rank in range(plan.division.world_size)]
+
+
+def shares_of(plan: PassPlan, step: int) -> list[Share]:
+    """Those of all ranks, one each."""
+    return [share for [share] in of_a_step(plan, step)]
+
+
+def used(plan: PassPlan, num_steps: int) -> list[int]:
+    """The positions that all ranks use in the first steps."""
+    return [
+        position
+        for step in range(num_steps)
+        for shares in of_a_step(plan, step)
+        for share in shares
+        if share.num_samples
+        for position in range(share.start, share.stop)
+    ]
+
+
+def random_plans(num_plans: int, seed: int, **fixed: bool) -> Iterator[PassPlan]:
+    """Of all kinds."""
+    draw = random.Random(seed)
+    for _ in range(num_plans):
+        num_samples = draw.randint(0, 60)
+        division = random_division(draw)
+        options = {"drop_last": draw.random() < 0.5, "pad": draw.random() < 0.5, **fixed}
+        speeds_at = changing_speeds(draw, division.world_size) if draw.random() < 0.3 else no_speeds
+        yield PassPlan(num_samples, draw.randint(0, num_samples), division, speeds_at=speeds_at, **options)
+
+
+def random_division(draw: random.Random) -> Division:
+    world_size = draw.randint(1, 7)
+    if draw.random() < 0.5:
+        return of_workers(draw.randint(1, 6), world_size)
+    return Division(draw.randint(1, 20), world_size, draw.choice([None, draw.randint(1, 5)]))
+
+
+def changing_speeds(draw: random.Random, world_size: int) -> SpeedsAt:
+    slow, fast = ([draw.uniform(0.2, 4.0) for _ in range(world_size)] for _ in range(2))
+    return lambda position: fast if position > 20 else slow
+
+
+# Tables
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "consumed", "drop_last", "num_steps"),
+    [
+        (0, 0, False, 0),
+        (8, 0, False, 2),
+        (9, 0, False, 3),
+        (9, 0, True, 2),
+        (3, 0, True, 0),
+        (9, 4, False, 2),
+        (9, 5, False, 1),
+        (9, 8, False, 1),
+        (9, 8, True, 0),
+        (9, 9, False, 0),
+    ],
+)
+def test_the_steps_still_to_come_are_counted_from_the_position(
+    num_samples: int, consumed: int, drop_last: bool, num_steps: int
+) -> None:
+    assert make_plan(num_samples, consumed=consumed, drop_last=drop_last).num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    ("joined", "expected"),
+    [
+        (6, [Share(0, 2, 2, 1.0, 6), Share(2, 4, 2, 1.0, 6), Share(4, 6, 2, 1.0, 6)]),
+        (5, [Share(0, 2, 2, 6 / 5, 5), Share(2, 4, 2, 6 / 5, 5), Share(4, 5, 1, 3 / 5, 5)]),
+        (4, [Share(0, 2, 2, 6 / 4, 4), Share(2, 4, 2, 6 / 4, 4), Share(0, 2, 0, 0.0, 4)]),
+        (3, [Share(0, 1, 1, 1.0, 3), Share(1, 2, 1, 1.0, 3), Share(2, 3, 1, 1.0, 3)]),
+        (2, [Share(0, 2, 2, 3.0, 2), Share(0, 2, 0, 0.0, 2), Share(0, 2, 0, 0.0, 2)]),
+        (1, [Share(0, 1, 1, 3.0, 1), Share(0, 1, 0, 0.0, 1), Share(0, 1, 0, 0.0, 1)]),
+    ],
+)
+def test_a_step_is_divided_contiguously_with_the_larger_shares_first(joined: int, expected: list[Share]) -> None:
+    assert shares_of(make_plan(joined, world_size=3), step=0) == expected
+
+
+def test_without_padding_a_rank_without_samples_has_no_batch() -> None:
+    plan = make_plan(7, world_size=3, pad=False)
+    assert plan.num_steps == 2
+    assert shares_of(plan, 1) == [Share(6, 7, 1, 3.0, 1), *[Share(6, 6, 0, 0.0, 1)] * 2]
+    assert [plan.num_batches(rank) for rank in range(3)] == [2, 1, 1]
+
+
+def test_with_padding_every_rank_has_a_batch_in_every_step() -> None:
+    plan = make_plan(7, world_size=3, pad=True)
+    assert [plan.num_batches(rank) for rank in range(3)] == [2, 2, 2]
+
+
+def test_padding_is_never_larger_than_a_batch() -> None:
+    plan = make_plan(3, batch_size=1, world_size=4)
+    assert plan.shares_of_step(0, rank=3) == [Share(0, 1, 0, 0.0, 3)]
+
+
+def test_a_dropped_tail_counts_as_consumed_once_the_last_step_is_done() -> None:
+    plan = make_plan(11, consumed=1, drop_last=True)
+    assert [plan.consumed_after(steps) for steps in range(plan.num_steps + 1)] == [1, 5, 11]
+
+
+def test_an_empty_pass_has_no_steps_and_no_batches() -> None:
+    plan = make_plan(0)
+    assert (plan.num_steps, plan.consumed_after(0), plan.num_batches(0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": -1}, "num_samples=-1"),
+        ({"consumed": -1}, "consumed=-1"),
+        ({"consumed": 9}, "consumed=9.*from 0 to 8"),
+        ({"batch_size": 0}, "joint_size=0"),
+        ({"world_size": 0}, "world_size=0"),
+    ],
+)
+def test_impossible_plans_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(**{"num_samples": 8, **changes})
+
+
+@pytest.mark.parametrize(("step", "rank"), [(-1, 0), (2, 0), (0, -1), (0, 2)])
+def test_a_share_outside_the_plan_is_refused(step: int, rank: int) -> None:
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
+        make_plan(8).shares_of_step(step, rank)
+
+
+def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps=3"):
+        make_plan(8).consumed_after(3)
+    with pytest.raises(ValueError, match="rank=2"):
+        make_plan(8).num_batches(2)
+    with pytest.raises(ValueError, match="rank=2"):
+        next(make_plan(8).shares(2))
+
+
+def test_eighteen_samples_over_seven_ranks() -> None:
+    plan = PassPlan(36, 0, Division(18, 7), drop_last=False, pad=True)
+    assert [share.num_samples for share in shares_of(plan, 0)] == [3, 3, 3, 3, 2, 2, 2]
+    assert [plan.consumed_after(steps) for steps in range(3)] == [0, 18, 36]
+
+
+def test_a_rank_without_samples_repeats_some_in_training_and_has_no_batch_in_evaluation() -> None:
+    training = PassPlan(4, 0, Division(2, 3), drop_last=False, pad=True)
+    evaluation = PassPlan(4, 0, Division(2, 3), drop_last=False, pad=False)
+    assert list(training.shares(rank=2)) == [Share(0, 2, 0, 0.0, 2), Share(2, 4, 0, 0.0, 2)]
+    assert list(evaluation.shares(rank=2)) == [Share(0, 0, 0, 0.0, 2), Share(2, 2, 0, 0.0, 2)]
+    assert (training.num_batches(2), evaluation.num_batches(2)) == (2, 0)
+
+
+def test_a_step_says_where_it_begins_and_ends() -> None:
+    plan = PassPlan(20, 0, Division(12, 2, cap=2), drop_last=False, pad=True)
+    assert [(share.is_first, share.is_last) for share in plan.shares(0)] == [
+        (True, False), (False, False), (False, True), (True, False), (False, True),
+    ]  # fmt: skip
+
+
+# Properties
+
+
+def test_each_step_joins_to_what_one_process_with_the_joint_batch_would_see() -> None:
+    for plan in random_plans(400, seed=1):
+        rest = range(plan.consumed, plan.num_samples)
+        size = plan.division.joint_size
+        alone = [list(rest[at : at + size]) for at in range(0, len(rest), size)]
+        if plan.drop_last:
+            alone = [batch for batch in alone if len(batch) == size]
+        ends = [len(used(plan, steps)) for steps in range(plan.num_steps + 1)]
+        positions = used(plan, plan.num_steps)
+        assert [positions[start:stop] for start, stop in pairwise(ends)] == alone, plan
+
+
+def test_the_batch_of_a_worker_has_the_size_of_its_loader_at_most() -> None:
+    draw = random.Random(2)
+    for _ in range(400):
+        size, world_size = draw.randint(1, 6), draw.randint(1, 7)
+        plan = make_plan(draw.randint(0, 60), size, world_size)
+        for step in range(plan.num_steps):
+            sizes = [share.num_samples for share in shares_of(plan, step)]
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] <= size
+            assert sizes[-1] == size or step == plan.num_steps - 1
+
+
+def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_for_those() -> None:
+    num_uneven = 0
+    for plan in random_plans(400, seed=3):
+        for step in range(plan.num_steps):
+            for together in zip(*of_a_step(plan, step), strict=True):
+                weights = [share.weight for share in together]
+                assert sum(weights) / plan.division.world_size == pytest.approx(1.0)
+                if len({share.num_samples for share in together}) == 1:
+                    assert weights == [1.0] * plan.division.world_size
+                elif plan.speeds_at is no_speeds:
+                    num_uneven += 1
+                    assert 1.0 not in weights, "ranks agree on whether shares are even"
+    assert num_uneven > 20
+
+
+def test_weighted_means_average_to_the_mean_over_the_samples_of_all_ranks_batches() -> None:
+    values = torch.arange(60, dtype=torch.float64) ** 2
+    for plan in random_plans(200, seed=4, pad=True):
+        for step in range(plan.num_steps):
+            total, seen = 0.0, 0
+            for together in zip(*of_a_step(plan, step), strict=True):
+                means = sum(share.weight * values[share.start : share.stop].mean() for share in together)
+                total += float(means) / plan.division.world_size * together[0].num_joint
+                seen += together[0].num_joint
+            start = plan.consumed + step * plan.division.joint_size
+            assert total / seen == pytest.approx(float(values[start : start + seen].mean()))
+
+
+def test_padding_repeats_samples_of_its_own_step() -> None:
+    num_padded = 0
+    for plan in random_plans(400, seed=5, pad=True):
+        for step in range(plan.num_steps):
+            start = plan.consumed + step * plan.division.joint_size
+            joined = range(start, min(start + plan.division.joint_size, plan.num_samples))
+            padding = [share for shares in of_a_step(plan, step) for share in shares if not share.num_samples]
+            num_padded += len(padding)
+            for share in padding:
+                assert joined.start <= share.start < share.stop <= joined.stop
+    assert num_padded > 20
+
+
+def test_the_batches_of_a_rank_are_its_shares_that_are_not_empty() -> None:
+    for plan in random_plans(400, seed=6):
+        if plan.speeds_at is no_speeds or plan.pad:
+            for rank in range(plan.division.world_size):
+                assert plan.num_batches(rank) == sum(share.start < share.stop for share in plan.shares(rank))
+
+
+def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:
+    for plan in random_plans(400, seed=7):
+        for step in range(plan.num_steps):
+            assert plan.consumed_after(step) == plan.consumed + len(used(plan, step))
+        assert plan.consumed_after(plan.num_steps) == plan.num_samples
+        assert plan.drop_last or plan.consumed + len(used(plan, plan.num_steps)) == plan.num_samples
+
+
+def test_any_sequence_of_groups_sees_the_joint_batches_of_one_process() -> None:
+    draw = random.Random(8)
+    for _ in range(300):
+        num_samples, joint_size, consumed = draw.randint(1, 100), draw.randint(1, 25), 0
+        batches: list[list[int]] = []
+        while consumed < num_samples:
+            world_size = draw.randint(1, 7)
+            division = Division(joint_size, world_size, draw.choice([None, 1, 2, 3, 8]))
+            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else no_speeds
+            plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True, speeds_at=speeds_at)
+            num_steps = draw.randint(0, plan.num_steps)
+            ends = [len(used(plan, steps)) for steps in range(num_steps + 1)]
+            batches += [used(plan, num_steps)[start:stop] for start, stop in pairwise(ends)]
+            consumed = plan.consumed_after(num_steps)
+        assert batches == [list(range(num_samples)[at : at + joint_size]) for at in range(0, num_samples, joint_size)]
+
+
+def test_the_samples_of_a_joint_batch_are_those_of_all_ranks() -> None:
+    for plan in random_plans(400, seed=9):
+        for step in range(plan.num_steps):
+            for together in zip(*of_a_step(plan, step), strict=True):
+                assert {share.num_joint for share in together} == {sum(share.num_samples for share in together)}
+
+
+def test_the_shares_of_a_rank_one_after_the_other_are_those_one_at_a_time() -> None:
+    for plan in random_plans(400, seed=10):
+        for rank in range(plan.division.world_size):
+            steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
+            assert list(plan.shares(rank)) == [share for step in steps for share in step], plan

@@ -1,0 +1,230 @@
+"""The order of a pass: the same on every rank, and nobody else's randomness is touched."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler
+from raysgd.torch.data.permutation import Permutation
+from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from tests.torch.samplers import Epochs, EveryGlobalSource, as_list
+
+
+def test_sequential_order_is_a_range_in_every_pass() -> None:
+    order = SequentialOrder(5)
+    assert order.indices(seed=1, pass_index=0) == order.indices(seed=2, pass_index=7) == range(5)
+
+
+def test_shuffled_order_is_a_permutation_decided_by_seed_and_pass() -> None:
+    order = ShuffledOrder(50)
+    first = as_list(order.indices(seed=3, pass_index=0))
+    assert sorted(first) == list(range(50))
+    assert as_list(ShuffledOrder(50).indices(seed=3, pass_index=0)) == first
+
+
+def test_the_default_device_does_not_matter_to_a_shuffle() -> None:
+    expected = as_list(ShuffledOrder(9).indices(seed=3, pass_index=0))
+    with torch.device("meta"):
+        assert as_list(ShuffledOrder(9).indices(seed=3, pass_index=0)) == expected
+
+
+def test_neighbouring_seeds_share_no_passes() -> None:
+    order = ShuffledOrder(50)
+    orders = {tuple(as_list(order.indices(seed, pass_index))) for seed in range(8) for pass_index in range(8)}
+    assert len(orders) == 64
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**64 - 1])
+def test_any_seed_of_torch_is_accepted(seed: int) -> None:
+    orders: list[SampleOrder] = [ShuffledOrder(5), SamplerOrder(SubsetRandomSampler(range(5)))]
+    for order in orders:
+        assert sorted(as_list(order.indices(seed, 0))) == list(range(5))
+
+
+@pytest.mark.parametrize("order", [SequentialOrder(0), ShuffledOrder(0), SamplerOrder([])])
+def test_an_empty_dataset_has_an_empty_order(order: SampleOrder) -> None:
+    assert order.num_samples == 0
+    assert as_list(order.indices(seed=0, pass_index=0)) == []
+
+
+class OwnSources(Sampler[int]):
+    """Draws from generators of its own, one of them in a sampler inside."""
+
+    def __init__(self) -> None:
+        self.torch_source = torch.Generator()
+        self.python_source = random.Random()
+        self.numpy_source = numpy.random.default_rng()
+        self.old_numpy_source = numpy.random.RandomState()
+        self.entropy = random.SystemRandom()  # kept, but not drawn from
+        self.inner = RandomSampler(range(1000), generator=torch.Generator())
+        self.parent = self
+
+    def __iter__(self) -> Iterator[int]:
+        for _, index in zip(range(10), self.inner, strict=False):
+            yield (
+                index
+                + int(torch.randint(1000, (), generator=self.torch_source))
+                + self.python_source.randrange(1000)
+                + int(self.numpy_source.integers(1000))
+                + int(self.old_numpy_source.randint(1000))
+            )
+
+    def __len__(self) -> int:
+        return 10
+
+    def states(self) -> list[Any]:
+        return [
+            self.torch_source.get_state().tolist(),
+            self.python_source.getstate(),
+            self.numpy_source.bit_generator.state,
+            numpy_state(self.old_numpy_source),
+            self.inner.generator.get_state().tolist(),
+        ]
+
+
+def numpy_state(source: Any) -> list[Any]:
+    state = source.get_state(legacy=False)
+    return [state["state"]["key"].tolist(), state["state"]["pos"]]
+
+
+def global_states() -> list[Any]:
+    return [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        numpy_state(numpy.random),
+        torch.initial_seed(),
+    ]
+
+
+@pytest.mark.parametrize("sampler_class", [EveryGlobalSource, OwnSources])
+def test_what_a_sampler_draws_depends_on_seed_and_pass_alone(sampler_class: type[Any]) -> None:
+    here, elsewhere = SamplerOrder(sampler_class()), SamplerOrder(sampler_class())
+    first = as_list(here.indices(seed=1, pass_index=0))
+    torch.rand(1), random.random(), numpy.random.rand()
+    assert as_list(here.indices(seed=1, pass_index=1)) != first
+    assert as_list(here.indices(seed=2, pass_index=0)) != first
+    assert as_list(elsewhere.indices(seed=1, pass_index=0)) == first
+
+
+def test_drawing_an_order_leaves_all_random_state_as_it_was() -> None:
+    sampler = OwnSources()
+    outside, inside = global_states(), sampler.states()
+    orders: list[SampleOrder] = [ShuffledOrder(9), SamplerOrder(EveryGlobalSource()), SamplerOrder(sampler)]
+    for order in orders:
+        order.indices(seed=1, pass_index=0)
+    assert global_states() == outside
+    assert sampler.states() == inside
+
+
+def test_a_samplers_generator_keeps_the_seed_its_user_gave() -> None:
+    generator = torch.Generator().manual_seed(123)
+    expected = torch.Generator().manual_seed(123).get_state()
+    SamplerOrder(WeightedRandomSampler([0.5, 0.5], 4, generator=generator)).indices(seed=9, pass_index=3)
+    assert generator.initial_seed() == 123
+    assert torch.equal(generator.get_state(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_sampler_that_draws_on_the_gpu_is_seeded_and_restored_too() -> None:
+    def draw() -> list[int]:
+        sampler = WeightedRandomSampler(torch.ones(50, device="cuda"), 20)  # type: ignore[arg-type]
+        return as_list(SamplerOrder(sampler).indices(seed=1, pass_index=0))
+
+    torch.rand(1, device="cuda")
+    outside = torch.cuda.get_rng_state()
+    first = draw()
+    assert torch.equal(torch.cuda.get_rng_state(), outside)
+    torch.rand(1, device="cuda")
+    assert draw() == first
+
+
+class FailsAfterDrawing(EveryGlobalSource):
+    def __iter__(self) -> Iterator[int]:
+        yield from itertools.islice(super().__iter__(), 3)
+        raise LookupError("no such sample")
+
+
+def test_random_state_is_restored_when_the_sampler_fails() -> None:
+    outside = global_states()
+    with pytest.raises(LookupError, match="no such sample"):
+        SamplerOrder(FailsAfterDrawing()).indices(seed=1, pass_index=0)
+    assert global_states() == outside
+
+
+def test_a_sampler_is_told_the_pass() -> None:
+    order = SamplerOrder(Epochs())
+    assert [as_list(order.indices(seed=0, pass_index=index)) for index in (0, 1)] == [
+        [0, 1, 2, 3],
+        [1, 2, 3, 0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "expected"),
+    [
+        ([numpy.int64(3), torch.tensor(1), 2], [3, 1, 2]),
+        (["a", "b"], ["a", "b"]),
+        ([(0, 32), (1, 64)], [(0, 32), (1, 64)]),
+        ([2**70, 1], [2**70, 1]),
+    ],
+)
+def test_a_sampler_may_draw_whatever_its_dataset_takes(drawn: list[Any], expected: list[Any]) -> None:
+    assert as_list(SamplerOrder(drawn).indices(seed=0, pass_index=0)) == expected
+
+
+class Announces(Sampler[int]):
+    """Draws 0, 1, 2, ...: `drawn` of them, or without end."""
+
+    def __init__(self, announced: int, drawn: int | None) -> None:
+        self.announced = announced
+        self.drawn = drawn
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(itertools.count()) if self.drawn is None else iter(range(self.drawn))
+
+    def __len__(self) -> int:
+        return self.announced
+
+
+@pytest.mark.parametrize("drawn", [6, None])
+def test_a_sampler_that_draws_more_than_it_announces_is_refused(drawn: int | None) -> None:
+    with pytest.raises(ValueError, match=r"`Announces` draws more than the 5 samples"):
+        SamplerOrder(Announces(5, drawn)).indices(seed=0, pass_index=0)
+
+
+def test_a_sampler_that_draws_less_than_it_announces_makes_a_shorter_pass() -> None:
+    sampler = ElasticBatchSampler(SamplerOrder(Announces(9, 5)), 2, False, True, rank=0, world_size=1)
+    assert len(sampler) == 5
+    assert sampler.begin_pass(0, seed=0).num_samples == 5
+    assert list(sampler) == [[0, 1], [2, 3], [4]]
+    assert len(sampler) == 3
+
+
+def test_a_long_shuffle_is_computed_and_a_short_one_drawn() -> None:
+    short, long = ShuffledOrder(2**20 - 1), ShuffledOrder(2**20)
+    assert isinstance(long.indices(seed=3, pass_index=0), Permutation)
+    assert isinstance(short.indices(seed=3, pass_index=0), torch.Tensor)
+
+
+def test_a_computed_shuffle_is_decided_by_seed_and_pass_too() -> None:
+    order = ShuffledOrder(50, drawn_below=0)
+    outside = global_states()
+    orders = {tuple(order.indices(seed, pass_index)) for seed in (-1, 0, 2**64 - 1) for pass_index in range(8)}
+    assert len(orders) == 24
+    assert {tuple(sorted(each)) for each in orders} == {tuple(range(50))}
+    assert as_list(ShuffledOrder(50, drawn_below=0).indices(0, 0)) == as_list(order.indices(0, 0))
+    assert global_states() == outside

@@ -1,0 +1,338 @@
+"""Loaders that are divided over the workers, and those that are left alone."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from raysgd.torch.data.loader_process import EndsWithParent
+from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
+from tests.torch.samplers import Epochs, as_list
+
+
+class Squares(Dataset[tuple[int, int]]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index**2
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Endless(Squares):
+    __len__ = None  # type: ignore[assignment]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class NoLength(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class CustomBatches(BatchSampler):
+    pass
+
+
+class HandShardedSampler(Sampler[int]):
+    """Divides the data itself, in torch's words but not of torch's class."""
+
+    num_replicas = 2
+    rank = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+    def __len__(self) -> int:
+        return 2
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class RenamedLoader(DataLoader[Any]):
+    """Changes nothing about iteration."""
+
+
+def shard(loader: Any, *, rank: int = 0, world_size: int = 2, training: bool = True) -> ShardedLoader:
+    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training)
+    assert isinstance(sharded, ShardedLoader)
+    return sharded
+
+
+def all_batches(loader: Any, *, world_size: int, training: bool = True, pass_index: int = 0) -> list[Any]:
+    """Return what each rank loads in one pass."""
+    ranks = [shard(loader, rank=rank, world_size=world_size, training=training) for rank in range(world_size)]
+    for rank in ranks:
+        rank.sampler.begin_pass(pass_index, seed=11)
+    return [list(rank.loader) for rank in ranks]
+
+
+FOUR = Squares(4)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason", "warn"),
+    [
+        ([1, 2, 3], "not a torch DataLoader", False),
+        (FOUR, "not a torch DataLoader", False),
+        (DataLoader(Stream(), batch_size=2), "iterable", False),
+        (DataLoader(Stream(), batch_size=None), "iterable", False),
+        (DataLoader(FOUR, batch_size=None), "no batches", True),
+        (DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False)), "custom `batch_sampler`", True),
+        (DataLoader(FOUR, batch_sampler=[[0, 1], [2, 3]]), "custom `batch_sampler`", True),
+        (OwnIteration(FOUR), "overrides the iteration", True),
+        (DataLoader(FOUR, sampler=DistributedSampler(FOUR, 2, 0)), "divides the data", False),
+        (DataLoader(FOUR, sampler=HandShardedSampler()), "divides the data", False),
+        (DataLoader(Endless(4), sampler=[0, 1]), "dataset has no length", True),
+        (DataLoader(FOUR, sampler=NoLength()), "sampler has no length", True),
+    ],
+)
+def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str, warn: bool) -> None:
+    left_alone = shard_loader(loader, rank=0, world_size=2, training=True)
+    assert isinstance(left_alone, UndividedLoader)
+    assert left_alone.loader is loader
+    assert reason in left_alone.reason
+    assert left_alone.warn is warn
+
+
+@pytest.mark.parametrize(
+    ("loader", "order"),
+    [
+        (DataLoader(FOUR), SequentialOrder(4)),
+        (RenamedLoader(FOUR), SequentialOrder(4)),
+        (DataLoader(FOUR, sampler=SequentialSampler(range(3))), SequentialOrder(3)),
+        (DataLoader(FOUR, shuffle=True), ShuffledOrder(4)),
+        (DataLoader(FOUR, batch_sampler=BatchSampler(RandomSampler(FOUR), 2, True)), ShuffledOrder(4)),
+    ],
+)
+def test_torchs_own_orders_are_recognised(loader: Any, order: SampleOrder) -> None:
+    assert shard(loader).sampler.order == order
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(FOUR, replacement=True),
+        RandomSampler(FOUR, num_samples=3),
+        SubsetRandomSampler([0, 2]),
+        WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], num_samples=9),
+        Epochs(),
+        [3, 1],
+    ],
+)
+def test_every_other_sampler_draws_the_joint_order(sampler: Any) -> None:
+    sharded = shard(DataLoader(FOUR, sampler=sampler))
+    assert sharded.sampler.order == SamplerOrder(sampler)
+    assert sharded.num_samples == len(sampler)
+
+
+def test_a_plain_batch_sampler_around_a_users_sampler_is_looked_through() -> None:
+    loader = DataLoader(FOUR, batch_sampler=BatchSampler([3, 2, 1, 0], 3, drop_last=True))
+    sharded = shard(loader, world_size=1)
+    assert sharded.signature == DataSignature(4, 3, True, "sampler list")
+    sharded.sampler.begin_pass(0, seed=0)
+    assert [indices.tolist() for indices, _ in sharded.loader] == [[3, 2, 1]]
+
+
+def test_signatures_are_equal_for_the_same_data_and_differ_otherwise() -> None:
+    loaders = [
+        DataLoader(FOUR, batch_size=2),
+        DataLoader(FOUR, batch_size=1),
+        DataLoader(FOUR, batch_size=2, drop_last=True),
+        DataLoader(FOUR, batch_size=2, shuffle=True),
+        DataLoader(FOUR, batch_size=2, sampler=Epochs()),
+        DataLoader(Squares(5), batch_size=2),
+    ]
+    signatures = [shard(loader, rank=0).signature for loader in loaders]
+    assert signatures == [shard(loader, rank=1).signature for loader in loaders]
+    assert len(set(signatures)) == len(loaders)
+
+
+def test_all_loading_options_are_kept() -> None:
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": True,
+        "timeout": 7.0,
+        "worker_init_fn": print,
+        "generator": torch.Generator(),
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+    }
+    user_loader = DataLoader(FOUR, multiprocessing_context="spawn", **options)
+    rebuilt = shard(user_loader).loader
+    kept = {**options, "worker_init_fn": EndsWithParent(print)}
+    assert {name: getattr(rebuilt, name) for name in options} == kept
+    assert rebuilt.multiprocessing_context is user_loader.multiprocessing_context
+    assert rebuilt.dataset is FOUR
+
+
+def test_a_memory_pinning_device_is_kept() -> None:
+    assert shard(DataLoader(FOUR, pin_memory_device="cuda")).loader.pin_memory_device == "cuda"
+
+
+@pytest.mark.skipif(not hasattr(DataLoader(FOUR), "in_order"), reason="this torch always delivers in order")
+def test_batches_arrive_in_order_even_if_the_user_did_not_mind(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert shard(DataLoader(FOUR)).loader.in_order
+        assert not caplog.records
+        assert shard(DataLoader(FOUR, in_order=False)).loader.in_order
+    assert "`in_order=False` has no effect" in caplog.text
+
+
+def test_the_users_seed_is_taken_as_a_hint() -> None:
+    loader_generator = torch.Generator().manual_seed(5)
+    sampler = RandomSampler(FOUR, generator=torch.Generator().manual_seed(6))
+    assert shard(DataLoader(FOUR, shuffle=True, generator=loader_generator)).seed_hint == 5
+    assert shard(DataLoader(FOUR, sampler=sampler)).seed_hint == 6
+    assert shard(DataLoader(FOUR, sampler=sampler, generator=loader_generator)).seed_hint == 5
+    assert shard(DataLoader(FOUR)).seed_hint == torch.initial_seed()
+
+
+def test_sequential_stays_sequential_over_the_workers() -> None:
+    first, second = all_batches(DataLoader(Squares(11), batch_size=3), world_size=2)
+    assert [(indices.tolist(), squares.tolist()) for indices, squares in first] == [
+        ([0, 1, 2], [0, 1, 4]),
+        ([6, 7, 8], [36, 49, 64]),
+    ]
+    assert [indices.tolist() for indices, _ in second] == [[3, 4, 5], [9, 10]]
+
+
+def test_training_pads_where_evaluation_gives_no_batch() -> None:
+    loader = DataLoader(Squares(5), batch_size=2)
+    padded = all_batches(loader, world_size=2, training=True)
+    exact = all_batches(loader, world_size=2, training=False)
+    assert [[indices.tolist() for indices, _ in batches] for batches in padded] == [
+        [[0, 1], [4]],
+        [[2, 3], [4]],
+    ]
+    assert [[indices.tolist() for indices, _ in batches] for batches in exact] == [[[0, 1], [4]], [[2, 3]]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_drop_last_leaves_out_a_short_joint_batch(training: bool) -> None:
+    loader = DataLoader(Squares(7), batch_size=2, drop_last=True)
+    batches = all_batches(loader, world_size=2, training=training)
+    assert [[indices.tolist() for indices, _ in of_rank] for of_rank in batches] == [[[0, 1]], [[2, 3]]]
+
+
+def test_a_shuffled_loader_divides_a_new_permutation_in_each_pass() -> None:
+    loader = DataLoader(Squares(40), batch_size=4, shuffle=True)
+    passes = []
+    for pass_index in (0, 1):
+        batches = all_batches(loader, world_size=3, training=False, pass_index=pass_index)
+        passes.append([index for of_rank in batches for indices, _ in of_rank for index in indices.tolist()])
+        assert sorted(passes[-1]) == list(range(40))
+    assert passes[0] != passes[1]
+
+
+def test_weighted_sampling_draws_one_joint_order_on_all_ranks() -> None:
+    def load(rank: int, world_size: int) -> list[list[int]]:
+        # Everything is built anew and from another random state, as in separate processes.
+        torch.manual_seed(rank)
+        sampler = WeightedRandomSampler([float(weight) for weight in range(1, 31)], num_samples=20)
+        loader = DataLoader(Squares(30), batch_size=20 // world_size, sampler=sampler)
+        sharded = shard(loader, rank=rank, world_size=world_size)
+        sharded.sampler.begin_pass(3, seed=4)
+        return [indices.tolist() for indices, _ in sharded.loader]
+
+    (alone,) = load(0, 1)
+    assert load(0, 2) + load(1, 2) == [alone[:10], alone[10:]]
+
+
+def test_a_custom_collate_function_sees_the_shares() -> None:
+    loader = DataLoader(Squares(6), batch_size=2, collate_fn=lambda samples: [index for index, _ in samples])
+    assert all_batches(loader, world_size=2) == [[[0, 1], [4, 5]], [[2, 3], [4, 5]]], "the last one is padding"
+
+
+def test_an_empty_dataset_divides_into_nothing() -> None:
+    sharded = shard(DataLoader(Squares(0), batch_size=2))
+    assert sharded.sampler.begin_pass(0, seed=0).num_steps == 0
+    assert list(sharded.loader) == []
+    assert len(sharded.loader) == 0
+
+
+def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
+    loader = DataLoader(
+        Squares(30), batch_size=2, shuffle=True, num_workers=2, prefetch_factor=3, persistent_workers=True
+    )
+    sharded = shard(loader, rank=0, world_size=2)
+    order = as_list(ShuffledOrder(30).indices(seed=1, pass_index=0))
+
+    plan = sharded.sampler.begin_pass(0, seed=1)
+    assert len(sharded.loader) == 8
+    head = [indices.tolist() for indices, _ in itertools.islice(sharded.loader, 2)]
+    assert head == [order[0:2], order[4:6]]
+
+    # The other rank is lost with batches in flight here; the rest of the pass is ours alone.
+    sharded.sampler.reshape(rank=0, world_size=1)
+    plan = sharded.sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
+    rest = [indices.tolist() for indices, _ in sharded.loader]
+    assert rest == [order[at : at + 2] for at in range(8, 30, 2)]
+    assert len(rest) == plan.num_batches(0)
+
+    # And the same loader processes go on with the next pass.
+    sharded.sampler.begin_pass(1, seed=1)
+    next_order = as_list(ShuffledOrder(30).indices(seed=1, pass_index=1))
+    assert [index for indices, _ in sharded.loader for index in indices.tolist()] == next_order
+
+
+def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(
+        torch.randn(10, 3, generator=generator, dtype=torch.float64),
+        torch.randn(10, 1, generator=generator, dtype=torch.float64),
+    )
+
+    def gradients(batch_size: int, rank: int, world_size: int) -> list[torch.Tensor]:
+        sharded = shard(DataLoader(dataset, batch_size=batch_size), rank=rank, world_size=world_size)
+        plan = sharded.sampler.begin_pass(0, seed=0)
+        result = []
+        for step, (features, target) in enumerate(sharded.loader):
+            weights = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
+            torch.nn.functional.mse_loss(features @ weights, target).backward()
+            assert weights.grad is not None
+            [share] = plan.shares_of_step(step, rank)
+            result.append(share.weight * weights.grad)
+        return result
+
+    of_ranks = [gradients(2, rank, world_size=3) for rank in range(3)]
+    averaged = [torch.stack(parts).mean(dim=0) for parts in zip(*of_ranks, strict=True)]
+    alone = gradients(6, rank=0, world_size=1)
+    assert len(averaged) == len(alone) == 2
+    for ours, expected in zip(averaged, alone, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(False, False), (False, True), (True, False)])
+def test_batches_are_pinned_where_the_loader_or_the_library_wants_it(asked: bool, wanted: bool) -> None:
+    loader = DataLoader(range(4), pin_memory=asked)
+    sharded = shard_loader(loader, rank=0, world_size=1, training=True, pin_memory=wanted)
+    assert sharded.loader.pin_memory == (asked or wanted)

@@ -1,0 +1,496 @@
+"""The position in the data of one replica: batches across calls and passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from raysgd.connections.torch import end_process_group
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.streams import (
+    Agreement,
+    DividedLoaderSource,
+    LoaderSource,
+    LockstepSource,
+    PlainSource,
+    TorchBatchStream,
+    length_of,
+    tell_epoch,
+)
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.step import BatchStep
+
+SEED = 7
+
+
+class Passes:
+    """Counts passes as a runner does."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    def __call__(self) -> int:
+        self.num_begun += 1
+        return self.num_begun - 1
+
+
+class OneShot:
+    """An iterable of unknown length that notes how often it was opened."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.num_opened = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_opened += 1
+        yield from self.items
+
+
+def divided(
+    num_samples: int = 10,
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    training: bool = True,
+) -> ShardedLoader:
+    loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=batch_size, shuffle=shuffle)
+    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training)
+    assert isinstance(sharded, ShardedLoader)
+    return sharded
+
+
+def plain_source(num_samples: int) -> LoaderSource:
+    return PlainSource(list(range(num_samples)))
+
+
+def one_shot_source(num_samples: int) -> LoaderSource:
+    return PlainSource(OneShot(list(range(num_samples))))
+
+
+def divided_source(num_samples: int) -> LoaderSource:
+    return DividedLoaderSource(divided(num_samples), SEED)
+
+
+def lockstep_source(num_samples: int) -> LoaderSource:
+    return LockstepSource(
+        [torch.tensor([i]) for i in range(num_samples)], world_size=1, agreement=Agreement(DDP().summation())
+    )
+
+
+def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
+    passes = Passes()
+    return TorchBatchStream(source, BatchStep(), passes), passes
+
+
+def numbers(batches: Any) -> list[Any]:
+    """The items of the batches, without tensors and lists of one."""
+    return [_bare(batch) for batch in batches]
+
+
+def _bare(batch: Any) -> Any:
+    batch = batch[0] if isinstance(batch, list | tuple) else batch
+    if not isinstance(batch, torch.Tensor):
+        return batch
+    return batch.item() if batch.numel() == 1 else batch.tolist()
+
+
+@pytest.fixture(
+    params=[plain_source, one_shot_source, divided_source, lockstep_source],
+    ids=["plain", "one shot", "divided", "lockstep"],
+)
+def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], LoaderSource]]:
+    if request.param is lockstep_source:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield request.param
+    end_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ every source
+
+
+def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, passes = make_stream(make_source(10))
+    found = []
+    for num_steps in (None, 5, 3, 5, None):
+        found.append((numbers(stream.take(num_steps)), passes.num_begun))
+    assert found == [
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
+        ([0, 1, 2, 3, 4], 2),
+        ([5, 6, 7], 2),
+        ([8, 9, 0, 1, 2], 3),
+        ([3, 4, 5, 6, 7, 8, 9], 3),
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [10, None])
+def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
+    make_source: Callable[[int], LoaderSource], num_steps: int | None
+) -> None:
+    stream, passes = make_stream(make_source(10))
+    for index in range(3):
+        assert len(list(stream.take(10 if index % 2 else num_steps))) == 10
+        assert passes.num_begun == index + 1
+
+
+def test_a_full_pass_follows_a_call_that_ended_with_the_pass(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, _ = make_stream(make_source(4))
+    assert numbers(stream.take(4)) == [0, 1, 2, 3]
+    assert numbers(stream.take(None)) == [0, 1, 2, 3]
+
+
+def test_one_call_may_take_several_passes(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, passes = make_stream(make_source(3))
+    assert numbers(stream.take(8)) == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert passes.num_begun == 3
+    assert stream.num_steps_taken == 8
+
+
+@pytest.mark.parametrize("num_steps", [None, 1, 5])
+def test_an_empty_source_ends_the_iteration_every_time(
+    make_source: Callable[[int], LoaderSource], num_steps: int | None
+) -> None:
+    stream, _ = make_stream(make_source(0))
+    for _ in range(2):
+        assert list(stream.take(num_steps)) == []
+    assert stream.num_steps_taken == 0
+
+
+def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, _ = make_stream(make_source(3))
+    assert list(stream.take(0)) == []
+    assert numbers(stream.take(1)) == [0]
+    assert list(stream.take(0)) == []
+    assert numbers(stream.take(None)) == [1, 2]
+
+
+def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, _ = make_stream(make_source(5))
+    for batch in stream.take(None):
+        if _bare(batch) == 1:
+            break
+    assert numbers(stream.take(None)) == [2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------ plain sources
+
+
+class TellsEpoch:
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class LoaderWith:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+@pytest.mark.parametrize("attribute", ["sampler", "batch_sampler"])
+def test_a_sampler_of_the_users_own_is_told_each_pass(attribute: str) -> None:
+    sampler = TellsEpoch()
+    stream, _ = make_stream(PlainSource(LoaderWith(**{attribute: sampler})))
+    list(stream.take(5))
+    assert sampler.epochs == [0, 1, 2]
+
+
+def test_of_two_samplers_one_is_told() -> None:
+    first, second = TellsEpoch(), TellsEpoch()
+    tell_epoch(LoaderWith(sampler=first, batch_sampler=second), 3)
+    assert (first.epochs, second.epochs) == ([3], [])
+
+
+def test_a_loader_is_opened_once_for_each_pass() -> None:
+    loader = OneShot([1, 2, 3])
+    stream, _ = make_stream(PlainSource(loader))
+    list(stream.take(2)), list(stream.take(2)), list(stream.take(2))
+    assert loader.num_opened == 2
+
+
+@pytest.mark.parametrize(("loader", "length"), [([1, 2], 2), (iter([1]), None), (OneShot([1]), None)])
+def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> None:
+    assert length_of(loader) == length
+    assert PlainSource(loader).num_steps() == length
+
+
+def test_a_loader_over_an_iterable_dataset_without_length_has_none() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    assert length_of(DataLoader(Stream(), batch_size=2)) is None
+
+
+# ------------------------------------------------------------------------------------------------ divided loaders
+
+
+def test_each_batch_comes_with_its_share_of_the_step() -> None:
+    step = BatchStep()
+    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), step, Passes())
+    shares = [(_bare(batch), step.weight, step.num_samples) for batch in stream.take(None)]
+    assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
+    second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), step, Passes())
+    shares = [(_bare(batch), step.weight, step.num_samples) for batch in second.take(None)]
+    assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
+
+
+def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
+    step = BatchStep()
+    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
+    assert [(step.weight, step.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+
+
+def without_the_third(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if int(sample[0]) % 3])
+
+
+def of_a_collator(num_samples: int, rank: int = 0, world_size: int = 1, collate_fn: Any = without_the_third) -> Any:
+    loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=4, collate_fn=collate_fn)
+    return DividedLoaderSource(shard_loader(loader, rank=rank, world_size=world_size, training=True), SEED)  # type: ignore[arg-type]
+
+
+def test_a_batch_counts_by_the_samples_that_the_collator_returns(caplog: pytest.LogCaptureFixture) -> None:
+    step = BatchStep()
+    step.open_call(3)
+    stream = TorchBatchStream(of_a_collator(12), step, Passes())
+    assert [step.num_samples for _ in stream.take(None)] == [2, 3, 3]
+    list(stream.take(None))
+    assert caplog.text.count("a `collate_fn` made 2 samples of 4: gradients and metrics count what it returns") == 1
+
+
+class OfOtherRank:
+    """Adds up with what another rank has."""
+
+    def __init__(self, other: list[list[int]]) -> None:
+        self.other, self.asked = iter(other), list[list[int]]()
+
+    def __call__(self, numbers: torch.Tensor) -> Callable[[], Any]:
+        self.asked.append(numbers.tolist())
+        return partial(numbers.add_, torch.tensor(next(self.other)))
+
+
+def test_ranks_tell_each_other_what_collators_return() -> None:
+    source, step = of_a_collator(14, rank=1, world_size=2), BatchStep()
+    together = OfOtherRank([[1, 0], [1, 2], [1, 2]])
+    source.agreement = Agreement(together)
+    stream = TorchBatchStream(source, step, Passes())
+    assert [(step.num_samples, step.weight) for _ in stream.take(None)] == [(3, 2 * 3 / 5), (2, 2 * 2 / 4)]
+    assert together.asked == [[1, 1], [1, 3], [1, 2]]
+
+
+def test_after_a_pass_in_which_collators_returned_what_was_drawn_ranks_count_as_planned() -> None:
+    source = of_a_collator(14, rank=1, world_size=2, collate_fn=lambda samples: default_collate(samples))
+    together = OfOtherRank([[1, 1], [1, 4], [1, 3], [1, 0]])
+    source.agreement = Agreement(together)
+    stream, _ = make_stream(source)
+    list(stream.take(None)), list(stream.take(None))
+    assert together.asked == [[1, 1], [1, 4], [1, 3], [1, 0]]
+
+
+def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample() -> None:
+    calls = (1, 1, None, 3, None, None)
+    found = []
+    for rank in range(2):
+        source = DividedLoaderSource(divided(5, batch_size=2, rank=rank, world_size=2, training=False), SEED)
+        stream, passes = make_stream(source)
+        found.append(([numbers(stream.take(num_steps)) for num_steps in calls], passes.num_begun, source.num_steps()))
+    assert found[0] == ([[[0, 1]], [4], [[0, 1], 4], [[0, 1], 4, [0, 1]], [4], [[0, 1], 4]], 5, 2)
+    assert found[1] == ([[[2, 3]], [], [[2, 3]], [[2, 3], [2, 3]], [], [[2, 3]]], 5, 2)
+
+
+def test_the_position_counts_the_samples_of_all_ranks() -> None:
+    stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, world_size=2), SEED))
+    positions = [(stream.is_mid_pass, stream.completed)]
+    for _ in range(4):
+        list(stream.take(1))
+        positions.append((stream.is_mid_pass, stream.completed))
+    assert positions == [(False, 0), (True, 4), (True, 8), (False, 11), (True, 4)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
+    first, _ = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
+    begun = numbers(first.take(14))
+    second, passes = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
+    second.resume(first.pass_index, first.completed)
+    assert (second.is_mid_pass, second.completed) == (True, 4)
+    rest = numbers(second.take(None))
+    assert sorted(begun[10:] + rest) == list(range(10))
+    assert rest == numbers(first.take(None))
+    assert passes.num_begun == 0, "it is the same pass"
+
+
+def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
+    first, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2), SEED))
+    begun = [number for batch in numbers(first.take(2)) for number in batch]
+    rest = []
+    for rank in range(3):
+        stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
+        stream.resume(first.pass_index, first.completed)
+        for batch in numbers(stream.take(None)):
+            rest += batch if isinstance(batch, list) else [batch]
+        list(stream.take(1))
+    assert begun == [0, 1, 2, 3]
+    assert sorted({*rest}) == [4, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() -> None:
+    stream, _ = make_stream(DividedLoaderSource(divided(10), SEED))
+    stream.resume(0, 4)
+    list(stream.take(3))
+    assert stream.completed == 7
+    assert stream.source.num_steps() == 6
+
+
+# ------------------------------------------------------------------------------------------------ breaking off
+
+
+def taken(stream: TorchBatchStream, num_batches: int, num_steps: int | None = None) -> list[Any]:
+    """Takes so many batches and leaves the last one in flight."""
+    batches = stream.take(num_steps)
+    return [_bare(next(batches)) for _ in range(num_batches)]
+
+
+def test_a_step_is_completed_when_the_batch_after_it_is_asked_for() -> None:
+    stream, _ = make_stream(divided_source(10))
+    counts = []
+    for _ in stream.take(3):
+        counts.append((stream.num_steps_taken, stream.num_steps_completed))
+    assert counts == [(1, 0), (2, 1), (3, 2)]
+    assert stream.num_steps_completed == 3
+
+
+@pytest.mark.parametrize("num_batches", [1, 4, 9, 10])
+def test_the_batch_of_a_step_that_broke_off_is_handed_out_again(num_batches: int) -> None:
+    stream, passes = make_stream(divided_source(10))
+    seen = taken(stream, num_batches)
+    stream.break_off()
+    assert (stream.num_steps_taken, stream.num_steps_completed) == (num_batches - 1, num_batches - 1)
+    assert (stream.is_mid_pass, stream.completed) == (True, num_batches - 1)
+    assert seen[:-1] + numbers(stream.take(None)) == list(range(10))
+    assert passes.num_begun == 1, "it is the same pass"
+
+
+def test_breaking_off_twice_is_the_same_as_once() -> None:
+    stream, _ = make_stream(divided_source(10))
+    taken(stream, 4)
+    stream.break_off()
+    stream.break_off()
+    assert numbers(stream.take(None)) == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_breaking_off_between_two_steps_loses_nothing() -> None:
+    stream, _ = make_stream(divided_source(10))
+    list(stream.take(4))
+    stream.break_off()
+    assert (stream.completed, stream.num_steps_taken) == (4, 4)
+    assert numbers(stream.take(None)) == [4, 5, 6, 7, 8, 9]
+
+
+def test_breaking_off_between_two_passes_begins_the_next_one() -> None:
+    stream, passes = make_stream(divided_source(3))
+    stream.break_off()
+    assert numbers(stream.take(3)) == [0, 1, 2]
+    stream.break_off()
+    assert not stream.is_mid_pass
+    assert numbers(stream.take(None)) == [0, 1, 2]
+    assert passes.num_begun == 2
+
+
+def test_breaking_off_in_the_second_pass_of_a_call_keeps_that_pass() -> None:
+    stream, passes = make_stream(divided_source(3))
+    assert taken(stream, 5, num_steps=7) == [0, 1, 2, 0, 1]
+    stream.break_off()
+    assert (stream.pass_index, stream.completed) == (1, 1)
+    assert numbers(stream.take(3)) == [1, 2, 0]
+    assert passes.num_begun == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> None:
+    """Three ranks, the second of which is lost in the third step; the others go on with what is left."""
+    loaders = [divided(20, batch_size=2, shuffle=shuffle, rank=rank, world_size=3) for rank in range(3)]
+    streams = [make_stream(DividedLoaderSource(loader, SEED))[0] for loader in loaders]
+    seen = [number for stream in streams for batch in taken(stream, 3)[:2] for number in batch]
+    assert [stream.ledger() for stream in streams] == [(20, 12, 6)] * 3
+    for rank, index in enumerate((0, 2)):
+        streams[index].break_off()
+        loaders[index].sampler.reshape(rank, 2, None)
+        for batch in streams[index].take(None):
+            seen += batch[0].tolist()
+    assert sorted(seen) == list(range(20)), "each sample once"
+
+
+def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
+    stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, world_size=2), SEED))
+    batches = stream.take(None)
+    ledgers = []
+    for _ in batches:
+        ledgers.append(stream.ledger())
+    assert ledgers == [(11, 0, 4), (11, 4, 4), (11, 8, 3)]
+    assert stream.ledger() == (11, 11, 0)
+
+
+def test_the_ledger_of_a_pass_that_is_resumed_counts_from_its_beginning() -> None:
+    stream, _ = make_stream(divided_source(10))
+    taken(stream, 4)
+    stream.break_off()
+    assert stream.ledger()[1:] == (3, 0)
+    taken(stream, 2)
+    assert stream.ledger() == (10, 4, 1)
+
+
+class Stop(Exception):
+    """Raised between two steps."""
+
+
+def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int], LoaderSource]) -> None:
+    stream, _ = make_stream(make_source(5))
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(stream.num_steps_completed)
+        if len(looks) == 3:
+            raise Stop
+
+    stream.at_boundary = look
+    seen: list[int] = []
+    with pytest.raises(Stop):
+        seen.extend(_bare(batch) for batch in stream.take(None))
+    assert (seen, looks) == ([0, 1, 2], [1, 2, 3])
+    stream.at_boundary = None
+    assert numbers(stream.take(None)) == [3, 4]
+
+
+def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
+    orders = []
+    for seed in (SEED, SEED, SEED + 1):
+        stream, _ = make_stream(DividedLoaderSource(divided(10, shuffle=True), seed))
+        orders.append([numbers(stream.take(None)) for _ in range(2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert orders[0] != orders[2]
+
+
+# ------------------------------------------------------------------------------------------------ lockstep
+
+
+def test_alone_every_batch_has_full_weight(process_group: None) -> None:
+    step = BatchStep()
+    batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
+    stream = TorchBatchStream(
+        LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes()
+    )
+    assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]

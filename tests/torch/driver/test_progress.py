@@ -1,0 +1,109 @@
+"""The bar of `use_tqdm`, on streams that are a terminal and on streams that are not."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from raysgd.messages.epochs import CallProgress
+from raysgd.torch.driver.progress import EpochBar
+
+
+class Terminal(io.StringIO):
+    """Claims to be one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def news(num_steps: int, loss: float | None = 0.5, num_epochs: int | None = None) -> CallProgress:
+    return CallProgress(num_steps=num_steps, total=10, epoch_idx=2, num_epochs=num_epochs, loss=loss)
+
+
+def test_a_file_gets_one_line_for_an_epoch() -> None:
+    stream = io.StringIO()
+    with EpochBar(stream) as bar:
+        for num_steps in range(10):
+            bar.show(news(num_steps))
+        assert stream.getvalue() == ""
+        bar.show(news(10, loss=0.25))
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    assert text.startswith("3e: 100%")
+    assert "10/10" in text
+    assert "loss=0.25" in text
+
+
+def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
+    stream = io.StringIO()
+    with EpochBar(stream) as bar:
+        bar.show(CallProgress(4, 4, 0, None, None))
+    assert stream.getvalue().count("\n") == 1
+    assert "4/4" in stream.getvalue()
+    assert "loss" not in stream.getvalue()
+
+
+def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
+    stream = Terminal()
+    with EpochBar(stream) as bar:
+        bar.show(news(3))
+        bar.show(news(7))
+        bar.show(news(10, loss=0.25))
+    text = stream.getvalue()
+    assert "\n" not in text
+    frames = text.split("\r")
+    assert [frame for frame in frames if "3/10" in frame]
+    assert [frame for frame in frames if "10/10" in frame]
+    assert frames[-1].strip() == ""
+    assert frames[-2].strip() == ""
+
+
+def test_without_news_nothing_is_drawn() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with EpochBar(stream):
+            pass
+        assert stream.getvalue() == ""
+
+
+def test_a_failed_epoch_leaves_no_line() -> None:
+    stream = io.StringIO()
+
+    def fail() -> None:
+        with EpochBar(stream) as bar:
+            bar.show(news(3))
+            raise KeyError("user code")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert stream.getvalue() == ""
+
+
+def test_a_failed_epoch_clears_the_bar() -> None:
+    stream = Terminal()
+
+    def fail() -> None:
+        with EpochBar(stream) as bar:
+            bar.show(news(3))
+            raise KeyError("user code")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert stream.getvalue().split("\r")[-2].strip() == ""
+
+
+@pytest.mark.parametrize(("num_epochs", "label"), [(None, "3e:"), (5, "3/5e:")])
+def test_the_label_counts_epochs_from_one(num_epochs: int | None, label: str) -> None:
+    stream = io.StringIO()
+    with EpochBar(stream) as bar:
+        bar.show(news(10, num_epochs=num_epochs))
+    assert stream.getvalue().startswith(label)
+
+
+def test_an_unknown_total_is_no_obstacle() -> None:
+    stream = io.StringIO()
+    with EpochBar(stream) as bar:
+        bar.show(CallProgress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
+    assert "6" in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1

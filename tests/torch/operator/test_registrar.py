@@ -1,0 +1,221 @@
+"""What is registered: how it is checked, prepared, divided, and handed back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.objects.precision import make_precision
+from raysgd.torch.parallel.options import StepOptions
+from tests.torch.operators_for_tests import (
+    CPU,
+    NUM_FEATURES,
+    Bare,
+    LinearOperator,
+    a_model,
+    an_optimizer,
+    make,
+)
+
+
+def test_components_come_back_as_they_were_given() -> None:
+    operator = make(Bare, scheduler_step_freq="manual")
+    model, optimizer, criterion = a_model(), an_optimizer(), torch.nn.MSELoss()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert operator.register(models=model, optimizers=optimizer) == (model, optimizer)
+    assert operator.register(models=[model], optimizers=(optimizer,)) == ([model], (optimizer,))
+    assert operator.register(models=model, optimizers=optimizer, criterion=criterion) == (
+        model,
+        optimizer,
+        criterion,
+    )
+    assert operator.register(models=model, optimizers=optimizer, schedulers=scheduler) == (
+        model,
+        optimizer,
+        scheduler,
+    )
+    assert operator.register(models=(model,), optimizers=[optimizer], criterion=criterion, schedulers=[scheduler]) == (
+        (model,),
+        [optimizer],
+        criterion,
+        [scheduler],
+    )
+
+
+def test_what_is_registered_has_the_names_of_old() -> None:
+    operator = make(LinearOperator)
+    assert operator._original_models == [operator.model]
+    assert operator._models == [operator.model]
+    assert operator._optimizers == [operator.optimizer]
+    assert operator._schedulers == []
+    assert operator._criterion is operator.criterion
+    assert operator._train_loader is operator.train_loader
+    assert operator._validation_loader is operator.validation_loader
+
+
+def test_an_iterable_model_is_one_model() -> None:
+    operator = make(Bare)
+    model = torch.nn.Sequential(a_model(), torch.nn.ReLU())
+    registered, _ = operator.register(models=model, optimizers=an_optimizer(model))
+    assert registered is model
+    assert operator._original_models == [model]
+
+
+def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    operator, first, second = make(Bare), a_model(), a_model()
+    operator.register(models=first, optimizers=an_optimizer(first))
+    operator.register(models=(first, second), optimizers=an_optimizer(first))
+    assert not caplog.records
+    operator.register(models=second, optimizers=an_optimizer(second))
+    assert "`register` was called again" in caplog.text
+
+
+def test_a_dict_of_models_is_refused_as_what_it_is() -> None:
+    with pytest.raises(InvalidRegistrationError, match="got `dict`"):
+        make(Bare).register(models={"a": a_model()}, optimizers=an_optimizer())
+
+
+def test_schedulers_need_to_know_when_to_step() -> None:
+    with pytest.raises(ValueError, match="scheduler_step_freq"):
+        make(Bare).register(
+            models=a_model(),
+            optimizers=an_optimizer(),
+            schedulers=torch.optim.lr_scheduler.StepLR(an_optimizer(), 1),
+        )
+
+
+def test_an_empty_container_of_schedulers_is_registered() -> None:
+    operator = make(Bare, scheduler_step_freq="manual")
+    assert operator.register(models=a_model(), optimizers=an_optimizer(), schedulers=())[2] == ()
+    with pytest.raises(ValueError, match="scheduler_step_freq"):
+        make(Bare).register(models=a_model(), optimizers=an_optimizer(), schedulers=[])
+
+
+@pytest.mark.parametrize("name", ["ddp_args", "apex_args"])
+def test_options_are_a_dict(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}="):
+        make(Bare).register(models=a_model(), optimizers=an_optimizer(), **{name: ["O1"]})
+    make(Bare).register(models=a_model(), optimizers=an_optimizer(), **{name: None})
+
+
+def test_what_is_no_module_is_refused() -> None:
+    for kind in (AssertionError, TypeError, ValueError):
+        with pytest.raises(kind, match="models"):
+            make(Bare).register(models=[a_model(), "model"], optimizers=an_optimizer())
+
+
+def test_unknown_keywords_are_refused_and_loaders_are_shown_their_place() -> None:
+    with pytest.raises(TypeError, match="`schedule`"):
+        make(Bare).register(models=a_model(), optimizers=an_optimizer(), schedule=1)
+    with pytest.raises(TypeError, match="register_data"):
+        make(Bare).register(models=a_model(), optimizers=an_optimizer(), train_loader=[1])
+
+
+def test_an_optimizer_needs_no_more_than_steps() -> None:
+    class Duck:
+        def step(self) -> None: ...
+
+    operator = make(Bare)
+    duck = Duck()
+    assert operator.register(models=a_model(), optimizers=duck)[1] is duck
+    assert operator._optimizers == [duck]
+
+
+def test_mixed_precision_is_at_work_after_registering_only() -> None:
+    operator = make(Bare, precision=make_precision(True, CPU))
+    assert (operator.use_fp16, operator.use_fp16_native, operator._amp) == (False, False, None)
+    operator.register(models=a_model(), optimizers=an_optimizer())
+    assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (True, True, False)
+    with operator._amp.autocast():
+        assert operator._amp_scaler.scale(torch.ones(1)) == 1
+
+
+def test_without_mixed_precision_there_is_none() -> None:
+    operator = make(LinearOperator)
+    assert (operator.use_fp16, operator._amp_scaler) == (False, None)
+    with operator._amp.autocast(), operator._amp.autocast(enabled=True), operator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_is_that_of_the_precision() -> None:
+    operator = make(LinearOperator, precision=make_precision(False, CPU, "bf16"))
+    with operator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        assert operator.model(torch.ones(1, NUM_FEATURES)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("loader", [[1, 2], range(3), iter([1]), {"a": 1}.values()])
+def test_any_iterable_may_be_a_loader(loader: Any) -> None:
+    operator = make(Bare)
+    operator.register_data(train_loader=loader, validation_loader=loader)
+    assert operator.train_loader is operator.validation_loader is loader
+
+
+def test_loaders_may_be_missing() -> None:
+    operator = make(Bare)
+    operator.register_data()
+    assert (operator.train_loader, operator.validation_loader) == (None, None)
+
+
+def test_loaders_can_be_looked_into_by_hand_before_the_first_pass() -> None:
+    class Looks(Bare):
+        def setup(self, config: dict[str, Any]) -> None:
+            loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+            self.register_data(train_loader=loader, validation_loader=loader)
+            self.first = next(iter(self.train_loader))
+
+    ranks = [make(Looks, world=World(rank=rank, size=2)) for rank in range(2)]
+    assert [len(operator.first) for operator in ranks] == [2, 2]
+    for name in ("train_loader", "validation_loader"):
+        seen = [number for operator in ranks for batch in getattr(operator, name) for number in batch.tolist()]
+        assert sorted(seen) == list(range(12))
+
+
+def test_a_loader_that_user_code_keeps_under_the_same_name_stays() -> None:
+    class Keeps(Bare):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.train_loader = ["mine"]
+            self.register_data(train_loader=[1, 2])
+
+    operator = make(Keeps)
+    assert operator.train_loader == ["mine"]
+    operator.train_loader = ["changed"]
+    assert operator.train_loader == ["changed"]
+
+
+def test_the_loader_of_a_rank_has_the_length_of_its_share() -> None:
+    operator = make(LinearOperator, world=World(rank=1, size=2))
+    assert (len(operator.train_loader), len(operator.validation_loader)) == (3, 2)
+    whole = make(LinearOperator, world=World(rank=1, size=2), add_dist_sampler=False)
+    assert (len(whole.train_loader), len(whole.validation_loader)) == (5, 4)
+
+
+def test_whoever_expects_a_division_and_does_not_get_it_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Indivisible(Bare):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.register_data(train_loader=DataLoader(TensorDataset(torch.zeros(4)), batch_size=None))
+
+    for rank in range(2):
+        make(Indivisible, world=World(rank=rank, size=2))
+    make(Indivisible)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the train loader is not divided" in caplog.text
+
+
+def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None:
+    for world, kind in ((World(0, 2), torch.nn.SyncBatchNorm), (World(0, 1), torch.nn.BatchNorm1d)):
+        operator = make(Bare, world=world, step_options=StepOptions(sync_batchnorm=True))
+        model = torch.nn.Sequential(a_model(), torch.nn.BatchNorm1d(1))
+        names = list(model.state_dict())
+        optimizer = an_optimizer(model)
+        registered, _ = operator.register(models=model, optimizers=optimizer)
+        assert type(registered[1]) is kind
+        assert list(registered.state_dict()) == names
+        stepped = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(registered.parameters(), stepped, strict=True))

@@ -1,0 +1,246 @@
+"""Which models are wrapped, and what becomes of wrappers in a new group, or where parameters are frozen."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.strategy import NoParallel
+from tests.torch.wrapping import a_model, gradient, reformed, two_layers
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def test_a_model_is_wrapped_with_the_options_of_the_user() -> None:
+    model = a_model()
+    wrapped = DDP().wrap(model, None, {"find_unused_parameters": True})
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.module is model
+    assert wrapped.find_unused_parameters
+
+
+def test_a_frozen_model_is_not_wrapped() -> None:
+    frozen = a_model().requires_grad_(False)
+    assert DDP().wrap(frozen, None, {}) is frozen
+    empty = torch.nn.Identity()
+    assert DDP().wrap(empty, None, {}) is empty
+
+
+def test_in_a_new_group_a_model_is_the_same_object_with_the_same_parameters() -> None:
+    parallel, model = DDP(), a_model()
+    wrapped = parallel.wrap(model, None, {})
+    before = (id(wrapped), wrapped.module, model.weight, model.weight.detach().clone())
+    reformed(parallel)
+    assert (id(wrapped), wrapped.module, model.weight) == before[:3]
+    assert torch.equal(model.weight, before[3])
+    assert wrapped.process_group is dist.group.WORLD
+    assert gradient(parallel, wrapped) == [1.0, 1.0]
+
+
+def test_in_a_new_group_the_options_of_the_user_still_hold() -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(a_model(), None, {"find_unused_parameters": True, "bucket_cap_mb": 7})
+    reformed(parallel)
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 7 * 1024 * 1024
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_in_a_new_group_a_model_is_in_the_mode_it_was_in(is_training: bool) -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout()), None, {})
+    wrapped.train(is_training)
+    reformed(parallel)
+    assert [module.training for module in wrapped.modules()] == [is_training] * 4
+
+
+def test_in_a_new_group_the_hooks_of_the_user_are_called_once_each() -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(a_model(), None, {})
+    calls: list[str] = []
+    wrapped.register_forward_pre_hook(lambda *_: calls.append("before"))
+    handle = wrapped.register_forward_hook(lambda *_: calls.append("after"))
+    wrapped.module.register_forward_hook(lambda *_: calls.append("inside"))
+    reformed(parallel)
+    gradient(parallel, wrapped)
+    assert calls == ["before", "inside", "after"]
+    handle.remove()
+    gradient(parallel, wrapped)
+    assert calls[3:] == ["before", "inside"], "a handle from before still removes its hook"
+
+
+def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
+    """A process that loads data may be the one that searches; it has none of the group's threads, and would hang."""
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=True)
+    gradient(parallel, model)
+    left = weakref.ref(dist.group.WORLD)
+    gc.collect()
+    gc.disable()
+    try:
+        reformed(parallel)
+        gradient(parallel, model)
+        deadline = time.monotonic() + 60  # a thread may not be quite done with the last exchange
+        while left() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=is_armed)
+    for _ in range(2):
+        reformed(parallel)
+        parallel.step.weight = 0.25
+        assert gradient(parallel, model) == [0.25, 0.25]
+        assert model._comm_hooks
+
+
+def test_in_a_new_group_all_models_learn_and_frozen_ones_are_left_alone() -> None:
+    parallel = DDP()
+    first, second = (parallel.wrap(a_model(), None, {}) for _ in range(2))
+    frozen = parallel.wrap(a_model().requires_grad_(False), None, {})
+    reformed(parallel)
+    assert [gradient(parallel, model) for model in (first, second)] == [[1.0, 1.0]] * 2
+    assert not isinstance(frozen, DistributedDataParallel)
+
+
+def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
+    assert "not kept equal" in str(NoParallel().obstacle)
+    plain = DDP()
+    plain.arm([plain.wrap(a_model(), None, {})], weight_in_hook=True)
+    assert plain.obstacle is None, "a hook of the library's own is installed again"
+    grouped = DDP()
+    grouped.wrap(a_model(), None, {"process_group": dist.group.WORLD})
+    assert grouped.obstacle == "`ddp_args` names another process group"
+    hooked = DDP()
+    hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
+    assert hooked.obstacle == "a model has a communication hook that was registered by hand"
+
+
+def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
+    """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
+    parallel.step.weight = 0.0
+    for _ in range(2):  # an exchange that is not complete is found out in the next step
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+    return [bool((p.grad == 0).all()) if p.grad is not None else False for p in model.parameters()]
+
+
+@pytest.mark.parametrize("was_frozen", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("is_frozen", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("has_new_group", [False, True])
+def test_what_a_model_trains_is_averaged_whatever_was_frozen_when_it_was_wrapped(
+    was_frozen: tuple[bool, bool], is_frozen: tuple[bool, bool], has_new_group: bool
+) -> None:
+    parallel, layers = DDP(), two_layers()
+    for layer, frozen in zip(layers, was_frozen, strict=True):
+        layer.requires_grad_(not frozen)
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=True)
+    parallel.match([model])
+    for layer, frozen in zip(layers, is_frozen, strict=True):
+        layer.requires_grad_(not frozen)
+    if has_new_group:
+        reformed(parallel)
+    parallel.match([model])
+    assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
+    parallel.step.check()
+    assert model.module is layers
+
+
+def test_a_model_that_is_all_frozen_for_a_while_stays_wrapped_as_it_was() -> None:
+    """As the discriminator of a GAN is, while the generator trains."""
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=True)
+    layers.requires_grad_(False)
+    reducer = model.reducer
+    parallel.match([model])
+    assert model.reducer is reducer
+    reformed(parallel)
+    parallel.match([model])
+    assert not any(parameter.requires_grad for parameter in layers.parameters())
+    layers.requires_grad_(True)
+    assert weighted_in(parallel, model) == [True, True]
+
+
+def test_a_model_that_looks_for_unused_parameters_needs_no_new_wrapper_for_fewer() -> None:
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {"find_unused_parameters": True})
+    reducer = model.reducer
+    layers[0].requires_grad_(False)
+    parallel.match([model])
+    assert model.reducer is reducer
+
+
+def test_a_parameter_that_is_unfrozen_inside_of_a_pass_is_an_error() -> None:
+    parallel, layers = DDP(), two_layers()
+    layers[0].requires_grad_(False)
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=False)
+    parallel.match([model])
+    parallel.step.check()
+    layers[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"unfrozen .* in the middle of a pass"):
+        parallel.step.check()
+
+
+def test_a_model_that_was_left_unwrapped_must_not_be_trained() -> None:
+    parallel, teacher = DDP(), a_model().requires_grad_(False)
+    models = [parallel.wrap(two_layers(), None, {}), parallel.wrap(teacher, None, {})]
+    parallel.match(models)
+    teacher.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"had nothing to train when it was registered \(`Linear`\)"):
+        parallel.match(models)
+    parallel.match(models[:1])  # it was registered anew, without this one
+
+
+def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
+    parallel, layers = DDP(), two_layers()
+    layers[0].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    parallel.arm([model], weight_in_hook=True)
+    parallel.match([model])
+    reducer = model.reducer
+    layers[0].requires_grad_(True)
+    parallel.step.check()
+    parallel.match([model])
+    assert model.reducer is reducer
+
+
+def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:
+    parallel = DDP()
+    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
+    assert model.require_forward_param_sync
+    with parallel.evaluating([model, a_model()]):
+        assert not model.require_forward_param_sync
+    assert model.require_forward_param_sync
+
+
+def fail_in_evaluation(parallel: NoParallel, model: torch.nn.Module) -> None:
+    with parallel.evaluating([model]):
+        raise KeyError("user code")
+
+
+def test_a_failed_evaluation_leaves_the_model_as_it_was() -> None:
+    parallel = DDP()
+    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
+    with pytest.raises(KeyError):
+        fail_in_evaluation(parallel, model)
+    assert model.require_forward_param_sync

@@ -1,0 +1,185 @@
+"""Communication hooks: where one is installed, what it weights, and what it remembers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from raysgd.connections.group import Group
+from raysgd.engine.shared.time_spent import EXCHANGE
+from raysgd.engine.shared.types import World
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
+from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.worker.time.ledger import STEP, Ledger
+from tests.torch.wrapping import a_model, gradient, reformed, two_layers
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def test_a_hook_is_installed_where_it_is_of_use() -> None:
+    """All ranks have to do the same, so it may depend on nothing but the model, and on what its operator overrides."""
+    parallel = DDP()
+    small = parallel.wrap(a_model(), None, {})
+    medium = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    large = parallel.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
+    short = parallel.wrap(a_model().bfloat16(), None, {})
+    sparse = parallel.wrap(torch.nn.Embedding(3, 2, sparse=True), None, {})
+    models = [small, medium, large, short, sparse]
+    parallel.arm(models, weight_in_hook=False)
+    for _ in range(2):
+        assert [bool(model._comm_hooks) for model in models] == [True, True, False, False, False]
+        assert parallel.obstacle is None
+        reformed(parallel)
+    parallel.arm(models, weight_in_hook=True)
+    assert all(model._comm_hooks for model in models)
+    assert parallel.obstacle is None
+    timed = DDP()
+    timed.take_time(torch.device("cpu"))
+    model = timed.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
+    timed.arm([model], weight_in_hook=False)
+    assert model._comm_hooks, "else nothing would know how long it waits for others"
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
+def test_the_gradient_is_weighted_once_where_user_code_may_compute_it(weight: float) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    for _ in range(2):
+        parallel.arm([model], weight_in_hook=True)
+        parallel.step.weight = weight
+        assert gradient(parallel, model) == [weight, weight]
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[weight, weight]]
+
+
+def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
+    def doubles(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no postponed annotations
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    model.register_comm_hook(None, doubles)
+    parallel.arm([model], weight_in_hook=True)
+    assert gradient(parallel, model) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_an_exchange_of_the_users_hook_is_timed_where_that_matters(is_timed: bool) -> None:
+    parallel = DDP()
+    if is_timed:
+        parallel.take_time(torch.device("cpu"))
+    parallel.exchanges.ledger = Ledger()
+    model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
+    parallel.arm([model], weight_in_hook=False)
+    parallel.exchanges.ledger.enter(STEP)
+    model(torch.ones(1, 2)).sum().backward()
+    assert bool(parallel.exchanges.ledger.of_call().get(EXCHANGE)) == is_timed
+
+
+def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        def is_quick_for(self, num_bytes: int) -> bool:
+            return True
+
+        def add_up(self, numbers: object) -> None:
+            raise ValueError("not at the same exchange")
+
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", Elsewhere)
+    parallel = DDP()
+    parallel.exchanges = Exchanges(is_broken=lambda: True)
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=True)
+    with pytest.raises(ValueError, match="not at the same exchange"):
+        gradient(parallel, model)
+    with pytest.raises(dist.DistNetworkError, match="user code went on"):
+        parallel.step.check()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])
+def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    at_once: list[int] = []
+
+    class Many(Group):
+        def add_up(self, numbers: Any) -> None:
+            at_once.append(numbers.nbytes)
+
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
+    parallel, sizes = DDP(), (2**8, 2**11)
+    models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
+    parallel.arm(models, weight_in_hook=False)
+    for model, size in zip(models, sizes, strict=True):
+        model(torch.ones(1, size)).sum().backward()
+    assert at_once == [4 * size**2 for size in sizes if num_ranks <= 8 or size == sizes[0]]
+    assert models[1].module.weight.grad.norm() > 0
+
+
+def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> None:
+    """As users do who keep the best one, or an average of the last; neither copies the other models of the operator."""
+
+    def doubles(state, bucket):  # type: ignore[no-untyped-def]
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
+    large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    parallel.arm([model, hooked, large], weight_in_hook=True)
+    for each in (model, hooked):
+        torch.save(each, tmp_path / "model.pt")
+        assert (tmp_path / "model.pt").stat().st_size < 100_000
+        for other in (copy.deepcopy(each), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert torch.equal(other.module.weight, each.module.weight)
+            other(torch.ones(1, 2)).sum().backward()
+            assert other.module.weight.grad.tolist() == [[1.0, 1.0]]
+        assert each.module.weight.grad is None
+
+
+class _Counting:
+    """A hook that is an object."""
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def test_a_hook_with_a_state_does_not_go_on_in_another_wrapper() -> None:
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {COMM_HOOK: (PowerSGDState(None), powerSGD_hook)})
+    parallel.match([model])
+    layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen or unfrozen since `register`, and a communication hook"):
+        parallel.match([model])
+
+
+def test_a_communication_hook_that_remembers_something_is_an_obstacle() -> None:
+    """What it remembers is of the rank and of the buckets; a new worker has nothing that fits."""
+    remembering: list[object] = [
+        (PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook),
+        (dist.group.WORLD, allreduce_hook),
+        _Counting(),
+        (None, _Counting().__call__),
+    ]
+    for hook in remembering:
+        parallel = DDP()
+        parallel.wrap(a_model(), None, {COMM_HOOK: hook})
+        assert "communication hook in `ddp_args` has a state" in str(parallel.obstacle)
+    for hook in (fp16_compress_hook, (None, bf16_compress_hook)):
+        parallel = DDP()
+        model = parallel.wrap(a_model(), None, {COMM_HOOK: hook})
+        assert parallel.obstacle is None
+        reformed(parallel)
+        assert gradient(parallel, model) == [1.0, 1.0]

@@ -1,0 +1,439 @@
+"""Where a replica is among the batches of one optimizer step, and by how much each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from raysgd.torch.parallel.step import BatchStep
+
+OPTIMIZER, OTHER = object(), object()
+
+
+def joint(window: int) -> BatchStep:
+    step = BatchStep()
+    step.is_joint = True
+    step.open_call(window)
+    return step
+
+
+def backward(step: BatchStep, optimizer: object) -> bool:
+    keeps = step.waits_for(optimizer)
+    step.note_backward([optimizer])
+    step.factor_of(optimizer)
+    return keeps
+
+
+def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[list[bool], list[float]]:
+    """Batches of so many samples of all ranks, with a backward pass each; boundaries, and factors corrected."""
+    boundaries, factors, window = [], [], []
+    for index, total in enumerate(totals):
+        step.begin(1.0, total, total, is_last=index in (last, len(totals) - 1))
+        step.note_backward([OPTIMIZER])
+        window.append(step.factor_of(OPTIMIZER))
+        boundaries.append(step.is_boundary)
+        if step.is_boundary:
+            factors += [factor * step.correction(OPTIMIZER) for factor in window]
+            window = []
+            step.stepped(OPTIMIZER)
+    return boundaries, factors
+
+
+def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -> None:
+    step = BatchStep()
+    for _ in range(3):
+        step.begin(0.5, 4)
+        assert step.is_boundary
+        assert not step.waits_for(OPTIMIZER)
+        step.note_backward([OPTIMIZER])
+        assert not step.is_pending
+    assert (step.weight, step.num_samples) == (0.5, 4)
+
+
+def test_a_step_without_samples_is_padding_and_an_unknown_number_is_not() -> None:
+    step = BatchStep()
+    assert not step.is_padding
+    step.begin(0.0, 0)
+    assert step.is_padding
+
+
+def test_windows_are_full_but_for_the_last() -> None:
+    boundaries, factors = run(joint(3), [4] * 7)
+    assert boundaries == [False, False, True, False, False, True, True]
+    assert factors == pytest.approx([1 / 3] * 6 + [1.0])
+
+
+def test_batches_count_by_their_samples_whatever_was_expected() -> None:
+    _, factors = run(joint(3), [4, 2, 6, 5, 1])
+    assert factors == pytest.approx([4 / 12, 2 / 12, 6 / 12, 5 / 6, 1 / 6])
+
+
+def test_a_pass_that_ends_in_between_ends_the_window() -> None:
+    boundaries, _ = run(joint(2), [4] * 5, last=2)
+    assert boundaries == [False, True, True, False, True]
+
+
+def test_equal_batches_need_no_correction() -> None:
+    step = joint(2)
+    for is_last in (False, True):
+        step.begin(1.0, 8, 8, is_last)
+        step.note_backward([OPTIMIZER])
+        step.factor_of(OPTIMIZER)
+    assert step.correction(OPTIMIZER) == 1.0
+
+
+def test_a_rank_counts_by_its_share_of_all_samples() -> None:
+    step = joint(2)
+    step.begin(1.5, 3, 4, is_last=False)  # 3 of 4 samples on 2 ranks
+    assert step.factor_of(OPTIMIZER) == pytest.approx(1.5 * 4 / 8)
+    step.begin(0.0, 0, 4, is_last=True)
+    assert step.factor_of(OPTIMIZER) == 0.0
+
+
+def test_a_replica_by_itself_counts_its_own_samples_only() -> None:
+    step = BatchStep()
+    step.open_call(2)
+    step.begin(1.5, 3, 4, is_last=False)
+    step.note_backward([OPTIMIZER])
+    assert step.factor_of(OPTIMIZER) == pytest.approx(3 / 6)
+    step.begin(1.0, None, 5, is_last=True)
+    step.note_backward([OPTIMIZER])
+    assert step.factor_of(OPTIMIZER) == pytest.approx(5 / 6)
+
+
+def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> None:
+    step = joint(2)
+    step.begin(1.0, 4, 4, is_last=False)
+    assert not backward(step, OPTIMIZER), "the first clears what is left from the window before"
+    assert step.is_pending
+    assert step.is_unexchanged(OPTIMIZER)
+    step.begin(1.0, 4, 4, is_last=True)
+    assert backward(step, OPTIMIZER)
+    assert not step.is_unexchanged(OPTIMIZER)
+    step.stepped(OPTIMIZER)
+    assert not step.is_pending
+
+
+def test_each_optimizer_waits_by_itself() -> None:
+    step = joint(2)
+    step.begin(1.0, 4, 4, is_last=False)
+    for optimizer in (OPTIMIZER, OTHER):
+        backward(step, optimizer)
+    step.begin(1.0, 2, 2, is_last=True)
+    assert backward(step, OPTIMIZER)
+    assert step.correction(OPTIMIZER) == pytest.approx(8 / 6)
+    step.stepped(OPTIMIZER)
+    assert step.waits_for(OTHER)
+    assert backward(step, OTHER), "the step of one optimizer leaves the gradients of the other"
+    assert backward(step, OTHER), "two losses of one batch"
+    assert step.correction(OTHER) == pytest.approx(8 / 6), "a batch counts once, however many losses it has"
+
+
+def test_what_one_optimizer_waits_for_is_nothing_to_another() -> None:
+    """One is stepped with every window, the other with every second one."""
+    step = joint(2)
+    for is_second_window in (False, True):
+        for is_last in (False, True):
+            step.begin(1.0, 4, 4, is_last)
+            backward(step, OPTIMIZER)
+            backward(step, OTHER)
+        assert step.correction(OPTIMIZER) == 1.0
+        step.stepped(OPTIMIZER)
+        assert step.correction(OTHER) == (0.5 if is_second_window else 1.0)
+
+
+def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
+    step = joint(2)
+    step.begin(1.0, 4, 4, is_last=False)
+    backward(step, OPTIMIZER)
+    step.begin(1.0, 4, 4, is_last=False)  # user code skips it
+    step.begin(1.0, 4, 4, is_last=False)
+    assert backward(step, OPTIMIZER)
+    step.begin(1.0, 4, 4, is_last=False)
+    backward(step, OPTIMIZER)
+    assert step.correction(OPTIMIZER) == pytest.approx(8 / 12), "three batches with gradients"
+
+
+def test_a_new_call_forgets_what_a_failed_one_left() -> None:
+    step = joint(2)
+    step.begin(1.0, 4, 4, is_last=False)
+    step.note_backward([OPTIMIZER])
+    step.open_call(2)
+    assert not step.is_pending
+    assert step.is_boundary
+    assert not step.is_used
+
+
+def test_who_exchanges_is_told_what_can_wait() -> None:
+    step, told = joint(2), []
+    step.defer = told.append
+    for is_last in (False, False, True):
+        step.begin(1.0, 4, 4, is_last)
+    step.open_call(2)
+    assert told == [True, False, False, False]
+
+
+# ------------------------------------------------------------------------------------------------ whose weight it is
+
+
+class Batch:
+    """Something that user code holds, or lets go of."""
+
+
+def hand_out(step: BatchStep, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> Batch:
+    batch = Batch()
+    step.begin(weight, num_samples, 8, is_last, batch)
+    return batch
+
+
+def test_a_weight_ends_with_the_stream_and_with_the_call() -> None:
+    step = joint(1)
+    for end in (step.end_stream, step.close_call, lambda: step.open_call(1)):
+        kept = hand_out(step, 1.5)
+        assert step.outgoing_weight() == 1.5
+        assert kept
+        end()  # type: ignore[operator]
+        assert (step.weight, step.num_samples, step.outgoing_weight()) == (1.0, None, 1.0)
+
+
+def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weight() -> None:
+    step = joint(1)
+    kept = hand_out(step, 1.5)
+    step.end_stream()
+    assert step.outgoing_weight() == 1.5
+    assert kept
+
+
+def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
+    step = joint(2)
+    backward(step, [hand_out(step, 0.5)] and OPTIMIZER)
+    step.close_call()
+    assert not backward(step, OPTIMIZER)
+    assert (step.window, step.is_boundary, step.factor_of(OPTIMIZER), step.correction(OPTIMIZER)) == (1, True, 1.0, 1.0)
+
+
+def test_batches_that_count_differently_and_are_held_together_are_an_error() -> None:
+    step = joint(1)
+    kept = [hand_out(step), hand_out(step), hand_out(step, 1.5)]
+    for use in (step.use, step.outgoing_weight):
+        with pytest.raises(RuntimeError, match=r"drawn ahead that count differently \(weights 1, 1, 1.5\)"):
+            use()  # type: ignore[operator]
+    assert len(kept) == 3
+    step.use(by_samples=False)
+
+
+def test_batches_that_are_alike_may_be_held_together() -> None:
+    step = joint(1)
+    kept = [hand_out(step) for _ in range(5)]
+    for _ in range(7):
+        step.use()
+    assert len(kept) == 5
+
+
+def test_a_batch_drawn_ahead_of_a_different_one_is_found_out_however_long_it_went_well() -> None:
+    step = joint(1)
+    coming = hand_out(step)
+    for _ in range(3):
+        batch, coming = coming, hand_out(step)
+        step.use()
+    batch, coming = coming, hand_out(step, 1.5)
+    with pytest.raises(RuntimeError, match="Draw one batch, train on it, then draw the next"):
+        step.use()
+    assert batch is not coming
+
+
+def test_a_batch_that_was_skipped_is_no_longer_waited_for() -> None:
+    step = joint(1)
+    batch = hand_out(step)
+    batch = hand_out(step, 1.5)
+    step.use()
+    batch = hand_out(step, 0.5)
+    batch.itself = batch  # type: ignore[attr-defined]  # in a cycle, as the frames of an exception are
+    batch = hand_out(step, 1.5)
+    step.use()
+    assert batch
+
+
+def test_a_batch_that_was_trained_on_may_be_kept() -> None:
+    step, kept = joint(1), []
+    for weight in (1.0, 1.0, 1.5, 0.5):
+        kept.append(hand_out(step, weight))
+        step.use()
+        step.use()
+
+
+def test_copies_of_batches_drawn_ahead_are_found_out_at_the_end() -> None:
+    """They are more than the batches that were handed out when a backward pass followed."""
+    step = joint(1)
+    hand_out(step)
+    for weight in (1.0, 1.0, 1.5):
+        hand_out(step, weight)
+        step.use()
+    step.end_stream()
+    with pytest.raises(RuntimeError, match=r"count differently \(weights 1, 1.5\)"):
+        step.use()
+    step.use(by_samples=False)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1.0, 1.0), (1.5, 1.5)])
+def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last: float) -> None:
+    step = joint(1)
+    hand_out(step, first)
+    hand_out(step, last)
+    step.use()
+    step.end_stream()
+    step.use()
+
+
+def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
+    step = BatchStep()
+    kept = [hand_out(step), hand_out(step, 1.5)]
+    step.use()
+    assert kept
+
+
+def test_padding_is_told_apart_whoever_weights() -> None:
+    step = joint(1)
+    kept = [hand_out(step, 1.0), hand_out(step, 0.0, num_samples=0)]
+    with pytest.raises(RuntimeError, match="drawn ahead"):
+        step.use(by_samples=False)
+    assert kept
+
+
+def test_the_last_batch_handed_out_again_as_padding_is_one_batch() -> None:
+    step, batch = joint(1), Batch()
+    step.begin(1.0, 4, batch=(batch, {"target": [batch]}))
+    step.begin(0.0, 0, batch=(batch, {"target": [batch]}))
+    step.use()
+
+
+def test_with_accumulation_places_in_the_window_are_told_apart() -> None:
+    step = joint(3)
+    kept = [hand_out(step), hand_out(step)]
+    step.use()
+    kept.append(hand_out(step))
+    with pytest.raises(RuntimeError, match="at different places of an optimizer step"):
+        step.use()
+    assert kept
+
+
+# ------------------------------------------------------------------------------------------------ weights of the user's
+
+
+class Weighed:
+    """A step of some ranks that takes batches of so much, on this rank and on the others together."""
+
+    def __init__(self, window: int, num_ranks: int = 2) -> None:
+        self.step = joint(window)
+        self.step.count_ranks = lambda: num_ranks
+        self.step.start_sum = self.start_sum
+        self.given: list[tuple[float, float]] = []
+        self.num_told = self.num_exchanges = self.num_waits = 0
+
+    def start_sum(self, own: float) -> Callable[[], float]:
+        untold, self.num_told = self.given[self.num_told :], len(self.given)
+        assert own == sum(mine for mine, _ in untold)
+        self.num_exchanges += 1
+
+        def wait() -> float:
+            self.num_waits += 1
+            return sum(map(sum, untold))
+
+        return wait
+
+    def take(self, own: float, other: float, is_last: bool = False) -> float:
+        self.given.append((own, other))
+        self.step.begin(1.5, 3, 4, is_last)
+        self.step.note_backward([OPTIMIZER], own)
+        return self.step.factor_of(OPTIMIZER, own)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_batches_count_by_what_user_code_gives_them(window: int, num_ranks: int) -> None:
+    """The mean of the ranks' weighted gradients is that over all weights; the samples have no say in it."""
+    weights = [(5.0, 1.0), (2.0, 0.0), (0.0, 7.0), (3.0, 3.0), (100.0, 1.0)]
+    weights = [(own, other * (num_ranks - 1)) for own, other in weights]
+    weighed = Weighed(window, num_ranks)
+    for first in range(0, len(weights), window):
+        taken = weights[first : first + window]
+        factors = [weighed.take(*pair, is_last=pair is weights[-1]) for pair in taken]
+        assert weighed.step.is_boundary
+        correction = weighed.step.correction(OPTIMIZER)
+        whole = sum(map(sum, taken))
+        assert [factor * correction for factor in factors] == pytest.approx(
+            [num_ranks * own / whole if whole else 0.0 for own, _ in taken]
+        )
+        weighed.step.stepped(OPTIMIZER)
+
+
+def test_ranks_exchange_weights_once_for_a_step_and_wait_before_the_first_backward_pass_of_a_call_only() -> None:
+    weighed = Weighed(3)
+    waits = []
+    for index in range(6):
+        weighed.take(4.0, 2.0)
+        waits.append(weighed.num_waits)
+        if index % 3 == 2:
+            assert weighed.step.correction(OPTIMIZER) == 1.0, "equal batches need none"
+            weighed.step.stepped(OPTIMIZER)
+    assert waits == [1, 1, 1, 2, 2, 2], "the second wait is that of the correction"
+    assert weighed.num_exchanges == 3
+
+
+def test_the_first_batch_that_counts_says_what_to_expect() -> None:
+    """What the losses are multiplied with stays near 1, so that no format overflows."""
+    weighed = Weighed(1)
+    for own, other, factor in ((0.0, 0.0, 0.0), (0.0, 1e9, 0.0), (3e9, 1e9, 6.0), (1e9, 3e9, 0.5)):
+        assert weighed.take(own, other) == factor
+        weighed.step.correction(OPTIMIZER)
+        weighed.step.stepped(OPTIMIZER)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_where_nothing_counts_there_is_no_step(window: int) -> None:
+    weighed = Weighed(window)
+    for _ in range(window):
+        weighed.take(0.0, 0.0)
+    assert weighed.step.correction(OPTIMIZER) == 0.0
+
+
+def test_a_loop_that_stops_in_a_window_leaves_nothing_untold() -> None:
+    weighed = Weighed(3)
+    factors = [weighed.take(4.0, 2.0), weighed.take(1.0, 2.0)]
+    correction = weighed.step.correction(OPTIMIZER)
+    assert [factor * correction for factor in factors] == pytest.approx([8 / 9, 2 / 9])
+
+
+def test_weights_are_for_all_batches_of_a_step_and_one_for_a_batch() -> None:
+    step = joint(3)
+    step.begin(1.0, 4, 8, is_last=False)
+    backward(step, OPTIMIZER)
+    with pytest.raises(ValueError, match=r"`weight=` for some of the 3 batches .* for all of them, or for none"):
+        step.note_backward([OPTIMIZER], 2.0)
+    step.note_backward([OTHER], 2.0)
+    assert step.factor_of(OTHER, 2.0) == step.factor_of(OTHER, 2.0), "two losses of one batch count once"
+    assert step.correction(OTHER) == 3.0
+    with pytest.raises(ValueError, match=r"`self.backward\(loss, weight=3.0\)`: another loss of this batch .*=2.0"):
+        step.factor_of(OTHER, 3.0)
+
+
+def test_a_loss_may_be_for_several_optimizers() -> None:
+    step = joint(2)
+    for is_last in (False, True):
+        step.begin(1.0, 4, 8, is_last)
+        assert step.waits_for(OTHER) == is_last
+        step.note_backward([OPTIMIZER, OTHER])
+        step.factor_of(OPTIMIZER)
+    step.stepped(OPTIMIZER)
+    assert (step.waits_for(OPTIMIZER), step.waits_for(OTHER)) == (False, True)
+    assert step.correction(OTHER) == 1.0
+
+
+def test_gradients_of_a_loss_that_is_weighted_go_out_as_they_are() -> None:
+    step = joint(1)
+    kept = hand_out(step, 1.5)
+    with step.weighting():
+        assert step.outgoing_weight() == 1.0
+    assert step.outgoing_weight() == 1.5
+    assert kept

@@ -1,0 +1,266 @@
+"""Gradients of batches and of windows of them, on one worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd._text.once import Once
+from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.step.batch_weights import BatchWeights
+from raysgd.torch.step.closures import Closures
+from raysgd.torch.step.gradients import Gradients, backward_with, step_with
+from raysgd.torch.step.own_steps import OwnSteps
+
+
+class Bench:
+    """One parameter, whose gradient is that of `loss(value)`, and its optimizer."""
+
+    def __init__(self) -> None:
+        self.parameter = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
+        self.parallel = NoParallel(has_others=False)
+        step, closures = self.parallel.step, Closures(self.parallel, lambda number: [number])
+        own_steps = OwnSteps(Precision(), StepOptions(), None, step, closures)  # type: ignore[arg-type]  # without bounds
+        own_steps.watch([self.optimizer])
+        weights = BatchWeights(self.parallel, Once())
+        self.gradients = Gradients(Precision(), self.parallel, weights, own_steps, Once())
+
+    def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
+        self.begin(**begin)
+        self.backward(value, weight)
+        self.apply()
+
+    def begin(self, **begin: Any) -> None:
+        self.parallel.step.begin(1.0, 2, 2, **begin)
+
+    def backward(self, value: float, weight: float | None = None) -> None:
+        loss = (self.parameter * value).sum()
+        self.gradients.compute(loss, [self.optimizer], [], weight, lambda: [self.parameter])
+
+    def apply(self) -> None:
+        self.gradients.apply([self.optimizer])
+
+
+def accumulating(value: float = 1.0) -> Bench:
+    """In the second of three batches of a step, when the first one had this gradient."""
+    bench = Bench()
+    bench.parallel.step.open_call(3)
+    bench.batch(value, is_last=False)
+    bench.begin(is_last=False)
+    return bench
+
+
+def test_each_batch_is_a_step_with_a_gradient_of_its_own() -> None:
+    bench = Bench()
+    bench.batch(1.0)
+    bench.batch(2.0)
+    assert bench.parameter.item() == -3.0
+
+
+def test_a_window_of_batches_is_one_step_with_their_mean() -> None:
+    bench = Bench()
+    bench.parallel.step.open_call(2)
+    bench.batch(1.0, is_last=False)
+    assert bench.parameter.item() == 0.0
+    bench.batch(3.0, is_last=False)
+    assert bench.parameter.item() == -2.0
+
+
+def test_losses_of_a_batch_add_up_until_its_step() -> None:
+    bench = Bench()
+    bench.begin()
+    bench.backward(1.0)
+    bench.backward(2.0)
+    bench.apply()
+    assert bench.parameter.item() == -3.0
+    bench.backward(4.0)
+    bench.apply()
+    assert bench.parameter.item() == -7.0
+
+
+def test_losses_of_a_batch_with_one_weight_add_up() -> None:
+    bench = Bench()
+    for own in (3.0, 5.0):
+        bench.begin()
+        bench.backward(1.0, own)
+        bench.backward(2.0, own)
+        bench.apply()
+    assert bench.parameter.item() == -6.0
+
+
+@pytest.mark.parametrize("steps_by_itself", [True, False])
+def test_a_batch_begins_with_no_gradients(steps_by_itself: bool) -> None:
+    bench = Bench()
+    for value in (1.0, 2.0):
+        bench.begin()
+        bench.backward(value)
+        if steps_by_itself:
+            bench.optimizer.step()
+            bench.backward(10 * value)
+    bench.apply()
+    assert bench.parameter.item() == (-23.0 if steps_by_itself else -2.0)
+
+
+def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
+    bench = Bench()
+    found = []
+
+    def closure() -> None:
+        bench.backward(1.0)
+        bench.backward(2.0)
+        assert bench.parameter.grad is not None
+        found.append(bench.parameter.grad.item())
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            closure()
+            super().step(closure)
+
+    bench.optimizer = Twice([bench.parameter], lr=1.0)
+    bench.gradients._own_steps.watch([bench.optimizer])
+    bench.begin()
+    bench.optimizer.step(closure)
+    assert found == [3.0, 3.0]
+
+
+def test_user_code_may_drop_what_it_has_computed_of_a_batch() -> None:
+    bench = Bench()
+    bench.begin()
+    bench.backward(1.0)
+    bench.optimizer.zero_grad()
+    bench.backward(2.0)
+    bench.apply()
+    assert bench.parameter.item() == -2.0
+
+
+def test_gradients_of_earlier_batches_outlive_a_call_of_zero_grad() -> None:
+    bench = accumulating()
+    bench.optimizer.zero_grad()
+    bench.backward(2.0)
+    bench.apply()
+    bench.optimizer.zero_grad(set_to_none=False)
+    bench.batch(3.0, is_last=True)
+    assert bench.parameter.item() == pytest.approx(-2.0)
+    bench.optimizer.zero_grad()
+    assert bench.parameter.grad is None, "nothing waits any more"
+
+
+def test_gradients_that_are_gone_in_another_way_are_an_error() -> None:
+    bench = accumulating()
+    bench.parameter.grad = None
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=3`: the gradients of earlier .* `zero_grad\(\)`"):
+        bench.backward(2.0)
+    bench = accumulating()
+    bench.backward(2.0)
+    bench.optimizer.zero_grad()  # of this batch, and with it the others
+    with pytest.raises(ValueError, match="multiply its loss by 0"):
+        bench.batch(3.0, is_last=True)
+
+
+def test_gradients_that_wait_are_stepped_by_the_rung_alone() -> None:
+    bench = accumulating()
+    with pytest.raises(ValueError, match=r"your code calls `step` of `SGD`, .* call `self.optimizer_step\(\)`"):
+        bench.optimizer.step()
+    bench.parallel.step.most_parts = 3
+    with pytest.raises(ValueError, match="`max_batch_per_worker`: your code"):
+        bench.optimizer.step()
+    assert bench.parameter.item() == 0.0
+
+
+def test_a_batch_of_a_window_has_one_step() -> None:
+    bench = accumulating()
+    bench.backward(1.0)
+    bench.apply()
+    with pytest.raises(ValueError, match=r"after `self\.optimizer_step` for the same batch and optimizer"):
+        bench.backward(1.0)
+
+
+def test_a_loss_for_one_optimizer_leaves_gradients_alone_that_wait_for_another() -> None:
+    bench = accumulating()
+    other = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([other], lr=1.0)
+    bench.gradients._own_steps.watch([bench.optimizer, optimizer])
+    bench.gradients.compute((100 * bench.parameter + 5 * other).sum(), [optimizer], [], None, lambda: [])
+    assert other.grad is not None
+    bench.backward(2.0)
+    bench.apply()
+    bench.batch(3.0, is_last=True)
+    assert bench.parameter.item() == pytest.approx(-2.0)
+
+
+def test_it_must_be_known_whether_an_optimizer_has_stepped() -> None:
+    bench = Bench()
+    bench.optimizer = SimpleNamespace(  # type: ignore[assignment]
+        zero_grad=bench.optimizer.zero_grad, step=bench.optimizer.step, param_groups=bench.optimizer.param_groups
+    )
+    for value in (1.0, 2.0):
+        bench.batch(value)
+    assert bench.parameter.item() == -3.0
+    bench.begin()
+    bench.backward(1.0)
+    with pytest.raises(ValueError, match="unknown whether `SimpleNamespace` has stepped"):
+        bench.backward(1.0)
+
+
+def test_weights_decide_how_much_the_batches_of_a_window_count() -> None:
+    bench = Bench()
+    bench.parallel.step.open_call(2)
+    bench.batch(1.0, weight=3, is_last=False)
+    bench.batch(5.0, weight=1, is_last=False)
+    assert bench.parameter.item() == pytest.approx(-2.0)
+
+
+def test_gradients_of_bystanders_are_cleared_too() -> None:
+    bench = Bench()
+    other = torch.nn.Parameter(torch.zeros(1))
+    other.grad = torch.ones(1)
+    bystander = torch.optim.SGD([other], lr=1.0)
+    bench.gradients.compute(bench.parameter.sum(), [bench.optimizer], [bystander], None, lambda: [])
+    assert other.grad is None
+
+
+def test_where_nothing_counts_there_is_no_gradient_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.batch(1.0, weight=0)
+    assert (bench.parameter.item(), bench.parameter.grad) == (0.0, None)
+    assert caplog.text.count("nothing counts in a step") == 1
+
+
+def test_a_weight_of_metrics_that_no_backward_pass_had_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.batch(1.0, weight=3)
+    for metrics in (None, {}, {"batch_weight": 3}):
+        bench.gradients.compare_weight(metrics, "Mine")
+    assert not caplog.records
+    for _ in range(2):
+        bench.gradients.compare_weight({"batch_weight": 4}, "Mine")
+    assert caplog.text.count("`Mine.train_batch` returned `batch_weight` 4") == 1
+
+
+class Old:
+    """An operator whose methods have the arguments of the first version."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.calls.append("backward")
+
+    def optimizer_step(self) -> None:
+        self.calls.append("step")
+
+
+def test_methods_of_old_are_called_as_they_want() -> None:
+    old = Old()
+    backward_with(old, torch.ones(1), None)
+    step_with(old, "optimizer")
+    assert old.calls == ["backward", "step"]
+    with pytest.raises(TypeError, match=r"`Old\.forward` returned a weight"):
+        backward_with(old, torch.ones(1), 3)

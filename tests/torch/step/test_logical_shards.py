@@ -1,0 +1,94 @@
+"""Gradients of logical shards, kept by themselves and added in their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raysgd.torch.step.logical_shards import LogicalShards
+
+
+def parameters_with(*gradients: torch.Tensor | None) -> list[torch.Tensor]:
+    parameters = []
+    for gradient in gradients:
+        parameter = torch.nn.Parameter(torch.zeros(2, 3))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
+    gradients = [torch.randn(2, 3) * 10.0**power for power in (0, 6, -3, 2)]
+    shards = LogicalShards(4, rank=0, world_size=1)
+    parameters = parameters_with(None)
+    for index, gradient in enumerate(gradients):
+        shards.begin_batch(index == 0, seed=index)
+        parameters[0].grad = gradient
+        shards.keep(parameters)
+    shards.add_up(parameters, seed=0)
+    expected = ((gradients[0] + gradients[1]) + gradients[2]) + gradients[3]
+    assert parameters[0].grad is not None
+    assert torch.equal(parameters[0].grad, expected)
+
+
+def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
+    shards = LogicalShards(2, rank=0, world_size=1)
+    for index in range(2):
+        shards.begin_batch(index == 0, seed=index)
+        parameters = parameters_with(torch.ones(2, 3), None, torch.ones(2, 3) if index else None)
+        shards.keep(parameters)
+    shards.add_up(parameters, seed=0)
+    assert parameters[1].grad is None
+    assert [float(each.grad.sum()) for each in (parameters[0], parameters[2]) if each.grad is not None] == [12.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_gradients_keep_their_imaginary_parts_beside_real_ones(dtype: torch.dtype) -> None:
+    shards = LogicalShards(2, rank=0, world_size=1)
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))]
+    gradients = [[torch.randn(3), torch.randn(2, 2, dtype=dtype)] for _ in range(2)]
+    gradients[1][1] = gradients[1][1].conj()
+    for index, pair in enumerate(gradients):
+        shards.begin_batch(index == 0, seed=index)
+        for parameter, gradient in zip(parameters, pair, strict=True):
+            parameter.grad = gradient
+        shards.keep(parameters)
+    shards.add_up(parameters, seed=0)
+    for parameter, first, second in zip(parameters, *gradients, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype
+        assert torch.equal(parameter.grad, first + second)
+
+
+def test_shards_of_a_short_joint_batch_count_as_nothing() -> None:
+    shards = LogicalShards(3, rank=0, world_size=1)
+    parameters = parameters_with(torch.ones(2, 3))
+    for _ in range(3):
+        shards.begin_batch(_ == 0, seed=1)
+        shards.keep(parameters)
+    shards.add_up(parameters, seed=0)
+    parameters = parameters_with(torch.ones(2, 3))
+    shards.begin_batch(True, seed=1)
+    shards.keep(parameters)
+    shards.add_up(parameters, seed=0)
+    assert parameters[0].grad is not None
+    assert float(parameters[0].grad.sum()) == 6.0
+
+
+def test_random_numbers_belong_to_the_shard() -> None:
+    shards = LogicalShards(2, rank=0, world_size=1)
+    shards.begin_batch(True, seed=5)
+    first = torch.rand(3)
+    torch.rand(10)
+    shards.begin_batch(False, seed=6)
+    second = torch.rand(3)
+    shards.begin_batch(True, seed=5)
+    assert torch.equal(torch.rand(3), first)
+    assert not torch.equal(first, second)
+
+
+def test_a_step_whose_gradients_came_from_elsewhere_is_refused() -> None:
+    shards = LogicalShards(1, rank=0, world_size=1)
+    shards.begin_batch(True, seed=1)
+    with pytest.raises(ValueError, match=r"computed its gradients without the library.*self.backward\(loss\)"):
+        shards.check()

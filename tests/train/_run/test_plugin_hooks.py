@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import pytest
+
+from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Resources
+from raysgd.exceptions import WorkerFault
+from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject
+from raysgd.train._run import plugin_hooks
+from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train.backend import Backend, BackendConfig
+
+FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
+LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))))
+
+
+class NotedWorkers:
+    """Stands for the workers of a group, as a plug-in sees them."""
+
+    made: list[WorkerObject]
+
+    @classmethod
+    def of(cls, group: Any, resources: Resources) -> NotedWorkers:
+        workers = cls()
+        workers.made = []
+        return workers
+
+    def make_objects(self, worker_object: WorkerObject) -> None:
+        self.made.append(worker_object)
+
+
+class NotingBackend(Backend):
+    """Notes what it is told, and raises if it is to."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.raises: BaseException | None = None
+
+    def note(self, what: str) -> None:
+        self.told.append(what)
+        if self.raises is not None:
+            raise self.raises
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        self.note("start")
+
+    def on_training_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        self.note("training start")
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        self.note("shutdown")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
+    monkeypatch.setattr(plugin_hooks, "WorkerGroup", NotedWorkers)
+    return NotingBackend()
+
+
+def hooks(backend: Any, waits: list[float] | None = None, worker_object: WorkerObject | None = None) -> PluginHooks:
+    await_checkpoint = [].append if waits is None else waits.append
+    return PluginHooks(backend, BackendConfig(), Resources(), await_checkpoint, worker_object)
+
+
+def group() -> EngineGroup:
+    return cast(EngineGroup, object())
+
+
+def test_a_plug_in_hears_of_each_moment_and_objects_are_made_last(backend: NotingBackend) -> None:
+    worker_object = WorkerObject(int)
+    made, running = hooks(backend, worker_object=worker_object), group()
+    assert made.on_start(running) is None
+    made.on_training_start()
+    made.on_stop(running)
+    assert backend.told == ["start", "training start", "shutdown"]
+    assert made.group is running
+    assert cast(NotedWorkers, made.workers).made == [worker_object]
+
+
+def test_a_death_over_the_start_is_a_failed_start_and_an_exception_is_raised(backend: NotingBackend) -> None:
+    made = hooks(backend)
+    backend.raises = LostDuringCallError(LOST)
+    assert made.on_start(group()) is LOST
+    backend.raises = KeyError("a mistake of the plug-in")
+    with pytest.raises(KeyError):
+        made.on_start(group())
+
+
+def test_a_death_in_on_training_start_is_left_to_the_call_that_follows(
+    backend: NotingBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = hooks(backend)
+    made.on_start(group())
+    backend.raises = LostDuringCallError(LOST)
+    made.on_training_start()
+    assert "worker 1 died while a function was run on it, in `on_training_start`" in caplog.text
+
+
+def test_a_plug_in_that_fails_to_say_goodbye_holds_nothing_up(
+    backend: NotingBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, running = hooks(backend), group()
+    made.on_start(running)
+    backend.raises = ConnectionError("gone")
+    with caplog.at_level(logging.WARNING):
+        made.on_stop(running)
+    assert "`on_shutdown` failed; stopping the workers anyway: gone" in caplog.text
+
+
+def test_a_plug_in_says_no_goodbye_to_workers_that_it_never_connected(backend: NotingBackend) -> None:
+    hooks(backend).on_stop(group())
+    assert backend.told == []
+
+
+def test_a_group_waits_once_for_a_checkpoint_and_less_after_ctrl_c(backend: NotingBackend) -> None:
+    waits: list[float] = []
+    made = hooks(backend, waits)
+    for error in (KeyError(), KeyboardInterrupt()):
+        running = group()
+        made.on_start(running)
+        try:
+            raise error
+        except BaseException:
+            made.on_end(running)
+            made.on_end(running)
+    assert len(waits) == 2
+    assert waits[1] < waits[0]
+
+
+def test_a_plug_in_need_not_derive_from_our_class(backend: NotingBackend) -> None:
+    class Bare:
+        def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None: ...
+
+    made = hooks(Bare())
+    made.on_start(group())
+    made.on_training_start()

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from raysgd.train._worker.mailbox import FunctionEnded, Mailbox
+
+
+def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
+    """A hand-off whose function is given it."""
+    holder: list[Mailbox] = []
+    mailbox = Mailbox(lambda: function(holder[0]), num_ahead)
+    holder.append(mailbox)
+    mailbox.start()
+    return mailbox
+
+
+def test_messages_come_in_order_and_then_the_end_with_its_value() -> None:
+    def function(mailbox: Mailbox) -> str:
+        for number in range(3):
+            mailbox.offer(number)
+        return "done"
+
+    mailbox = start(function)
+    assert [mailbox.take() for _ in range(4)] == [0, 1, 2, FunctionEnded("done")]
+    assert mailbox.take() == FunctionEnded("done")
+
+
+def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
+    passed: list[int] = []
+    second_is_out = threading.Event()
+
+    def function(mailbox: Mailbox) -> None:
+        mailbox.offer(0)
+        passed.append(0)
+        second_is_out.set()
+        mailbox.offer(1)
+        passed.append(1)
+
+    mailbox = start(function)
+    assert mailbox.take() == 0
+    assert second_is_out.wait(60)
+    assert passed == [0]
+    assert mailbox.take() == 1
+    assert mailbox.take() == FunctionEnded()
+    assert passed == [0, 1]
+
+
+def test_what_the_function_raises_comes_after_its_messages() -> None:
+    def function(mailbox: Mailbox) -> None:
+        mailbox.offer("last words")
+        raise KeyError("boom")
+
+    mailbox = start(function)
+    assert mailbox.take() == "last words"
+    with pytest.raises(KeyError, match="boom"):
+        mailbox.take()
+
+
+def test_none_is_a_message_like_any_other() -> None:
+    mailbox = start(lambda mailbox: mailbox.offer(None))
+    assert mailbox.take() is None
+    assert mailbox.take() == FunctionEnded()
+
+
+def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions() -> None:
+    cleaned_up: list[bool] = []
+
+    def function(mailbox: Mailbox) -> None:
+        try:
+            while True:
+                try:
+                    mailbox.offer("again")
+                except Exception:  # as careless user code does
+                    continue
+        finally:
+            cleaned_up.append(True)
+
+    mailbox = start(function)
+    assert mailbox.take() == "again"
+    assert mailbox.cancel(timeout_s=60)
+    assert cleaned_up == [True]
+
+
+def test_a_function_that_comes_to_no_message_cannot_be_cancelled() -> None:
+    go_on = threading.Event()
+    mailbox = start(lambda mailbox: go_on.wait(60))
+    assert not mailbox.cancel(timeout_s=0.01)
+    go_on.set()
+    assert mailbox.cancel(timeout_s=60)
+
+
+# -------------------------------------------------------------------------------- functions that run ahead
+
+
+def test_a_function_runs_ahead_of_messages_that_may_wait_but_not_too_far() -> None:
+    passed: list[int] = []
+    is_ahead = threading.Event()
+
+    def function(mailbox: Mailbox) -> None:
+        for number in range(4):
+            mailbox.offer(number, may_wait=True)
+            passed.append(number)
+            if number == 1:
+                is_ahead.set()
+
+    mailbox = start(function, num_ahead=2)
+    assert is_ahead.wait(60)
+    assert [mailbox.take() for _ in range(2)] == [0, 1]
+    assert [mailbox.take() for _ in range(3)] == [2, 3, FunctionEnded()]
+    assert passed == [0, 1, 2, 3]
+
+
+def test_no_more_messages_wait_than_may() -> None:
+    is_full, passed = threading.Event(), []
+
+    def function(mailbox: Mailbox) -> None:
+        for number in range(9):
+            if number == 2:
+                is_full.set()
+            mailbox.offer(number, may_wait=True)
+            passed.append(number)
+
+    mailbox = start(function, num_ahead=2)
+    assert is_full.wait(60)
+    assert not mailbox.cancel(0) or passed == [0, 1]
+    assert passed == [0, 1]
+
+
+def test_a_message_that_may_not_wait_is_taken_before_the_function_goes_on() -> None:
+    passed: list[str] = []
+
+    def function(mailbox: Mailbox) -> None:
+        mailbox.offer("report", may_wait=True)
+        mailbox.offer("checkpoint")
+        passed.append("checkpoint")
+
+    mailbox = start(function, num_ahead=9)
+    assert mailbox.take() == "report"
+    assert not passed
+    assert mailbox.take() == "checkpoint"
+    assert mailbox.take() == FunctionEnded()
+    assert passed == ["checkpoint"]
+
+
+def test_what_a_function_raises_comes_after_all_messages_that_wait() -> None:
+    def function(mailbox: Mailbox) -> None:
+        for number in range(3):
+            mailbox.offer(number, may_wait=True)
+        raise KeyError("boom")
+
+    mailbox = start(function, num_ahead=9)
+    assert [mailbox.take() for _ in range(3)] == [0, 1, 2]
+    assert not mailbox.has_more
+    with pytest.raises(KeyError, match="boom"):
+        mailbox.take()

@@ -1,0 +1,361 @@
+"""One call of `train` on one worker: how far it is, where it stops, and what another one needs to go on with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from raysgd._numbers.meters import AverageMeterCollection
+from raysgd.engine.shared.replica import Capture
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.streams import DividedLoaderSource, TorchBatchStream
+from raysgd.torch.parallel.step import BatchStep
+from raysgd.utils import BATCH_COUNT
+from raysgd.worker.data.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.worker.state.copies import MidCallSnapshots
+
+PATIENCE_S = 60.0
+
+# ------------------------------------------------------------------------------------------------ the gate
+
+
+def test_a_gate_that_nobody_proposed_anything_to_lets_every_step_through() -> None:
+    gate = Gate()
+    assert [gate.stops(step) for step in range(5)] == [False] * 5
+
+
+def test_an_agreed_step_stops_there_and_not_before() -> None:
+    gate = Gate()
+    assert gate.propose(3, lambda: 1)
+    gate.settle(True)
+    assert [gate.stops(step) for step in (1, 2, 3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("completed", [3, 4])
+def test_a_step_that_may_have_been_passed_is_refused_and_holds_nobody_up(completed: int) -> None:
+    gate = Gate()
+    assert not gate.propose(3, lambda: completed)
+    assert not gate.stops(completed + 1)
+
+
+def test_a_proposal_that_was_not_agreed_on_is_forgotten_and_another_may_follow() -> None:
+    gate = Gate()
+    assert gate.propose(3, lambda: 1)
+    gate.settle(False)
+    assert not gate.stops(3)
+    assert gate.propose(5, lambda: 3)
+    gate.settle(True)
+    assert gate.stops(5)
+
+
+def test_settling_without_a_proposal_is_harmless() -> None:
+    gate = Gate()
+    gate.settle(False)
+    assert not gate.stops(1)
+
+
+class Walker:
+    """A training thread that takes steps until its gate stops it, or until the last one."""
+
+    def __init__(self, gate: Gate, num_steps: float) -> None:
+        self.gate, self.num_steps = gate, num_steps
+        self.completed = 0
+        self.stopped_at: int | None = None
+        self.thread = threading.Thread(target=self._walk, daemon=True)
+
+    def _walk(self) -> None:
+        while self.completed < self.num_steps:
+            self.completed += 1
+            if self.gate.stops(self.completed):
+                self.stopped_at = self.completed
+                return
+            time.sleep(0)  # lets others run
+
+    def join(self) -> None:
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), "it waits for ever"
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_rank_that_comes_to_a_proposed_step_waits_until_it_is_settled(is_agreed: bool) -> None:
+    gate = Gate()
+    walker = Walker(gate, 10)
+    assert gate.propose(4, lambda: walker.completed)
+    walker.thread.start()
+    wait_until(lambda: walker.completed == 4)
+    assert walker.thread.is_alive()
+    gate.settle(is_agreed)
+    walker.join()
+    assert (walker.stopped_at, walker.completed) == ((4, 4) if is_agreed else (None, 10))
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("margin", [1, 3, 1000])
+def test_ranks_that_run_at_their_own_pace_stop_at_one_step_or_none_does(margin: int) -> None:
+    for _ in range(20):
+        walkers = [Walker(Gate(), float("inf")) for _ in range(2)]
+        for walker in walkers:
+            walker.thread.start()
+        at = walkers[0].completed + margin
+        agreed = all([walker.gate.propose(at, lambda walker=walker: walker.completed) for walker in walkers])
+        for walker in walkers:
+            walker.gate.settle(agreed)
+            if not agreed:
+                walker.num_steps = 0
+            walker.join()
+        assert [walker.stopped_at for walker in walkers] == [at if agreed else None] * 2
+
+
+class Meanwhile(threading.Condition):
+    """Lets something happen at the moment in which somebody comes to wait."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self._happens = [happens]
+
+    def __enter__(self) -> bool:
+        if self._happens:
+            self._happens.pop()()
+        return super().__enter__()
+
+
+def test_a_rank_does_not_stop_at_a_step_whose_proposal_is_withdrawn_for_a_later_one_as_it_comes_there() -> None:
+    gate = Gate()
+    assert gate.propose(3, lambda: 1)
+
+    def propose_later_step() -> None:
+        gate.settle(False)
+        assert gate.propose(5, lambda: 3)
+        gate.settle(True)
+
+    gate._changed = Meanwhile(propose_later_step)
+    assert [gate.stops(step) for step in (3, 4, 5)] == [False, False, True]
+
+
+class Withdrawn(Gate):
+    """A gate whose proposal for step 3 is there for a single look."""
+
+    looks = 0
+
+    @property  # type: ignore[override]
+    def _proposed(self) -> int | None:
+        self.looks += 1
+        return 3 if self.looks == 1 else None
+
+    @_proposed.setter
+    def _proposed(self, at: int | None) -> None: ...
+
+
+def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
+    assert not Withdrawn().stops(1)
+
+
+def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
+    run = EpochRun(0, 5, AverageMeterCollection())
+    assert run.gate.propose(2, lambda: 1)
+    run.gate.settle(True)
+    run.detach()
+    assert not run.gate.stops(2)
+
+
+def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> None:
+    assert not issubclass(HeldAtBoundary, Exception)
+
+
+# ------------------------------------------------------------------------------------------------ snapshots inside
+
+
+def test_a_snapshot_is_due_so_many_steps_after_the_one_before_or_never() -> None:
+    snapshots = MidCallSnapshots(3)
+    taken = []
+    for num_steps in (1, 2, 3, 4, 5, 7, 8, 9, 10):  # steps of several batches may jump over a multiple
+        if snapshots.is_due(num_steps):
+            snapshots.keep(num_steps, Capture())
+            taken.append(num_steps)
+    assert taken == [3, 7, 10]
+    assert not any(MidCallSnapshots(None).is_due(num_steps) for num_steps in range(1, 10))
+
+
+def test_the_newest_two_parts_are_kept() -> None:
+    inside = MidCallSnapshots(2)
+    parts = {number: Capture(number) for number in (2, 4, 6)}
+    assert (inside.newest, inside.part(2)) == (0, None)
+    for number, part in parts.items():
+        inside.keep(number, part)
+    assert inside.newest == 6
+    assert [inside.part(number) for number in (2, 4, 6)] == [None, parts[4], parts[6]]
+
+
+def test_another_call_knows_nothing_of_the_parts_of_the_last_one() -> None:
+    inside = MidCallSnapshots(2)
+    inside.keep(2, Capture())
+    inside.clear()
+    assert (inside.newest, inside.part(2)) == (0, None)
+
+
+# ------------------------------------------------------------------------------------------------ the run
+
+
+def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
+    sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
+    assert isinstance(sharded, ShardedLoader)
+    return TorchBatchStream(DividedLoaderSource(sharded, 7), BatchStep(), lambda: 0)
+
+
+def a_run(num_steps: int | None = None) -> EpochRun:
+    return EpochRun(epoch_idx=2, num_steps=num_steps, meters=AverageMeterCollection())
+
+
+def begun(run: EpochRun, stream: TorchBatchStream) -> Iterator[Any]:
+    """The batches of a run that begins, or goes on, with `stream`."""
+    run.attach(stream)
+    return stream.take(run.num_steps_left)
+
+
+def test_a_run_counts_the_steps_that_were_completed() -> None:
+    run = a_run()
+    assert (run.num_completed, run.num_steps_left) == (0, None)
+    batches = begun(run, stream_of())
+    for _ in range(3):
+        next(batches)
+    assert run.num_completed == 2, "the third one is in flight"
+
+
+def test_steps_of_the_call_before_do_not_count() -> None:
+    stream = stream_of()
+    list(stream.take(4))
+    run = a_run(5)
+    next(begun(run, stream))
+    assert (run.num_completed, run.num_steps_left) == (0, 5)
+
+
+@pytest.mark.parametrize("num_steps", [6, 10, 13])
+def test_a_run_that_was_broken_off_takes_the_steps_that_are_left(num_steps: int) -> None:
+    run, stream = a_run(num_steps), stream_of()
+    batches = begun(run, stream)
+    seen = [next(batches)[0].item() for _ in range(4)]
+    stream.break_off()
+    run.detach()
+    assert (run.num_completed, run.num_steps_left, run.is_exhausted) == (3, num_steps - 3, False)
+    seen = seen[:3] + [batch[0].item() for batch in begun(run, stream)]
+    assert seen == [number % 10 for number in range(num_steps)]
+    assert run.num_steps_left == 0
+
+
+def test_a_run_to_the_end_of_the_pass_ends_there_however_often_it_is_broken_off() -> None:
+    run, stream = a_run(), stream_of()
+    seen = []
+    for _ in range(3):
+        batches = begun(run, stream)
+        seen += [next(batches)[0].item(), next(batches)[0].item()]
+        next(batches)  # in flight
+        stream.break_off()
+        run.detach()
+    seen += [batch[0].item() for batch in begun(run, stream)]
+    assert seen == list(range(10))
+    assert run.num_completed == 10
+
+
+def test_what_was_measured_of_a_window_that_broke_off_is_forgotten() -> None:
+    run, stream = a_run(), stream_of()
+    batches = begun(run, stream)
+    for loss in (1.0, 2.0):
+        next(batches)
+        run.meters.update({"loss": loss})
+    run.meters.hold({"loss": 9.0})
+    stream.break_off()
+    run.detach()
+    run.meters.count_held()
+    assert run.meters.summary()["loss"] == 1.5
+    assert run.meters.num_batches == 2
+
+
+@pytest.mark.parametrize("num_steps", [10, None])
+def test_a_run_without_steps_left_is_exhausted_though_it_was_not_finished(num_steps: int | None) -> None:
+    run, stream = a_run(num_steps), stream_of()
+    list(begun(run, stream))
+    stream.break_off()
+    run.detach()
+    assert run.is_exhausted
+    assert not run.is_finished
+
+
+def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
+    run, stream = a_run(), stream_of()
+    batches = begun(run, stream)
+    for _ in range(10):
+        next(batches)
+    stream.break_off()
+    run.detach()
+    assert (run.num_completed, run.is_exhausted) == (9, False)
+    assert [batch[0].item() for batch in begun(run, stream)] == [9]
+
+
+def test_a_run_that_no_step_was_taken_of_is_not_exhausted() -> None:
+    run = a_run()
+    run.attach(stream_of())
+    run.detach()
+    assert not run.is_exhausted
+
+
+@pytest.mark.parametrize("num_steps", [10, None])
+def test_what_a_run_says_of_itself_at_its_last_boundary_leaves_nothing_to_do(num_steps: int | None) -> None:
+    run, stream = a_run(num_steps), stream_of()
+    states: list[RunState] = []
+    stream.at_boundary = lambda: states.append(run.state(with_metrics=False))
+    list(begun(run, stream))
+    assert [state.is_exhausted for state in states] == [False] * 9 + [True]
+
+
+def test_a_finished_run_keeps_its_answer() -> None:
+    run, answer = a_run(), EpochAnswer(None, None, 4)
+    run.finish(answer)
+    assert (run.answer, run.is_finished) == (answer, True)
+
+
+def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
+    first, stream = a_run(8), stream_of()
+    batches = begun(first, stream)
+    for _ in range(4):
+        first.meters.update({"loss": 2.0})
+        next(batches)
+    stream.break_off()
+    first.detach()
+    state = first.state(with_metrics=False)
+    assert state == RunState(num_steps=3, epoch_idx=2, num_requested=8)
+    second = EpochRun(0, None, AverageMeterCollection())
+    second.take_over(state)
+    assert (second.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
+    assert second.meters.num_batches == 3
+
+
+def test_what_was_measured_travels_only_when_asked_for_and_stays_where_it_was_measured() -> None:
+    run = a_run(8)
+    run.meters.update({"loss": 2.0}, n=4)
+    assert run.state(with_metrics=False).metrics is None
+    summary = run.state(with_metrics=True).metrics
+    assert summary is not None
+    assert summary.totals == {"loss": (8.0, 4.0)}
+    run.take_over(RunState(5, 1, 8))
+    assert run.meters.summary()["loss"] == 2.0
+    assert run.meters.summary()[BATCH_COUNT] == 5
+
+
+def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
+    run = a_run(8)
+    run.finish(EpochAnswer(None, None, 8))
+    run.take_over(RunState(5, 2, 8))
+    assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
+    run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
+    assert (run.is_exhausted, run.is_finished) == (True, True)
