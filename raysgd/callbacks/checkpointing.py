@@ -279,7 +279,7 @@ class Checkpointing(Callback):
             return _read(json.loads(self._folder.read(INDEX_FILE)))
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("Checkpointing: %s in %s is damaged: %r", INDEX_FILE, self._folder, error)
             return []
 

@@ -197,7 +197,7 @@ class History(Sequence[dict[str, Any]]):
             records = [_made(CallRecord, entry) for entry in content["records"]]
             reason = content["stop_reason"]
             history.stop_reason = None if reason is None else _checked("stop_reason", reason, str)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
         for record in records:
             record.metrics.update(_with_nan(record.metrics))

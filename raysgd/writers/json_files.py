@@ -69,7 +69,7 @@ def is_until(step: int, report: Mapping[str, Any]) -> bool:
 def _report_in(line: str) -> dict[str, Any] | None:
     try:
         report = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return report if isinstance(report, dict) else None
 

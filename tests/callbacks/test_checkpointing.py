@@ -156,8 +156,9 @@ class TestResuming:
         assert len(trainer.history) == 1
         assert checkpoints_in(tmp_path / "checkpoints") == [3]
 
-    def test_a_damaged_index_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        (tmp_path / INDEX_FILE).write_text('{"saved": [{}]}')
+    @pytest.mark.parametrize("text", ['{"saved": [{}]}', "[" * 100_000], ids=["incomplete", "deep"])
+    def test_a_damaged_index_is_said(self, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / INDEX_FILE).write_text(text)
         assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) is None
         assert "is damaged" in caplog.text
 

@@ -81,7 +81,7 @@ class TestJson:
         assert (row["a"], row["b"], row["c"], row["e"]) == (None, 0.5, [0, 1, 2], [1, "x"])
         assert row["d"] == str(object)
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 1, "events": [], "records": []}'])
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 1, "events": [], "records": []}', "[" * 100_000])
     def test_refuses_other_text(self, text: str) -> None:
         with pytest.raises(ValueError, match="not the JSON of a `History`"):
             History.from_json(text)

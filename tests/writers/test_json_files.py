@@ -35,7 +35,8 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
 
 def test_lines_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"epoch": 1, "x": 1e0}\n{"epoch": 2}\n[3]\n{"training_iteration": 1}\n{"n": 1}\n{"epoch": 1, "cut')
+    lines = ['{"epoch": 1, "x": 1e0}', '{"epoch": 2}', "[3]", "[" * 100_000, '{"training_iteration": 1}', '{"n": 1}']
+    path.write_text("\n".join([*lines, '{"epoch": 1, "cut']))
     JsonLines(path).open(RunInFolder(tmp_path), first_step=1)
     assert path.read_text() == '{"epoch": 1, "x": 1e0}\n{"training_iteration": 1}\n'
 

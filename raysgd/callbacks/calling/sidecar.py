@@ -144,7 +144,7 @@ def _content_of(checkpoint: str) -> dict[str, Any] | None:
         names_of_parts(content)
     except FileNotFoundError:
         return None
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
     found: dict[str, Any] = content
     return found

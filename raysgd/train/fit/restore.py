@@ -279,7 +279,7 @@ def _run_in(experiment: Folder) -> RestoredRun:
     try:
         note = json.loads(experiment.read(RUN_FILE))
         folder = TrialFolder(experiment, str(note["trial"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("%s in %s is damaged, so a new trial is started: %s", RUN_FILE, experiment, error)
         return RestoredRun(experiment, None, is_finished=False)
     return RestoredRun(experiment, folder, is_finished=note.get("status") == FitTrialView.TERMINATED)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ def test_a_file_without_one_has_none(tmp_path: Path) -> None:
     assert Sidecars().read(str(tmp_path / "last.pt")) is None
 
 
-def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda text: text[:40], lambda text: "[" * 100_000], ids=["cut", "deep"])
+def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable[[str], str]) -> None:
     written(tmp_path / "last.pt")
     beside = Path(location(str(tmp_path / "last.pt")))
-    beside.write_text(beside.read_text()[:40])
+    beside.write_text(damage(beside.read_text()))
     with pytest.raises(ValueError, match=r"last\.pt\.run\.json` is damaged: .* Delete it to resume without it"):
         Sidecars().read(str(tmp_path / "last.pt"))
 

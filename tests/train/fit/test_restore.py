@@ -87,7 +87,9 @@ class TestARun:
         path = save_with(tmp_path)
         assert restore(Trainer, path)[1] == RestoredRun(open_folder(path), None, is_finished=False)
 
-    @pytest.mark.parametrize("note", [b"", b"[]", b"{}", b'{"trial": "../../x"}', b'{"trial": 7}', b"\xff"])
+    @pytest.mark.parametrize(
+        "note", [b"", b"[]", b"{}", b'{"trial": "../../x"}', b'{"trial": 7}', b"\xff", b"[" * 100_000]
+    )
     def test_with_a_damaged_note_starts_as_a_new_one(
         self, run: Path, note: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
