@@ -27,8 +27,11 @@ def guard(name: str) -> Any:
     maker = context.get_worker_id(), context.get_node_id()
     if not _is_alive(*maker):  # a driver, whose groups end with its job, or a Ray that does not tell
         return None
-    options = {"num_cpus": 0, "lifetime": "detached", "namespace": _NAMESPACE, "name": name, "max_restarts": -1}
-    return ray.remote(**options)(ReservationGuard).remote(name, *maker)
+    return (
+        ray.remote(ReservationGuard)
+        .options(num_cpus=0, lifetime="detached", namespace=_NAMESPACE, name=name, max_restarts=-1)
+        .remote(name, *maker)
+    )
 
 
 def _is_alive(worker_id: str, node_id: str) -> bool:
