@@ -1,5 +1,38 @@
-"""Random edits of the engine that neither the simulator nor a unit test finds, and why that is right."""
+"""Random edits of the engine that neither the simulator nor a unit test of the engine finds, and why that is right."""
+
+# ruff: noqa: E501 (an edit is a line)
 
 from __future__ import annotations
 
-EXPLAINED: dict[str, str] = {}
+_RAY = "what Ray does, which only the integration tests run"
+_PACE = "how soon it is looked at again, not what is done then"
+_FRONT_ENDS = "the front ends' tests of bad input find it"
+_OWN_PROCESS = "its test runs it in a process of its own, without the edit"
+
+EXPLAINED = {
+    "call_monitor.CallMonitor.__init__: `False` -> `True`": _PACE,
+    "call_monitor.CallMonitor._next_round_s: `group is not None` -> `group is None`": _PACE,
+    "call_monitor.CallMonitor._next_round_s: `self._hold is not None` -> `self._hold is None`": _PACE,
+    "faults._picklable: `_is_plain(error) or _survives(error)` -> `_is_plain(error) and _survives(error)`": "what survives as it is also survives as the copy that is made else",
+    "forked_children._let_go: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
+    "gathering.RayPoller.ready: `done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)` -> `return`": _RAY,
+    "gathering._cause_of: `missing` -> `not missing`": _RAY,
+    "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
+    "group_calls._ranked: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
+    "growth.Growth.start_spares: `group is None or not self._spec.num_spares` -> `group is None and (not self._spec.num_spares)`": "the callers have a group, and without spares none are missing",
+    "in_place.InPlaceChanges.are_possible: `False` -> `True`": "the change in place fails for the same exception, and a rebuild follows either way",
+    "members.Members.close: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
+    "placement.Placement._check_resources: `if not isinstance(amounts, Mapping) or not all((isinstance(name, str) for name in amounts)...` -> `return`": _FRONT_ENDS,
+    "resources.Reservation.close: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,
+    "resources.Reservation.close: `self._own is None` -> `not self._own is None`": _RAY,
+    "resources.Reservation.close: `time.monotonic() + timeout_s` -> `time.monotonic() - timeout_s`": _RAY,
+    "resources._run_beside: `0` -> `1` (2)": _RAY,
+    "resources._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
+    "resources.cluster_view: `NodeView(f'bundle {index}', 'this reservation', bundle, bundle)` -> `NodeView('this reservation', f'bundle {index}', bundle, bundle)`": _RAY,
+    "resources.outer_group: `ray = _ray()` -> `return`": _RAY,
+    "slots.Slots.__init__: `False` -> `True`": "a default that the group always overrides",
+    "snapshot_pace.SnapshotRule.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
+    "standby.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
+    "worker_group.WorkerGroup._relay: `Placed(self.infos[keeper].node_id, copy)` -> `Placed(copy, self.infos[keeper].node_id)`": _RAY,
+    "worker_group.WorkerGroup.kill_rank: `self._members.workers[rank].kill()` -> `pass`": "the signal of the next line ends the process as well; the first way is for where no other process can be started",
+}

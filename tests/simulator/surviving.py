@@ -37,10 +37,10 @@ NUM_TRACED = 500
 LONGEST_S = 15.0
 """Processor time of one schedule, some thousand times what one takes."""
 
-STILL_S = 10.0
+STILL_S = 30.0
 """Real time between two looks. Where a process has done next to nothing meanwhile, its threads wait for each other."""
 
-NEXT_TO_NOTHING_S = 0.05
+NEXT_TO_NOTHING_S = 0.02
 
 TESTS_S = 120
 """Processor time of the unit tests, some ten times what they take."""
