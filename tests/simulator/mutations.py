@@ -608,5 +608,7 @@ MUTATIONS = (
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
+    Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),
+    Mutation("a shutdown leaves the workers alone", WorkerGroup, "kill_workers", nothing),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 CHANGING = ("train", "steps", "note", "apply")
+SHUTDOWN_S = 15.0
 LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers that were ended notices by then
 
 
@@ -58,7 +59,7 @@ class Program:
         self.is_in_call = False
         self.committed = State()
         self._is_exact = True
-        self._has_stop = False
+        self._has_stop, self._stopped_at = False, float("inf")
         self._file = Snapshot(State(), ((0, 0),))
         self._num_loads, self._numbers = 0, count(1)
         self._possible: list[State] = []
@@ -83,6 +84,7 @@ class Program:
         """Stops the trainer from another thread."""
         if not self._has_stop:
             self._has_stop = True
+            self._stopped_at = self._simulation.kernel.now
             self._simulation.kernel.run_thread(lambda: self._controller.stop(force))
 
     def _perform_all(self, ops: Sequence[Op]) -> None:
@@ -93,7 +95,7 @@ class Program:
         """Makes a call and judges what came of it; returns whether it succeeded."""
         simulation, is_first = self._simulation, self._simulation.kernel.current.number == 0
         simulation.tell(f"CALL  {op.kind} {op.argument} ({op.max_retries} retries, thread {op.thread})")
-        before = dict(simulation.befalling.kinds)
+        before, began = dict(simulation.befalling.kinds), simulation.kernel.now
         budget = WatchedBudget(op.max_retries, self._invariants)
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
@@ -114,6 +116,7 @@ class Program:
         finally:
             if is_first:
                 self.is_in_call = False
+            self._check_stopped(op, began)
             for event in simulation.controller.history.events[getattr(self, "_num_told", 0) :]:
                 simulation.tell(f"EVENT {event}")
             self._num_told = len(simulation.controller.history.events)
@@ -133,6 +136,13 @@ class Program:
                 self._invariants.check_reasons(reasons, events, op.kind in ("train", "steps"))
             self._invariants.check_between_calls()
         return True
+
+    def _check_stopped(self, op: Op, began: float) -> None:
+        """A call does not go on for long after a stop from another thread, where all processes can be reached."""
+        kinds, late_s = self._simulation.befalling.kinds, self._simulation.kernel.now - max(began, self._stopped_at)
+        is_own = self._simulation.schedule.use_local or op.kind == "rest"
+        is_known = is_own or kinds["stall"] + kinds["freeze"] > 0 or late_s < SHUTDOWN_S
+        self._invariants.require(is_known, f"a call goes on for {late_s:.0f} s after the trainer was shut down")
 
     def _check_raised(self, op: Op, before: Any) -> None:
         """What user code raised reaches the user, unless a loss may have caused it."""

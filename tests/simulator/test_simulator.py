@@ -140,6 +140,23 @@ def test_a_rank_that_hangs_in_user_code_is_replaced_and_that_costs_a_retry() -> 
     assert ["RAISED WorkersLostError" in "\n".join(verdict.log) for verdict in verdicts] == [False, True]
 
 
+def test_a_shutdown_from_another_thread_does_not_wait_for_a_rank_that_hangs() -> None:
+    faults = Fault("slow", "step", 10), Fault("stop", "wait", 200)
+    verdict = run(Schedule(1, num_workers=3, nodes=(4,), num_samples=40, ops=(Op("train"),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+    assert any("RAISED TrainerShutdownError" in line for line in verdict.log)
+
+
+def test_a_shutdown_from_another_thread_does_not_wait_for_a_worker_that_is_still_starting() -> None:
+    """Survivors of a loss wait for it, as long as it loads."""
+    losses = Fault("lose node", "answer", 1), Fault("drain", "merge", 1, 3)
+    faults = Fault("load long", "warm up", 1, 3), *losses, Fault("stop", "wait", 49, 1)
+    train = Op("train", 89)
+    verdict = run(Schedule(237, nodes=(2, 2), num_samples=8, batch_size=6, late_s=0.4, ops=(train,), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 3), "ended before it could load"
+    assert any("RAISED TrainerShutdownError" in line for line in verdict.log)
+
+
 @pytest.mark.parametrize("nth", range(1, 20))
 def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> None:
     ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)

@@ -163,6 +163,7 @@ class StandbyWorkers:
         self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[StandbyWorker] = []
+        self._is_cancelled = False
 
     @property
     def num_coming(self) -> int:
@@ -209,11 +210,17 @@ class StandbyWorkers:
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
         while len(self._ready) < count and self._coming and self._platform.now() < deadline:
+            if self._is_cancelled:
+                break
             self._platform.sleep(_POLL_S)
             on_wait()
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
+
+    def cancel(self) -> None:
+        """From another thread: lets no one wait for them any more."""
+        self._is_cancelled = True
 
     def kill(self, standby_worker: StandbyWorker) -> None:
         """Ends a worker that was taken and is not needed after all."""

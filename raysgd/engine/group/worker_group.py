@@ -307,6 +307,7 @@ class WorkerGroup:
     def kill_workers(self) -> None:
         """From another thread than the one that starts or uses the group: makes that one return, and kill the group."""
         self._start.cancel()
+        self.standby.cancel()
         self._members.kill_remote()
 
     def stop(self, timeout_s: float) -> None:

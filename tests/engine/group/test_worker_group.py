@@ -86,7 +86,7 @@ class AnsweringPlatform(RayPlatform):
     ("fake", "real", "not_needed"),
     [
         (FakeGroup, WorkerGroup, {"is_on_one_node", "store", "submit"}),
-        (FakeStandbyWorkers, StandbyWorkers, set()),
+        (FakeStandbyWorkers, StandbyWorkers, {"cancel"}),
         (FakeSlots, Slots, {"are_own", "close", "give_back", "take", "take_usable"}),
     ],
 )
