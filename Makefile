@@ -45,6 +45,7 @@ test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
 # All at once: the tests do not keep two cores busy all the time, and most of the style is checked while they start.
 quick: $(STAMP) ## style, types and the tests that need neither Ray nor Horovod nor run whole programs: between two edits
 	$(MAKE) --no-print-directory --jobs 3 lint typecheck unit
+	$(PY) -m tests.sizes
 
 unit: $(STAMP) ## the tests of `make quick`
 	$(PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
