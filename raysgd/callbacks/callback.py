@@ -15,9 +15,9 @@ from raysgd.storage import open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
+    from raysgd._numbers.call_progress import CallProgress
     from raysgd.callbacks.worker_callback import WorkerCallback
     from raysgd.engine.decisions.history import GroupEvent
-    from raysgd.messages.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 

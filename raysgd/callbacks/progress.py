@@ -19,8 +19,8 @@ from raysgd.callbacks.display.bars import STYLES, BarView, LineBar, Style, make_
 from raysgd.history import readable
 
 if TYPE_CHECKING:
+    from raysgd._numbers.call_progress import CallProgress
     from raysgd.engine.decisions.history import GroupEvent
-    from raysgd.messages.epochs import CallProgress
 
 logger = logging.getLogger(__name__)
 

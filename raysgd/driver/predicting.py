@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from raysgd._arguments import checks
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.arrays import trees
 from raysgd.arrays.containers import Container
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
@@ -24,7 +25,6 @@ from raysgd.driver.sharing import SharePlacement, placed_once
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import CallProgress
 from raysgd.messages.prediction import PredictRequest
 from raysgd.messages.prediction_data import DEFAULT_BATCH_SIZE, BatchRequest, PredictionSource
 from raysgd.messages.settings import ReplicaSettings

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from raysgd._numbers.call_progress import CallProgress, ProgressKind
 from raysgd._numbers.results import as_number
 from raysgd.engine.controller import ElasticController
 from raysgd.messages import replica_calls
-from raysgd.messages.epochs import CallProgress, EpochAnswer, EpochRequest, ProgressKind
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from raysgd._numbers import results
 from raysgd._numbers.results import WorkerMetrics
@@ -52,34 +52,6 @@ class EpochAnswer:
     heartbeat: Heartbeat | None = None
     place: DataPosition | None = None
     joint_work: JointWork | None = None
-
-
-ProgressKind = Literal["train", "validation", "test", "predict"]
-
-
-@dataclass(frozen=True)
-class CallProgress:
-    """How far a running call is, seen from rank 0.
-
-    Attributes:
-        num_steps: Batches that it has drawn.
-        total: How many there are; None if that is not known.
-        epoch_idx: The pass over the train data, from 0.
-        num_epochs: How many there will be; None if that is not known.
-        loss: `train_loss` of the last batch, `val_loss` in an evaluation; None where there is none.
-        kind: What the call does.
-        metrics: All numbers that the last batch reported, by name.
-        is_done: Whether the call has returned.
-    """
-
-    num_steps: int
-    total: int | None
-    epoch_idx: int
-    num_epochs: int | None
-    loss: float | None
-    kind: ProgressKind = "train"
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    is_done: bool = False
 
 
 def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd._numbers.meters import is_weight
 from raysgd._numbers.results import as_number
 from raysgd.engine.shared.types import Heartbeat
-from raysgd.messages.epochs import CallProgress
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall

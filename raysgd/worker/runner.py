@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.messages.epochs import CallProgress, EpochAnswer, EpochRequest
+from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers

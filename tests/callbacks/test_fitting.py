@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd._numbers.metric_names import name_in_test
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
 from raysgd.history import recording
-from raysgd.messages.epochs import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks.display import bars as bars_module
 from raysgd.callbacks.display.bars import LineBar, TqdmBar, make_bar
 from raysgd.driver.progress import ProgressListeners
 from raysgd.engine.decisions.history import GroupEvent
-from raysgd.messages.epochs import CallProgress
 
 
 class Terminal(io.StringIO):

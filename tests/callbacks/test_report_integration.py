@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raysgd import testing
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import Callback, HTMLReport, ProgressBar, Run
-from raysgd.messages.epochs import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.callbacks.test_report import Page
 from tests.torch.operators_for_tests import LinearOperator

@@ -11,8 +11,8 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.exceptions import CallbackError
 
 if TYPE_CHECKING:
+    from raysgd._numbers.call_progress import CallProgress
     from raysgd.engine.decisions.history import GroupEvent
-    from raysgd.messages.epochs import CallProgress
 
 
 class CallbackCalls(Dispatcher):

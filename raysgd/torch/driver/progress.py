@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from raysgd._imports.optional import require
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks.display.bars import BarView, LineBar, make_bar
-from raysgd.messages.epochs import CallProgress
 
 _PURPOSE = "`use_tqdm=True`"
 

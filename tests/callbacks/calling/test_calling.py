@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.callbacks.calling.calling import CallbackCalls, checked
 from raysgd.exceptions import CallbackError
-from raysgd.messages.epochs import CallProgress
 
 
 class Noting(Callback):

@@ -23,8 +23,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from raysgd._numbers.call_progress import CallProgress
 from raysgd.data import Arrays
-from raysgd.messages.epochs import CallProgress
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 NUM_ROWS = 23
