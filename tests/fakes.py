@@ -644,7 +644,7 @@ class FakeStandbyWorkers(StandbyWorkers):
     def __init__(self, group: FakeGroup) -> None:
         self._group = group
         self.ready: list[Any] = []
-        self.num_coming = 0
+        self.num_coming = self.num_replacements = 0
         self.killed_standby: list[Any] = []
 
     @property
@@ -669,6 +669,13 @@ class FakeStandbyWorkers(StandbyWorkers):
             replica.warm_up()
             self.ready.append(replica)
         self.num_coming = 0
+
+    def replace(self, num_lost: int, world_size: int) -> None:
+        self.num_replacements -= self.start(min(num_lost, self.num_replacements), world_size)
+
+    def take_needed(self, count: int, on_wait: Callable[[], None] | None = None) -> list[Any] | None:
+        self.arrive()
+        return self.take(max(0, count)) if len(self.ready) >= count else None
 
     def look_after(self) -> None: ...
 

@@ -337,7 +337,7 @@ class ElasticController:
             self._raise(call, diagnosis, report, RaiseError(lost=True), budget, cause)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
-        renew = partial(self._changes.renew, report, tell) if self._spec.renews else None
+        renew = partial(self._changes.renew, report, tell) if self._changes.can_renew else None
         self.starter.rebuild(cause, renew=renew)
         return self._is_restored_inside
 

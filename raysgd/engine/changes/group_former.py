@@ -119,7 +119,7 @@ class GroupFormer:
         """Lets the survivors leave the group; those that turn out to be dead are no survivors.
 
         Raises:
-            CannotForm: None is left, or one of them failed.
+            CannotForm: None is left that another group could be formed of, or one of them failed.
         """
         ranks = list(survivors)
         while ranks:
@@ -135,7 +135,9 @@ class GroupFormer:
                 raise CannotForm("a surviving worker could not report its progress", ranks)
             dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
             ranks = [rank for rank in ranks if rank not in (dead or {o.rank for o in failed})]
-        raise CannotForm("", ())
+        if self.goes_on or not self.group.standby.num_coming + self.group.standby.num_ready:
+            raise CannotForm("", ())
+        return NextGroup([], [], [])
 
     def _fill_up(self, next_group: NextGroup, without_state: Collection[int]) -> NextGroup:
         """Lets others join, and waits for them: for all if `can_wait`, else for those that are needed.
@@ -195,8 +197,10 @@ def renew_without_lost(
 ) -> GroupReport:
     """Makes new replicas in those who live, where others were lost while replicas were made or given a state.
 
+    Where too few live, it waits for standby workers as long as any are coming.
+
     Args:
-        group: Is left as it is where it cannot be done.
+        group: Cannot be used any more where it cannot be done.
         report: What became of it.
         min_workers: How many have to be left.
         on_wait: As for `WorkerGroup.renew`.
@@ -208,10 +212,15 @@ def renew_without_lost(
     while not report.ok and not group.is_ended and classify(report).kind != "user":
         logger.warning("%s; continuing with the others", words(classify(report)))
         survivors = group.settle(report)
-        if not min_workers <= len(survivors) < len(group):
+        lost = [rank for rank in range(len(group)) if rank not in survivors]
+        if not lost:
             break
-        group.remove_workers([rank for rank in range(len(group)) if rank not in survivors])
-        report = group.renew(survivors, (), on_wait, captures=captures)
+        group.remove_workers(lost)
+        group.standby.replace(len(lost), len(group))
+        joining = group.standby.take_needed(min_workers - len(survivors), on_wait)
+        if joining is None:
+            break
+        report = group.renew(survivors, joining, on_wait, captures=captures)
     return report
 
 

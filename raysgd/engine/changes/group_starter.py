@@ -25,6 +25,7 @@ from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
+_REPLACEMENTS = START_ATTEMPTS - 1  # of each worker that dies while a group starts: as many as there are retries
 _AWAITED_S = 10.0  # for a state that a file is to be written of
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _RETURN_S = 10.0  # and on a busy machine by seconds, until what a removed placement group held is free
@@ -54,12 +55,13 @@ class GroupStarter:
         self.make_group = make_group
         self._view = view
         self._start_budget = start_budget
+        self._num_replacements = 0
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
 
-        A worker that dies while starting is tried again, a few times or as often as it is paid for; an exception in the
-        user's set-up is raised at once.
+        A worker that dies while starting is tried again, a few times or as often as it is paid for; where groups can
+        change, in its slot, beside the others. An exception in the user's set-up is raised at once.
 
         Raises:
             WorkersLostError: Workers died too often.
@@ -71,8 +73,10 @@ class GroupStarter:
             return
         began = self._lifecycle.now()
         budget = self._start_budget or RetryBudget(START_ATTEMPTS - 1)
+        self._allow_replacements()
         while not self._try_start(self._scaling.max_workers, self._spec.num_spares, self._spec.reservation_timeout_s):
             _pay_for_start(budget)
+        self._lifecycle.running.standby.num_replacements = 0
         self._lifecycle.record("started", 0, began, "a new trainer")
 
     def rebuild(
@@ -92,8 +96,10 @@ class GroupStarter:
         """
         self._lifecycle.check_active()
         began, old_size = self._lifecycle.now(), self._lifecycle.num_workers
+        self._allow_replacements()
         try:
             self._try_rebuild(cause, kind, began, old_size, renew)
+            self._lifecycle.running.standby.num_replacements = 0
         except BaseException as error:  # Ctrl-C too
             if kind != "started":
                 is_loss = isinstance(error, WorkersLostError)
@@ -101,13 +107,17 @@ class GroupStarter:
                 self._lifecycle.record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
             raise
 
+    def _allow_replacements(self) -> None:
+        """Allows so many for all attempts of a start together: what dies again and again is not started without end."""
+        self._num_replacements = _REPLACEMENTS * self._scaling.max_workers if self._spec.keeps_processes else 0
+
     def _try_rebuild(
         self, cause: str, kind: EventKind, began: float, old_size: int, renew: Callable[[], GroupReport | None] | None
     ) -> None:
         self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else _SETTLE_S)
         self._snapshots.drop_incoming()
-        num_kept = self._try_renew(renew) if renew is not None else 0
-        if num_kept:
+        num_kept = self._try_renew(renew) if renew is not None else None
+        if num_kept is not None:
             self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from(), num_kept)
             return
         self._lifecycle.kill_group()
@@ -139,21 +149,28 @@ class GroupStarter:
                 attempt -= 1  # this one was paid for
         raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
 
-    def _try_renew(self, renew: Callable[[], GroupReport | None]) -> int:
-        """Restores the last snapshot in the processes that are left; returns how many, 0 where all have to be new."""
+    def _try_renew(self, renew: Callable[[], GroupReport | None]) -> int | None:
+        """Restores the last snapshot in the processes that are there; None where all have to be new.
+
+        Returns:
+            How many ranks were in the group before.
+        """
         if self._is_state_lost or not self._snapshots.has_any:
-            return 0
-        before = set(self._lifecycle.running.infos)
+            return None
+        before, standby = set(self._lifecycle.running.infos), self._lifecycle.running.standby
+        standby.num_replacements = self._num_replacements
         try:
             report = renew()
             if report is None:
-                return 0
+                return None
             self._take_answers(report)
             if not self._restore_those_left():
-                return 0
+                return None
         except BaseException:  # Ctrl-C too
             self._lifecycle.kill_group()
             raise
+        finally:
+            self._num_replacements = standby.num_replacements
         return len(before & set(self._lifecycle.running.infos))
 
     @property
@@ -222,6 +239,7 @@ class GroupStarter:
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
         self._lifecycle.starting = group
+        group.standby.num_replacements = self._num_replacements
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
             report = group.start(timeout_s, self._num_needed)
@@ -234,6 +252,7 @@ class GroupStarter:
             group.kill()
             raise
         finally:
+            self._num_replacements = group.standby.num_replacements
             self._lifecycle.starting = None
 
     @property

@@ -86,14 +86,16 @@ class InPlaceChanges:
         return self._change(_Change("rejoined", cause, survivors, began, self._can_wait, budget))
 
     def renew(self, report: GroupReport, tell_stuck: Callable[[], None]) -> GroupReport | None:
-        """After a loss that replicas cannot go on from: keeps the survivors' processes, with new replicas in all.
+        """After a loss that replicas cannot go on from: keeps processes that are there, with new replicas in all.
+
+        Of replicas that regroup only standby workers are kept: why the survivors could not go on may be in them.
 
         Returns:
             The replicas' set-up answers; they have no state yet. None where only new workers are left.
         """
         former = self._former(can_wait=self._can_wait, goes_on=False)
         try:
-            next_group = former.form(self._settled(report, tell_stuck))
+            next_group = former.form(self._settled(report, tell_stuck) if self._lifecycle.spec.renews else ())
         except CannotForm as failed:
             logger.warning("no process is kept: %s", failed.reason or "no worker is left")
             return None
@@ -104,6 +106,13 @@ class InPlaceChanges:
             logger.warning("could not form a new group: %s", words(classify(renewed)))
             return None
         return renewed
+
+    @property
+    def can_renew(self) -> bool:
+        """Whether `renew` can keep anything."""
+        spec, standby = self._lifecycle.spec, self._lifecycle.running.standby
+        has_standby = bool(standby.num_coming + standby.num_ready)
+        return spec.renews or (spec.regroups and not spec.use_local and has_standby)
 
     @property
     def _can_wait(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -156,14 +157,20 @@ class StandbyWorker:
 
 
 class StandbyWorkers:
-    """Makes workers ready beside a running group. Their faults are logged, never raised."""
+    """Makes workers ready beside a group that runs or starts. Their faults are logged, never raised.
+
+    Attributes:
+        num_replacements: How many more are started in the place of workers that die while they start.
+    """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
         self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[StandbyWorker] = []
+        self._world_size = 1
         self._is_cancelled = False
+        self.num_replacements = 0
 
     @property
     def num_coming(self) -> int:
@@ -186,6 +193,7 @@ class StandbyWorkers:
             avoid: Nodes that are lost, as far as we know, or going away.
         """
         self.kill_on(avoid)
+        self._world_size = world_size
         slots = self._slots.take_usable(count, avoid)
         make_replica = None if self._spec.renews else self._spec.make_replica
         for index, slot in enumerate(slots):
@@ -195,6 +203,11 @@ class StandbyWorkers:
             self._coming.append((worker, call))
             self._startup.add(worker)
         return len(slots)
+
+    def replace(self, num_lost: int, world_size: int) -> None:
+        """Begins to make workers ready instead of those that died while they started, as far as these are allowed."""
+        if not self._is_cancelled:
+            self.num_replacements -= self.start(min(num_lost, self.num_replacements), world_size)
 
     def look_after(self) -> None:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
@@ -217,6 +230,15 @@ class StandbyWorkers:
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
+
+    def take_needed(self, count: int, on_wait: Callable[[], None] | None = None) -> list[StandbyWorker] | None:
+        """`count` ready workers, as soon as there are so many; None where there will not be."""
+        taken = self.take(count, math.inf, on_wait or self.look_after) if count > 0 else []
+        if len(taken) >= count:
+            return taken
+        for standby_worker in taken:
+            self.kill(standby_worker)
+        return None
 
     def cancel(self) -> None:
         """From another thread: lets no one wait for them any more."""
@@ -241,7 +263,7 @@ class StandbyWorkers:
 
     def _poll(self) -> None:
         self._startup.poll()
-        still_coming = []
+        still_coming, num_died = [], 0
         for worker, call in self._coming:
             result = self._platform.outcome(-1, call)
             if not result.answered:
@@ -252,10 +274,12 @@ class StandbyWorkers:
             if result.failure is not None:
                 logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
                 self._kill(worker)
+                num_died += result.failure.kind == "died"
             else:
                 ready: StandbyReady = result.value
                 self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
         self._coming = still_coming
+        self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
         """Ends those that were ready and do not answer any more: they are not polled while they wait."""

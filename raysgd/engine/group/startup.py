@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,12 @@ from raysgd.engine.decisions.failures import classify, words
 from raysgd.engine.group.group_calls import GroupCalls
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members
-from raysgd.engine.group.standby import StartupCheck
+from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers, StartupCheck
 from raysgd.engine.processes import resources
 from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.worker import packed_bytes
-from raysgd.engine.shared.types import GroupReport, Rendezvous
+from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -26,16 +26,25 @@ logger = logging.getLogger(__name__)
 class Startup:
     """Starts the workers of a group, once."""
 
-    def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls, platform: Platform) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        slots: Slots,
+        members: Members,
+        calls: GroupCalls,
+        standby: StandbyWorkers,
+        platform: Platform,
+    ) -> None:
         self._spec, self._slots, self._members, self._calls = spec, slots, members, calls
-        self._platform = platform
+        self._standby, self._platform = standby, platform
         self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._is_cancelled = False
 
     def prepare(self, num_workers: int, num_spares: int, timeout_s: float, min_workers: int) -> GroupReport:
         """Makes so many workers ready to be connected, and holds room for so many spares.
 
-        Workers that die over it are left out, as long as `min_workers` are ready.
+        Workers that die over it are left out, as long as `min_workers` are ready. Others start in their place, as far
+        as that is allowed; they are waited for only where fewer are ready, and else step in later.
 
         Returns:
             Where the workers live; or the report of what failed.
@@ -57,6 +66,11 @@ class Startup:
         """Connects the workers that are ready, and makes their replicas. Returns the replicas' set-up answers."""
         build = partial(self.build, captures=self._spec.captures_after_calls)
         return self._calls.connect(build, self.look_after)
+
+    def add(self, joining: Sequence[StandbyWorker]) -> None:
+        """Looks after these from now on, too."""
+        for each in joining:
+            self._startup.add(each.worker)
 
     def look_after(self) -> None:
         """Kills workers that freeze meanwhile. To be called now and then while they start."""
@@ -95,24 +109,32 @@ class Startup:
         calls = self._members.submit("prepare", self._spec.initialization_hook)
         if placed and not self._slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
-        while True:
-            report = self._calls.gather(calls, self.look_after)
-            if report.ok:
-                self._members.workers = [self._members.workers[rank] for rank in calls]
-                return report
+        report = self._calls.gather(calls, self.look_after)
+        while not report.ok:
             dead = {found.rank for found in report.outcomes if found.failure is not None}
-            if classify(report).kind == "user" or len(calls) - len(dead) < min_workers:
+            if classify(report).kind == "user":
                 return report
             logger.warning("%s; continuing with the others", words(classify(report)))
             self._leave_out(dead)
             calls = {rank: call for rank, call in calls.items() if rank not in dead}
+            if len(calls) + self._standby.num_coming + self._standby.num_ready < min_workers:
+                return report
+            failed, report = report, self._calls.gather(calls, self.look_after)
+        joining = self._standby.take_needed(min_workers - len(calls), self.look_after)
+        if joining is None:
+            self.check_wanted()
+            return failed
+        self.add(joining)
+        self._members.workers = [self._members.workers[rank] for rank in calls] + [each.worker for each in joining]
+        return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
-    def _leave_out(self, dead: Iterable[int]) -> None:
+    def _leave_out(self, dead: Collection[int]) -> None:
         for rank in dead:
             worker = self._members.remote(rank)
             self._startup.remove(worker)
             worker.kill()
             self._slots.give_back(worker.slot)
+        self._standby.replace(len(dead), len(self._members))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
         """Inside another placement group the actors themselves may have to wait for room: not forever."""

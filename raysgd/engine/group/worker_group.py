@@ -45,9 +45,9 @@ class WorkerGroup:
         )
         self._members = Members()
         self._calls = GroupCalls(spec, self._members, platform)
-        self._start = Startup(spec, self.slots, self._members, self._calls, platform)
-        self._survivors = Survivors(spec, self._members, platform)
         self.standby = StandbyWorkers(spec, self.slots, platform)
+        self._start = Startup(spec, self.slots, self._members, self._calls, self.standby, platform)
+        self._survivors = Survivors(spec, self._members, platform)
         self.gone: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
@@ -288,6 +288,7 @@ class WorkerGroup:
         Returns:
             Their set-up answers. On anything but success the group cannot be used any more.
         """
+        self._start.add(joining)
         self._give_places(survivors, joining)
         return self._calls.connect(partial(self._start.build, captures=captures), on_wait or self._start.look_after)
 
