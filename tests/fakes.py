@@ -673,9 +673,10 @@ class FakeStandbyWorkers(StandbyWorkers):
     def replace(self, num_lost: int, world_size: int) -> None:
         self.num_replacements -= self.start(min(num_lost, self.num_replacements), world_size)
 
-    def take_needed(self, count: int, on_wait: Callable[[], None] | None = None) -> list[Any] | None:
-        self.arrive()
-        return self.take(max(0, count)) if len(self.ready) >= count else None
+    def take_needed(self, count: int, most: int, on_wait: Callable[[], None] | None = None) -> list[Any] | None:
+        if count > 0:
+            self.arrive()
+        return self.take(max(0, most)) if len(self.ready) >= count else None
 
     def look_after(self) -> None: ...
 

@@ -487,8 +487,24 @@ def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
     trainer = Trainer(num_slots=4, num_spares=2)
     assert trainer.group.num_spares == 2
     trainer.cluster.num_slots = 4
+    trainer.cluster.regroups = deque([Raised(0, ValueError("the spares cannot be set up again"))])
     trainer.walk(5, Lost((0, 1, 2)))
     assert (trainer.controller.num_workers, trainer.group.num_spares) == (3, 1)
+
+
+def test_where_no_one_is_left_but_standby_workers_these_go_on_from_the_last_snapshot() -> None:
+    trainer = Trainer(num_slots=5, num_spares=2)
+    trainer.walk(2)
+    assert trainer.walk(5, Lost((0, 1, 2))) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
+    assert trainer.controller.history.events[-1].num_kept == 0
+
+
+def test_the_driver_does_not_leave_its_group_for_standby_workers() -> None:
+    trainer = Trainer(num_slots=4, num_spares=1, use_local=True)
+    trainer.cluster.stands = deque([Raised(0, ValueError("it cannot say how far it is"))])
+    assert trainer.walk(5, Lost((1, 2))) == [5, 5, 5]
+    assert (len(trainer.cluster.groups), trainer.kinds) == (2, ["rebuilt"])
 
 
 def test_a_spare_that_was_lost_is_replaced_before_the_next_call() -> None:

@@ -58,16 +58,16 @@ def test_a_lost_connection_of_all_keeps_all() -> None:
 @pytest.mark.parametrize(
     ("lost", "then"),
     [
-        ((0, 1, 2), None),
-        ((1,), Lost((0, 1, 2))),
-        ((1,), Raised(0, ValueError("`setup` does not run twice in a process"))),
+        ((0, 1, 2), []),
+        ((1,), [Lost((0, 1, 2))] * 4),
+        ((1,), [Raised(0, ValueError("`setup` does not run twice in a process"))]),
     ],
-    ids=["no one is left", "all others die", "set-up fails"],
+    ids=["no one is left", "all die, and so do those in their place", "set-up fails"],
 )
-def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: Event) -> None:
+def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: list[Event]) -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)
-    trainer.cluster.regroups = deque([then])
+    trainer.cluster.regroups = deque(then)
     assert trainer.walk(5, Lost(lost)) == [7, 7, 7]
     first, second = trainer.cluster.groups
     assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
@@ -79,24 +79,29 @@ def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_
     trainer = Trainer(renews=True)
     trainer.walk(2)
     setattr(trainer.cluster, moment, deque([Lost((0,))]))
+    trainer.cluster.standby_is_slow = True
     assert trainer.walk(5, Lost((1,))) == [7, 7]
     assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
     assert trainer.walk(1) == [8, 8, 8], "the next call grows"
 
 
-def test_where_all_die_while_they_are_given_the_state_all_are_new() -> None:
+@pytest.mark.parametrize(("num_times", "num_groups"), [(1, 1), (3, 1), (4, 2)])
+def test_where_all_die_while_they_are_given_the_state_others_start_in_their_place(
+    num_times: int, num_groups: int
+) -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)
-    trainer.cluster.restores = deque([Lost((0, 1, 2))])
+    trainer.cluster.restores = deque([Lost((0, 1, 2))] * num_times)
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    first, second = trainer.cluster.groups
-    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
+    assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["rebuilt"])
     assert trainer.controller.history.events[-1].num_kept == 0
+    assert trainer.group.standby.num_replacements == 0, "those who start later are replaced before the next call"
 
 
 def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:
     trainer = Trainer(is_large=True)
     trainer.cluster.transfer_s = 1000.0
+    trainer.cluster.standby_is_slow = True
     trainer.walk(2)
     assert trainer.walk(5, Lost((0, 1, 2)), Lost((1,))) == [7, 7]
     assert trainer.group.replicas[0].landed_tokens == [None], "a copy was taken as if there were none on its way"

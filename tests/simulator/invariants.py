@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from raysgd.engine.decisions.failures import Diagnosis
+from raysgd.engine.decisions.failures import Diagnosis, classify
 from raysgd.engine.decisions.history import GroupEvent
 from raysgd.engine.decisions.policies import RetryBudget
 from raysgd.engine.group.group_hooks import GroupHooks
-from raysgd.engine.shared.types import StateHandover
+from raysgd.engine.shared.types import GroupReport, StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
 from tests.simulator.replica import SimReplica, State, used_until
@@ -121,6 +121,14 @@ class Invariants:
         schedule = self._simulation.schedule
         self.require(num_workers >= schedule.min_workers, f"a group of {num_workers} workers is too small")
         self.require(num_workers <= schedule.num_workers, f"a group of {num_workers} workers is too large")
+
+    def check_given_up(self, report: GroupReport, num_replacements: int) -> None:
+        """A start is not given up while workers that died over it may be replaced, and have room and no bug."""
+        simulation = self._simulation
+        has_room = all(node.is_alive for node in simulation.cluster.nodes.values())
+        has_bug = classify(report).kind == "user" or simulation.befalling.kinds["raise"]
+        left = f"{num_replacements} more workers may be started in the place of dead ones"
+        self.require(not (has_room and num_replacements) or bool(has_bug), f"a start is given up, though {left}")
 
     def _members_of(self, replica: SimReplica) -> list[str]:
         group = replica.connection.group

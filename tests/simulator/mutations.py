@@ -398,6 +398,9 @@ _HANGING = Schedule(
 _FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
 _LOADING = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),)) for seed in range(10))
 _ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
+_DYING_STARTS = Schedule(
+    1, num_workers=3, nodes=(3,), ops=(Op("train"),), faults=tuple(Fault("die", "prepare", nth) for nth in (1, 2, 3))
+)
 _LEFT = Schedule(
     1,
     num_workers=3,
@@ -609,6 +612,9 @@ MUTATIONS = (
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),
+    Mutation(
+        "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)
+    ),
     Mutation("a shutdown leaves the workers alone", WorkerGroup, "kill_workers", nothing),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -12,7 +12,7 @@ import pytest
 
 from raysgd.engine.decisions.policies import RetryBudget
 from tests.simulator.many import report
-from tests.simulator.running import quiet, run
+from tests.simulator.running import Simulation, quiet, run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
 from tests.stories import ROOT
@@ -155,6 +155,34 @@ def test_a_shutdown_from_another_thread_does_not_wait_for_a_worker_that_is_still
     verdict = run(Schedule(237, nodes=(2, 2), num_samples=8, batch_size=6, late_s=0.4, ops=(train,), faults=faults))
     assert (verdict.broken, verdict.num_happened) == (None, 3), "ended before it could load"
     assert any("RAISED TrainerShutdownError" in line for line in verdict.log)
+
+
+def test_a_worker_that_dies_while_it_starts_is_replaced_beside_those_that_are_ready() -> None:
+    faults = tuple(Fault("die", "prepare", nth) for nth in (1, 2, 5))
+    with quiet():
+        simulation = Simulation(Schedule(1, 3, min_workers=3, nodes=(3,), ops=(Op("train"),), faults=faults))
+        verdict = simulation.run()
+    assert (verdict.broken, verdict.num_happened, len(simulation.cluster.processes)) == (None, 3, 3 + 3)
+
+
+@pytest.mark.parametrize(("num_deaths", "is_started"), [(4 + 3 - 1, True), (4 + 3, False)])
+def test_workers_that_always_die_while_they_start_are_not_started_without_end(
+    num_deaths: int, is_started: bool
+) -> None:
+    """There are four attempts, and three replacements for a worker."""
+    faults = tuple(Fault("die", "prepare", nth) for nth in range(1, num_deaths + 1))
+    verdict = run(Schedule(1, num_workers=1, nodes=(1,), ops=(Op("train"),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, num_deaths)
+    assert any("allowed retries are used up" in line for line in verdict.log) != is_started
+
+
+@pytest.mark.parametrize("point", ["open", "built", "called"])
+def test_where_all_die_while_they_start_those_in_their_place_go_on(point: str) -> None:
+    """The replicas of the first start are made, and after a loss of all restored, in workers that replace dead ones."""
+    deaths = Fault("die with another", point, 1), Fault("die with another", "step", 3), Fault("die", point, 4)
+    verdict = run(Schedule(1, num_workers=2, nodes=(2,), ops=(Op("train"), Op("train")), faults=deaths))
+    assert verdict.broken is None
+    assert not any("RAISED" in line for line in verdict.log)
 
 
 @pytest.mark.parametrize("nth", range(1, 20))

@@ -41,7 +41,7 @@ class WatchedGroup(WorkerGroup):
     def __init__(self, *args: Any, platform: Any, invariants: Invariants) -> None:
         super().__init__(*args, platform=platform)
         self._invariants = invariants
-        self.standby = WatchedStandby(self._spec, self.slots, platform)
+        self.standby = self._start._standby = WatchedStandby(self._spec, self.slots, platform)
         self.standby.invariants = invariants
 
     @property
@@ -52,6 +52,12 @@ class WatchedGroup(WorkerGroup):
     def known_processes(self) -> list[Process]:
         """Those of its members, of workers that are ready to step in, and of those that are being made ready."""
         return [*self.processes, *self.standby.processes]
+
+    def start(self, *args: Any) -> GroupReport:
+        report = super().start(*args)
+        if self.is_ended:
+            self._invariants.check_given_up(report, self.standby.num_replacements)
+        return report
 
     def settle(self, report: GroupReport, *args: Any) -> list[int]:
         unanswered = set(self._calls.unanswered)

@@ -106,6 +106,9 @@ class GroupFormer:
         next_group = self._leave_old_group(staying, without_state)
         try:
             next_group = self._fill_up(next_group, without_state)
+            if not self.goes_on:  # else those would be given up, too, who are still coming
+                missing = self.scaling.min_workers - next_group.num_workers
+                next_group.joining += self.group.standby.take_needed(missing, missing, self.on_wait) or []
             if next_group.num_workers < self.scaling.min_workers:
                 reason = f"{next_group.num_workers} of at least {self.scaling.min_workers} workers are left"
                 raise CannotForm(reason, next_group.staying)
@@ -217,7 +220,7 @@ def renew_without_lost(
             break
         group.remove_workers(lost)
         group.standby.replace(len(lost), len(group))
-        joining = group.standby.take_needed(min_workers - len(survivors), on_wait)
+        joining = group.standby.take_needed(min_workers - len(survivors), len(lost), on_wait)
         if joining is None:
             break
         report = group.renew(survivors, joining, on_wait, captures=captures)

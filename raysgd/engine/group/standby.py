@@ -22,6 +22,7 @@ from raysgd.engine.shared.types import Outcome, WorkerInfo, World
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
+_LONGEST_POLL_S = 0.1  # where the wait takes as long as a worker takes to start
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
 _LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
 _MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
@@ -220,22 +221,28 @@ class StandbyWorkers:
 
         `on_wait` is called now and then while it waits.
         """
-        deadline = self._platform.now() + timeout_s
+        deadline, pause_s = self._platform.now() + timeout_s, _POLL_S
         self.kill_unresponsive()
         while len(self._ready) < count and self._coming and self._platform.now() < deadline:
             if self._is_cancelled:
                 break
-            self._platform.sleep(_POLL_S)
+            self._platform.sleep(pause_s)
+            pause_s = min(1.05 * pause_s, _LONGEST_POLL_S)
             on_wait()
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def take_needed(self, count: int, on_wait: Callable[[], None] | None = None) -> list[StandbyWorker] | None:
-        """`count` ready workers, as soon as there are so many; None where there will not be."""
-        taken = self.take(count, math.inf, on_wait or self.look_after) if count > 0 else []
+    def take_needed(
+        self, count: int, most: int, on_wait: Callable[[], None] | None = None
+    ) -> list[StandbyWorker] | None:
+        """`count` ready workers, as soon as there are so many; None where there will not be.
+
+        Takes up to `most` where more are ready by then.
+        """
+        taken = self.take(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
-            return taken
+            return taken + self.take(max(0, most - len(taken)))
         for standby_worker in taken:
             self.kill(standby_worker)
         return None

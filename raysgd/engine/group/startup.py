@@ -105,6 +105,7 @@ class Startup:
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
+        num_workers = len(self._members)
         placed = self._members.submit("describe", ranks=self._members.remote_ranks)  # answered beside the user's hook
         calls = self._members.submit("prepare", self._spec.initialization_hook)
         if placed and not self._slots.are_own:
@@ -120,7 +121,7 @@ class Startup:
             if len(calls) + self._standby.num_coming + self._standby.num_ready < min_workers:
                 return report
             failed, report = report, self._calls.gather(calls, self.look_after)
-        joining = self._standby.take_needed(min_workers - len(calls), self.look_after)
+        joining = self._standby.take_needed(min_workers - len(calls), num_workers - len(calls), self.look_after)
         if joining is None:
             self.check_wanted()
             return failed

@@ -176,6 +176,7 @@ def test_a_new_worker_owes_no_answer_of_the_one_whose_rank_it_got() -> None:
 def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> None:
     trainer = Trainer(heartbeat_s=5.0, rejoins=False)
     trainer.walk(1)
+    trainer.cluster.standby_is_slow = True
     trainer.cluster.restores.append(Lost((1,)))
 
     def happens(second: int) -> None:

@@ -11,8 +11,8 @@ import pytest
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.processes.worker import RemoteWorker, StandbyReady
-from raysgd.engine.shared.types import Outcome, WorkerInfo
-from tests.fakes import FakeClock
+from raysgd.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
+from tests.fakes import FakeClock, fault
 
 
 @dataclass(eq=False)
@@ -269,3 +269,73 @@ def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: 
     assert spares.start(1, world_size=2) == 1
     spares.kill_unresponsive()
     assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)
+
+
+class DyingStarts(Spare):
+    """A machine on which so many of the workers that are started one after the other die over it."""
+
+    def __init__(self, num_deaths: int, kind: FailureKind = "died") -> None:
+        super().__init__(0.0)
+        self.num_deaths, self.kind, self.num_started, self.num_free = num_deaths, kind, 0, 1
+
+    def sleep(self, seconds: float) -> None:
+        self.clock.sleep(seconds)
+
+    def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
+        taken = min(max(0, count), self.num_free)
+        self.num_free -= taken
+        return [None] * taken
+
+    def give_back(self, slot: Any) -> None:
+        self.num_free += 1
+
+    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
+        self.num_started += 1
+        return self
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        if call[0] != "prepare_standby" or self.num_started > self.num_deaths:
+            return super().outcome(rank, call)
+        return Outcome(rank, failure=Failure(self.kind, fault()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_deaths", "num_replacements", "num_ready", "num_started"),
+    [
+        ("died", 0, 2, 1, 1),
+        ("died", 2, 2, 1, 3),
+        ("died", 3, 2, None, 3),
+        ("died", 1, 0, None, 1),
+        ("user", 1, 2, None, 1),
+    ],
+)
+def test_a_worker_that_dies_while_it_starts_is_replaced_a_few_times_but_not_after_an_exception(
+    kind: FailureKind, num_deaths: int, num_replacements: int, num_ready: int | None, num_started: int
+) -> None:
+    machine: Any = DyingStarts(num_deaths, kind)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    standby = StandbyWorkers(spec, machine, machine)
+    standby.num_replacements = num_replacements
+    standby.start(1, world_size=1)
+    taken = standby.take_needed(1, 1)
+    assert (taken and len(taken), machine.num_started) == (num_ready, num_started)
+
+
+def test_those_that_are_ready_are_ended_where_they_are_too_few() -> None:
+    machine: Any = Spare(0.0)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    standby = StandbyWorkers(spec, machine, machine)
+    standby.start(2, world_size=3)
+    assert standby.take_needed(3, 3) is None
+    assert (machine.ended, standby.num_ready) == (["kill", "kill"], 0)
+
+
+def test_after_a_shutdown_no_worker_is_replaced() -> None:
+    machine: Any = DyingStarts(1)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    standby = StandbyWorkers(spec, machine, machine)
+    standby.num_replacements = 1
+    standby.start(1, world_size=1)
+    standby.cancel()
+    assert standby.num_coming == standby.num_ready == 0
+    assert machine.num_started == 1
