@@ -148,7 +148,7 @@ class FolderContent:
         return found
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
+        self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode(), sealed=True)
 
     def portable(self) -> Content:
         """By value what only this machine has, by reference what all of them reach."""

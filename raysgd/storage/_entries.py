@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, TypeVar
@@ -105,13 +105,13 @@ class Entry:
         send = _transfers.send if self.opened.is_whole_at_close else _transfers.send_and_rename
         self.store.ask(f"write `{self.shown}`", partial(send, self.opened.filesystem, pieces, self.path))
 
-    def fetch(self, target: IO[bytes]) -> None:
-        """Fetches a file.
+    def fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
+        """Fetches a file. Checksums: those that it may have, as far as they are known.
 
         Raises:
             FileNotFoundError: There is none.
         """
-        attempt = partial(_transfers.fetch, self.opened.filesystem, self.path, target)
+        attempt = partial(_transfers.fetch, self.opened.filesystem, self.path, target, checksums)
         try:
             self.store.ask(f"read `{self.shown}`", attempt, reads=True)
         except FileNotFoundError as error:

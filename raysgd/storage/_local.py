@@ -99,7 +99,7 @@ class LocalFolder(Folder):
         with self.reading(name) as file:
             return file.read()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
         with self.writing(name) as file:
             file.write(data)
 
@@ -118,7 +118,7 @@ class LocalFolder(Folder):
                 yield file
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, *, sealed: bool = False) -> Iterator[IO[bytes]]:
         path = self._local_path / check_name(name)
         with _telling(f"write `{path}`"):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """Folders in a store. A folder becomes whole by a marker that is written last.
 
 The marker of `name` is a file `.complete-name` beside it: so one listing tells which folders are whole, and what is in
-a folder is only what users put there. Nothing is staged elsewhere, because stores copy where disks rename.
+a folder is what users put there, beside lists of checksums with hidden names. Nothing is staged elsewhere, because
+stores copy where disks rename.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from raysgd._text.secrets import masked
-from raysgd.storage import _transfers, _trees
+from raysgd.storage import _checksums, _transfers, _trees
 from raysgd.storage._entries import Entry, Store, joined
 from raysgd.storage._retrying import storage_error
 from raysgd.storage._uris import child_of
@@ -33,10 +34,12 @@ class StoreFolder(Folder):
     Attributes:
         store: The place that it was opened at.
         inside: The path from there.
+        is_staged: Whether it is one that is going to be committed, whose files stay as they are uploaded.
     """
 
     store: Store
     inside: str = ""
+    is_staged: bool = False
 
     @property
     def uri(self) -> str:
@@ -67,7 +70,7 @@ class StoreFolder(Folder):
         return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def __truediv__(self, name: str) -> StoreFolder:
-        return StoreFolder(self.store, joined(self.inside, check_name(name)))
+        return replace(self, inside=joined(self.inside, check_name(name)))
 
     def without_retries(self) -> StoreFolder:
         return replace(self, store=replace(self.store, patience=replace(self.store.patience, total_s=0)))
@@ -99,11 +102,17 @@ class StoreFolder(Folder):
         tree = _tree_of(source, f"copy `{source}` to `{self}`")
         placed = tree.placed(places)
         _transfers.on_threads(lambda name: (self / name).make(), tree.empty)
-        _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
+        sums = _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
+        if self.is_staged and sums:
+            listed = _checksums.list_of({placed[name]: checksum for name, checksum in sums.items()})
+            self.write(_checksums.new_list_name(), listed, sealed=True)
 
-    def _upload_file(self, source: Path, name: str) -> None:
+    def _upload_file(self, source: Path, name: str) -> str:
+        """Sends a file; returns its checksum."""
         with open(source, "rb") as file:
-            self._entry.child(name).send(partial(_transfers.pieces, file))
+            content = _checksums.SentContent(partial(_transfers.pieces, file))
+            self._entry.child(name).send(content)
+        return content.checksum
 
     def download(self, target: Path) -> None:
         names = self._entry.everything()
@@ -111,11 +120,27 @@ class StoreFolder(Folder):
         for name in (name for name, is_file in names.items() if not is_file):
             (target / name).mkdir(parents=True, exist_ok=True)
         files = [name for name, is_file in names.items() if is_file and not _is_own(name)]
-        _transfers.on_threads(lambda name: self.fetch(name, target / name), files)
+        sums = self._listed([name for name, is_file in names.items() if is_file and _checksums.is_list(name)])
+        _transfers.on_threads(lambda name: self._fetch(name, target / name, sums.get(name, ())), files)
+
+    def _listed(self, lists: list[str]) -> dict[str, set[str]]:
+        """The checksums of each file by these lists: several, if it was uploaded more than once."""
+        found: dict[str, set[str]] = {}
+        for path, content in _transfers.on_threads(self.read, lists).items():
+            try:
+                listed = _checksums.listed_in(content)
+            except OSError as error:
+                raise storage_error(f"read `{self / path}`", error, "Delete it, if you trust the rest.") from error
+            for name, checksum in listed.items():
+                found.setdefault(joined(path.rpartition("/")[0], name), set()).add(checksum)
+        return found
 
     def fetch(self, name: str, target: Path) -> None:
+        self._fetch(name, target)
+
+    def _fetch(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
         with _trees.placing(target) as file:
-            self._entry.child(name).fetch(file)
+            self._entry.child(name).fetch(file, checksums)
 
     def has(self, name: str) -> bool:
         return self._entry.child(name).is_a("File")
@@ -125,8 +150,11 @@ class StoreFolder(Folder):
         self._entry.child(name).fetch(content)
         return content.getvalue()
 
-    def write(self, name: str, data: bytes) -> None:
-        self._entry.child(name).send(lambda: iter([data]))
+    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
+        self._send(name, lambda: iter([data]), sealed)
+
+    def _send(self, name: str, content: _transfers.Pieces, sealed: bool) -> None:
+        self._entry.child(name).send(_checksums.SentContent(content, sealed=True) if sealed else content)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
@@ -136,12 +164,12 @@ class StoreFolder(Folder):
             yield file
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, *, sealed: bool = False) -> Iterator[IO[bytes]]:
         """Opens a file of this machine, which is sent when the block ends; so sending it can be tried again."""
         check_name(name)
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
-            self._entry.child(name).send(partial(_transfers.pieces, file))
+            self._send(name, partial(_transfers.pieces, file), sealed)
 
     def append(self, name: str, data: bytes) -> None:
         try:
@@ -154,7 +182,7 @@ class StoreFolder(Folder):
         self._entry.child(name).delete_file()
 
     def staged(self, name: str) -> StoreFolder:
-        return self / check_single(name)
+        return replace(self / check_single(name), is_staged=True)
 
     def commit(self, name: str) -> StoreFolder:
         whole = self / check_single(name)

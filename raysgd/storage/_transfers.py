@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from raysgd.storage._checksums import ArrivingContent
 from raysgd.storage._trees import TEMPORARY
 
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
 _AWAITED_PIECES = 10  # eight parts of S3, which PyArrow sends at the same time
+
+T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
 """What a file is made of; called again for each attempt."""
@@ -58,33 +60,42 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
         raise
 
 
-def fetch(fs: Any, path: str, target: IO[bytes]) -> None:
+def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:
     """Gets a file out of a store.
 
+    Args:
+        fs: The file system.
+        path: The file.
+        target: Gets what is in it.
+        checksums: Those that it may have, if it has no seal; none if they are unknown.
+
     Raises:
-        OSError: There was less or more of it than the store says.
+        OSError: There was less or more of it than the store says, or it was altered.
     """
     target.seek(0)
     target.truncate()
+    arriving = ArrivingContent()
     [info] = fs.get_file_info([path])
     with fs.open_input_stream(path, compression=None) as stream:
-        shutil.copyfileobj(stream, target, _PIECE_BYTES)
+        while piece := stream.read(_PIECE_BYTES):
+            arriving.update(piece)
+            target.write(piece)
     if info.size is not None and target.tell() != info.size:
         raise OSError(f"{target.tell():,} bytes came of a file of {info.size:,}")
+    arriving.check(checksums)
 
 
-def on_threads(work: Callable[[str], object], names: Iterable[str]) -> None:
-    """Does the work for all names, several at once. After a failure no more is begun.
+def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+    """Does the work for all names, several at once; returns what came of each. After a failure no more is begun.
 
     Raises:
         Exception: What the first one raised that failed.
     """
     names = list(names)
     if not names:
-        return
+        return {}
     pool = ThreadPoolExecutor(min(_NUM_THREADS, len(names)), thread_name_prefix="raysgd-storage")
     try:
-        for _ in pool.map(work, names):
-            pass
+        return dict(zip(names, pool.map(work, names), strict=True))
     finally:
         pool.shutdown(cancel_futures=True)

@@ -137,8 +137,15 @@ class Folder(ABC):
         """The content of a file."""
 
     @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a file: at any moment there is the whole old one or the whole new one."""
+    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
+        """Writes a file: at any moment there is the whole old one or the whole new one.
+
+        Args:
+            name: Its name.
+            data: Its content.
+            sealed: In a store, end it with a checksum in blanks and tabs, as readers of JSON and of pickles skip them.
+                Who reads it through a `Folder` then gets an error instead of an altered file.
+        """
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
@@ -149,8 +156,11 @@ class Folder(ABC):
         """Opens a file for reading; from a store it is fetched first."""
 
     @abstractmethod
-    def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file, for writing and reading, that takes its name when the block ends without an exception."""
+    def writing(self, name: str, *, sealed: bool = False) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file, for writing and reading, that takes its name when the block ends without an exception.
+
+        Sealed: as for `write`.
+        """
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
@@ -164,7 +174,10 @@ class Folder(ABC):
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Where one or several processes put what becomes `name`. Use a name once."""
+        """Where one or several processes put what becomes `name`. Use a name once.
+
+        In a store, files that are uploaded there have to stay as they are: `download` compares their checksums.
+        """
 
     @abstractmethod
     def commit(self, name: str) -> Folder:

@@ -133,7 +133,7 @@ def names_of_parts(content: dict[str, Any]) -> list[str]:
 
 
 def _write(place: str, content: str) -> None:
-    with files.saving(place) as file:
+    with files.saving(place, sealed=True) as file:
         file.write(content.encode())
 
 

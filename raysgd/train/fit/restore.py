@@ -86,7 +86,7 @@ def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str
         )
         return
     experiment.make()
-    experiment.write(TRAINER_FILE, content)
+    experiment.write(TRAINER_FILE, content, sealed=True)
 
 
 def _for_later(name: str, value: Any) -> Any:

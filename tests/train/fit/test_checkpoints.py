@@ -13,6 +13,8 @@ from raysgd.storage import Folder, open_folder
 from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train.fit.checkpoints import FitCheckpoints
 from raysgd.train.fit.session import METADATA_KEY
+from tests.s3_server import S3Server
+from tests.store_damage import alter
 
 
 @pytest.fixture
@@ -149,3 +151,31 @@ def test_a_dict_that_was_a_folder_becomes_that_folder_again(folder: Folder, tmp_
     taken.add(None, lambda: dict(content))
     taken.flush()
     assert (folder / "checkpoint_000000").read("weights") == b"123"
+
+
+def test_an_altered_checkpoint_in_a_store_is_not_handed_out(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
+    folder = open_folder(s3_server.uri("altered/trial"))
+    taken = FitCheckpoints(folder, metadata={"run": 7})
+    taken.add(None, lambda: {"epoch": 1})
+    taken.flush()
+    (tmp_path / "weights").write_bytes(b"123")
+    (tmp_path / ".metadata.json").write_bytes(b'{"own": 1}')
+    folder.staged("checkpoint_000001").upload(tmp_path)
+    taken.add(None, None)
+    of_dict, of_folder = (Checkpoint(folder / name) for name in folder.committed())
+    of_folder.update_metadata({"later": 2})
+    assert of_folder.get_metadata() == {"run": 7, "own": 1, "later": 2}
+    assert of_dict.to_dict()["epoch"] == 1
+    with of_folder.as_directory() as path:
+        assert Path(path, "weights").read_bytes() == b"123"
+    alter(folder, "checkpoint_000001/.metadata.json", at=2)
+    with pytest.raises(StorageError, match=r"checkpoint_000001/\.metadata\.json.*altered"):
+        of_folder.get_metadata()
+    alter(folder, "checkpoint_000001/.metadata.json", at=2)
+    for checkpoint, name in ((of_dict, "dict_checkpoint.pkl"), (of_folder, "weights")):
+        alter(checkpoint._folder("path"), name, at=1)
+        with pytest.raises(StorageError, match=f"{name}.*altered"):
+            checkpoint.to_dict()
