@@ -219,17 +219,25 @@ class Invariants:
         is_full = num_workers == self._simulation.schedule.num_workers
         self.require(is_full or not still, f"{num_workers} workers go on without {', '.join(still)}")
 
-    def long_leaving(self) -> set[str]:
-        """Nodes that have been going away for so long that the next call notices; the driver cannot leave its own."""
+    def nodes_to_leave(self) -> set[str]:
+        """Nodes that have been going away, and could be left, for so long that the next call notices."""
         cluster, before = self._simulation.cluster, self._simulation.kernel.now - _NOTICED_S
+        changed_at = self._simulation.controller.history.last_resize
+        if not self._nodes_in_use() - self.leaving_nodes() or (changed_at is not None and changed_at > before):
+            return set()
         leaving = {node.name for node in cluster.nodes.values() if node.is_leaving and node.leaving_since < before}
         return leaving - {cluster.node_of_driver} if self._simulation.schedule.use_local else leaving
 
     def check_left(self, leaving: set[str]) -> None:
         """After a call in which nothing befell it: the group has left nodes that were going away, or all were."""
-        used = {process.node for process in self._simulation.controller.group.processes}
+        used = self._nodes_in_use()
         has_others = used - self.leaving_nodes()
         self.require(not has_others or not used & leaving, f"workers are still on {used & leaving}, which will be lost")
+
+    def _nodes_in_use(self) -> set[str]:
+        controller = self._simulation.controller
+        group = None if controller.is_stopped else controller.group
+        return set() if group is None else {process.node for process in group.processes}
 
     @property
     def reasons(self) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class Program:
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
         was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
-        waiting, leaving = self._invariants.waiting(), self._invariants.long_leaving()
+        waiting, leaving = self._invariants.waiting(), self._invariants.nodes_to_leave()
         num_events, reasons = len(simulation.controller.history.events), self._invariants.reasons
         self.is_in_call = self.is_in_call or is_first
         try:

@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.engine.decisions.policies import RetryBudget
 from tests.simulator.many import report
+from tests.simulator.network import COLLECTIVE_TIMEOUT_S
 from tests.simulator.running import Simulation, quiet, run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
@@ -183,6 +184,35 @@ def test_where_all_die_while_they_start_those_in_their_place_go_on(point: str) -
     verdict = run(Schedule(1, num_workers=2, nodes=(2,), ops=(Op("train"), Op("train")), faults=deaths))
     assert verdict.broken is None
     assert not any("RAISED" in line for line in verdict.log)
+
+
+def test_a_spare_that_is_still_starting_on_a_node_that_goes_away_does_not_step_in() -> None:
+    faults = Fault("drain", "prepare", 2, 5), Fault("load long", "prepare", 1, 3)
+    schedule = Schedule(
+        1024175, num_workers=3, nodes=(1, 3), num_spares=1, num_samples=8, batch_size=6, heartbeat_s=10.0
+    )
+    verdict = run(replace(schedule, ops=(Op("train", 20),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+    assert any("left: 3 -> 1 workers" in line for line in verdict.log)
+
+
+@pytest.mark.parametrize("regroups", [True, False])
+def test_an_exception_on_another_rank_is_raised_before_the_driver_loses_patience(regroups: bool) -> None:
+    """The rank in the driver waits for the other one, and no one tells it that this one is gone."""
+    schedule = Schedule(
+        1,
+        nodes=(4,),
+        num_samples=40,
+        regroups=regroups,
+        rejoins=regroups,
+        tells=False,
+        use_local=True,
+        ops=(Op("train"),),
+        faults=(Fault("raise", "step", 6),),
+    )
+    [raised] = [line for line in run(schedule).log if "RAISED WorkerError" in line]
+    assert "on rank 1" in raised
+    assert float(raised.split()[0]) < COLLECTIVE_TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("nth", range(1, 20))

@@ -256,10 +256,14 @@ class StandbyWorkers:
         self._kill(standby_worker.worker)
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kills those on nodes that are going away."""
+        """Kills those on nodes that are going away, also those that are still being made ready."""
         for each in [each for each in self._ready if each.info.node_id in node_ids]:
             self._ready.remove(each)
             self._kill(each.worker)
+        coming = self._coming if node_ids else []
+        for worker, call in [each for each in coming if self._slots.node_of(each[0].slot) in node_ids]:
+            self._coming.remove((worker, call))
+            self._kill(worker)
 
     def kill_all(self) -> None:
         """Ends all of them."""

@@ -135,6 +135,10 @@ class Slots:
         nodes = [node for reservation in self._reservations for node in reservation.nodes()]
         return sum(node is not None and node not in avoid for node in nodes)
 
+    def node_of(self, slot: Slot) -> str | None:
+        """The node that `slot` is on now; None where it has none."""
+        return slot.reservation.nodes()[slot.index]
+
     def give_back(self, slot: Slot) -> None:
         """Says that `slot` is free again."""
         self._free.append(slot)

@@ -160,6 +160,18 @@ def test_whoever_answers_again_has_all_the_time_once_more() -> None:
     assert scene.ended == []
 
 
+@pytest.mark.parametrize("frozen_s", [12.0, 12.5, 13.0, 13.5])
+def test_whoever_answers_while_it_is_looked_at_is_not_ended_for_what_the_look_saw_before(frozen_s: float) -> None:
+    process = Process(1)
+    scene = StartupScene(process)
+    scene.pass_time(1)
+    process.is_stopped = True
+    scene.pass_time(frozen_s)
+    process.is_stopped = False
+    scene.pass_time(20)
+    assert scene.ended == []
+
+
 def test_a_process_that_is_not_there_yet_is_not_frozen() -> None:
     late = Process(1, is_there=False)
     scene = StartupScene(late)

@@ -87,7 +87,7 @@ class AnsweringPlatform(RayPlatform):
     [
         (FakeGroup, WorkerGroup, {"is_on_one_node", "store", "submit"}),
         (FakeStandbyWorkers, StandbyWorkers, {"cancel"}),
-        (FakeSlots, Slots, {"are_own", "close", "give_back", "take", "take_usable"}),
+        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_usable"}),
     ],
 )
 def test_each_public_method_has_a_stand_in_but_for_those_that_the_controller_does_not_use(
