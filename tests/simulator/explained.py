@@ -6,18 +6,22 @@ from __future__ import annotations
 
 _RAY = "what Ray does, which only the integration tests run"
 _PACE = "how soon it is looked at again, not what is done then"
+_WORDS = "only which lines of a status stand together"
 _FRONT_ENDS = "the front ends' tests of bad input find it"
 _OWN_PROCESS = "its test runs it in a process of its own, without the edit"
+_SCHEDULE = "a schedule of its own in `test_simulator` finds it"
 
 EXPLAINED = {
     "call_monitor.CallMonitor.__init__: `False` -> `True`": _PACE,
     "call_monitor.CallMonitor._next_round_s: `group is not None` -> `group is None`": _PACE,
     "call_monitor.CallMonitor._next_round_s: `self._hold is not None` -> `self._hold is None`": _PACE,
+    "call_monitor.CallMonitor._num_asked: `0` -> `1`": _PACE,
     "faults._picklable: `_is_plain(error) or _survives(error)` -> `_is_plain(error) and _survives(error)`": "what survives as it is also survives as the copy that is made else",
     "forked_children._let_go: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
     "gathering.RayPoller.ready: `done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)` -> `return`": _RAY,
     "gathering._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
+    "group_calls.GroupCalls._must_kill: `True` -> `False`": _SCHEDULE,
     "group_calls._ranked: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
     "growth.Growth.start_spares: `group is None or not self._spec.num_spares` -> `group is None and (not self._spec.num_spares)`": "the callers have a group, and without spares none are missing",
     "in_place.InPlaceChanges.are_possible: `False` -> `True`": "the change in place fails for the same exception, and a rebuild follows either way",
@@ -26,13 +30,24 @@ EXPLAINED = {
     "resources.Reservation.close: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,
     "resources.Reservation.close: `self._own is None` -> `not self._own is None`": _RAY,
     "resources.Reservation.close: `time.monotonic() + timeout_s` -> `time.monotonic() - timeout_s`": _RAY,
+    "resources.Reservation.is_granted: `group = self._own or self._outer` -> `return`": _RAY,
     "resources._run_beside: `0` -> `1` (2)": _RAY,
     "resources._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
     "resources.cluster_view: `NodeView(f'bundle {index}', 'this reservation', bundle, bundle)` -> `NodeView('this reservation', f'bundle {index}', bundle, bundle)`": _RAY,
+    "resources.cluster_view: `free, leaving, groups = (_free_by_node(), draining_nodes(), _placement_groups())` -> `return`": _RAY,
     "resources.outer_group: `ray = _ray()` -> `return`": _RAY,
     "slots.Slots.__init__: `False` -> `True`": "a default that the group always overrides",
     "snapshot_pace.SnapshotRule.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "standby.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
+    "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
+    "step_hold.StepHold.__init__: `now + (lifecycle.rules.resize_check_s or 0.0)` -> `now - (lifecycle.rules.resize_check_s or 0.0)`": _PACE,
+    "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
+    "types.Rendezvous: `32` -> `33`": "a longer secret is as good",
+    "worker.WorkerProcess._prepare: `self._connection.load()` -> `pass`": "what is loaded in advance is else loaded when it is used",
+    "worker.WorkerProcess.relay: `[value] = ray.get(list(references))` -> `return`": _RAY,
+    "worker._HostedProcess.__init__: `os.environ['CUDA_VISIBLE_DEVICES'] = ''` -> `pass`": _RAY,
+    "worker._actor_class: `_ACTOR_CLASS is None` -> `_ACTOR_CLASS is not None`": _RAY,
     "worker_group.WorkerGroup._relay: `Placed(self.infos[keeper].node_id, copy)` -> `Placed(copy, self.infos[keeper].node_id)`": _RAY,
     "worker_group.WorkerGroup.kill_rank: `self._members.workers[rank].kill()` -> `pass`": "the signal of the next line ends the process as well; the first way is for where no other process can be started",
+    "worker_group.WorkerGroup.renew: `False` -> `True`": "a copy is made that no one uses",
 }
