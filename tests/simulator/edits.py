@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -105,8 +106,8 @@ def edits_in(module: str, source: str) -> list[Edit]:
 def drawn(num: int, seed: int) -> list[Edit]:
     """So many edits, of each kind about equally many. A change of one module leaves those of the others as they are."""
     of_kind: defaultdict[str, list[Edit]] = defaultdict(list)
-    for path in sorted(FOLDER.glob("*.py")):
-        for edit in edits_of(path.stem):
+    for module in sorted(_paths()):
+        for edit in edits_of(module):
             of_kind[edit.kind].append(edit)
     ordered = [sorted(of_kind[kind], key=lambda edit: _lot(edit, seed)) for kind in KINDS]
     rounds = (edits[index] for index in range(max(map(len, ordered))) for edits in ordered if index < len(edits))
@@ -131,9 +132,9 @@ class _EditedFinder(importlib.abc.MetaPathFinder):
         self._edit = edit
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != f"{PACKAGE}.{self._edit.module}":
+        if not fullname.startswith(f"{PACKAGE}.") or fullname.rpartition(".")[2] != self._edit.module:
             return None
-        file = str(FOLDER / f"{self._edit.module}.py")
+        file = str(_paths()[self._edit.module])
         return importlib.util.spec_from_file_location(fullname, file, loader=_EditedLoader(fullname, file, self._edit))
 
 
@@ -157,7 +158,13 @@ def edited(edit: Edit) -> ast.Module:
 
 
 def _source(module: str) -> str:
-    return (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+    return _paths()[module].read_text(encoding="utf-8")
+
+
+@functools.cache
+def _paths() -> dict[str, Path]:
+    """Return the modules of the engine by name, in whichever of its rooms they are."""
+    return {path.stem: path for path in FOLDER.rglob("*.py") if path.stem != "__init__"}
 
 
 def _shown(node: ast.AST) -> str:

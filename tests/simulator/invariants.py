@@ -126,7 +126,8 @@ class Invariants:
         """A start is not given up while workers that died over it may be replaced, and have room and no bug."""
         simulation = self._simulation
         has_room = all(node.is_alive for node in simulation.cluster.nodes.values())
-        has_bug = classify(report).kind == "user" or simulation.befalling.kinds["raise"]
+        kinds = simulation.befalling.kinds
+        has_bug = classify(report).kind == "user" or kinds["raise"] or kinds["stop"]  # another thread ends the trainer
         left = f"{num_replacements} more workers may be started in the place of dead ones"
         self.require(not (has_room and num_replacements) or bool(has_bug), f"a start is given up, though {left}")
 

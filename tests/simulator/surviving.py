@@ -179,7 +179,7 @@ def run_unit_tests(answer: Connection, edit: Edit) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     _be_silent()
     put_in(edit)
-    own = [str(path) for path in UNIT_TESTS.glob(f"test_{edit.module}.py")]
+    own = [str(path) for path in UNIT_TESTS.rglob(f"test_{edit.module}.py")]
     answer.send(any(not _do_pass(paths) for paths in (own, [str(UNIT_TESTS)]) if paths))
     os._exit(0)
 
