@@ -17,6 +17,7 @@ from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.job import FitJob
 from tests.s3_server import BUCKET, S3Server
+from tests.store_damage import alter
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
@@ -46,7 +47,7 @@ def trainer(uri: str, **options: Any) -> DataParallelTrainer:
     )
 
 
-def test_workers_store_checkpoints_and_the_driver_commits_them(s3_server: S3Server) -> None:
+def test_workers_store_checkpoints_and_the_driver_commits_them(s3_server: S3Server, tmp_path: Path) -> None:
     uri = s3_server.uri("fit")
     options = {
         "failure_config": train.FailureConfig(max_failures=1),
@@ -66,6 +67,11 @@ def test_workers_store_checkpoints_and_the_driver_commits_them(s3_server: S3Serv
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2, 3]
     with result.checkpoint.as_directory() as folder:
         assert Path(folder, "epoch").read_text() == "3"
+    for rank in range(2):  # each worker has uploaded a list of checksums
+        alter(newest, f"rank_{rank}", at=0)
+        with pytest.raises(StorageError, match=f"checkpoint_000003/rank_{rank}.*altered"):
+            newest.without_retries().download(tmp_path)
+        alter(newest, f"rank_{rank}", at=0)
 
 
 def test_a_store_that_takes_nothing_is_named_before_workers_start(s3_server: S3Server) -> None:
