@@ -32,7 +32,7 @@ def _new() -> Any:
 
 
 class SentContent:
-    """What a file is made of, with its checksum once all of it was sent. Each attempt to send it begins anew.
+    """What a file is made of, with its checksum once all of it was sent. Each attempt to send it begins at the start.
 
     Args:
         content: The same, without.
@@ -115,7 +115,7 @@ def listed_in(content: bytes) -> dict[str, str]:
     """What a list says.
 
     Raises:
-        OSError: It is none.
+        OSError: It is not one.
     """
     try:
         found = json.loads(content)

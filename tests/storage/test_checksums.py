@@ -65,7 +65,7 @@ class TestSeals:
     def test_count_more_than_lists(self) -> None:
         check(sealed(b"new"), 100, (xxhash.xxh128_hexdigest(b"old"),))
 
-    def test_of_a_second_attempt_begin_anew(self) -> None:
+    def test_of_a_second_attempt_begin_at_the_start(self) -> None:
         attempts: Iterator[bytes] = iter([b"half", b"whole"])
         content = SentContent(lambda: iter([next(attempts)]), sealed=True)
         assert b"half" in next(content())
