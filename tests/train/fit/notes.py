@@ -16,8 +16,8 @@ from raysgd.train.fit.record.recorder import Recorder
 CONFIG = {"train_loop_config": {"lr": 0.1}}
 
 
-def make_folder(tmp_path: Path, name: str = "run") -> TrialFolder:
-    return new_trial_folder(RunConfig(name=name, storage_path=tmp_path), "TorchTrainer")
+def make_folder(place: Path | str, name: str = "run") -> TrialFolder:
+    return new_trial_folder(RunConfig(name=name, storage_path=place), "TorchTrainer")
 
 
 def make_recorder(folder: TrialFolder, **options: Any) -> Recorder:
