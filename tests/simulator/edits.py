@@ -106,7 +106,7 @@ def edits_in(module: str, source: str) -> list[Edit]:
 def drawn(num: int, seed: int) -> list[Edit]:
     """So many edits, of each kind about equally many. A change of one module leaves those of the others as they are."""
     of_kind: defaultdict[str, list[Edit]] = defaultdict(list)
-    for module in sorted(_paths()):
+    for module in sorted(paths()):
         for edit in edits_of(module):
             of_kind[edit.kind].append(edit)
     ordered = [sorted(of_kind[kind], key=lambda edit: _lot(edit, seed)) for kind in KINDS]
@@ -134,7 +134,7 @@ class _EditedFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith(f"{PACKAGE}.") or fullname.rpartition(".")[2] != self._edit.module:
             return None
-        file = str(_paths()[self._edit.module])
+        file = str(paths()[self._edit.module])
         return importlib.util.spec_from_file_location(fullname, file, loader=_EditedLoader(fullname, file, self._edit))
 
 
@@ -158,11 +158,11 @@ def edited(edit: Edit) -> ast.Module:
 
 
 def _source(module: str) -> str:
-    return _paths()[module].read_text(encoding="utf-8")
+    return paths()[module].read_text(encoding="utf-8")
 
 
 @functools.cache
-def _paths() -> dict[str, Path]:
+def paths() -> dict[str, Path]:
     """Return the modules of the engine by name, in whichever of its rooms they are."""
     return {path.stem: path for path in FOLDER.rglob("*.py") if path.stem != "__init__"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulator.edits import FOLDER, KINDS, drawn, edited, edits_in, edits_of
+from tests.simulator.edits import KINDS, drawn, edited, edits_in, edits_of, paths
 from tests.stories import ROOT
 
 MATTERS = """
@@ -85,9 +85,9 @@ def test_the_same_edits_are_drawn_every_time_and_each_kind_about_equally_often()
     assert len(set(edits) & set(drawn(70, 2))) < 35
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in FOLDER.glob("*.py")))
+@pytest.mark.parametrize("module", sorted(paths()))
 def test_every_edit_can_be_put_in_and_changes_the_module(module: str) -> None:
-    before = ast.dump(ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8")))
+    before = ast.dump(ast.parse(paths()[module].read_text(encoding="utf-8")))
     for edit in edits_of(module)[::50]:
         tree = edited(edit)
         assert ast.dump(tree) != before

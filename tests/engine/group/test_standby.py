@@ -1,4 +1,7 @@
-"""Workers that freeze while they start, or while they wait to step in."""
+"""Workers that freeze or die while they start, or while they wait to step in.
+
+Covers `raysgd.engine.group.startup`: which workers a start takes is decided by those that are ready.
+"""
 
 from __future__ import annotations
 

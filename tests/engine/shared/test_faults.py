@@ -134,7 +134,7 @@ def test_the_traceback_begins_at_the_users_first_line() -> None:
 def _called_by_the_library(error: BaseException) -> BaseException:
     """`error` as it looks in a worker, where nothing but the library is below the user's code."""
     link = error.__traceback__
-    while link is not None and "raysgd" + os.sep + "replicas" not in link.tb_frame.f_code.co_filename:
+    while link is not None and "raysgd" + os.sep + "messages" not in link.tb_frame.f_code.co_filename:
         link = link.tb_next
     assert link is not None
     return error.with_traceback(link)
