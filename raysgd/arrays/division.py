@@ -158,7 +158,7 @@ class Division:
         >>> Division(joint_size=18, world_size=7).counts(18)
         [3, 3, 3, 3, 2, 2, 2]
         >>> Division(joint_size=18, world_size=2, cap=5).parts(18, rank=1)
-        [Part(start=9, stop=14, num_together=10), Part(start=14, stop=18, num_together=8)]
+        [BatchShare(start=9, stop=14, num_together=10), BatchShare(start=14, stop=18, num_together=8)]
     """
 
     joint_size: int

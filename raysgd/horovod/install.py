@@ -76,7 +76,7 @@ def install(*, force: bool = False, dry_run: bool = False) -> None:
     say("it starts")
 
 
-def find_target() -> recipe.BuildTarget:
+def find_target() -> recipe.Target:
     """What this environment needs Horovod built for."""
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if importlib.util.find_spec("torch") is None:
@@ -86,7 +86,7 @@ def find_target() -> recipe.BuildTarget:
     import torch
 
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return recipe.BuildTarget(python, sysconfig.get_platform(), torch.__version__, torch.version.cuda is not None)
+    return recipe.Target(python, sysconfig.get_platform(), torch.__version__, torch.version.cuda is not None)
 
 
 def installed_version() -> str | None:
@@ -106,7 +106,7 @@ def probe() -> str | None:
     return None if result.returncode == 0 else _tail(result.stdout + result.stderr)
 
 
-def build(target: recipe.BuildTarget, folder: Path) -> Path:
+def build(target: recipe.Target, folder: Path) -> Path:
     """Fetches, mends and builds; returns the wheel, which is then in `folder`."""
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
@@ -168,7 +168,7 @@ def say(text: str) -> None:
     print(f"horovod: {text}", flush=True)
 
 
-def _explain(target: recipe.BuildTarget, folder: Path, wheels: Sequence[Path]) -> None:
+def _explain(target: recipe.Target, folder: Path, wheels: Sequence[Path]) -> None:
     if wheels:
         say(f"would install {wheels[0]}, built before")
         return

@@ -15,7 +15,7 @@ MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
 
 
 @dataclass(frozen=True)
-class SourceChange:
+class Mend:
     """One change to the source.
 
     Attributes:
@@ -44,32 +44,32 @@ class SourceChange:
 
 
 MENDS = (
-    SourceChange(
+    Mend(
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
         "set(CMAKE_CXX_STANDARD 20)",
         "PyTorch's headers need C++20",
     ),
-    SourceChange(
+    Mend(
         "horovod/torch/CMakeLists.txt",
         "    set(CMAKE_CXX_STANDARD 14)",
         "    set(CMAKE_CXX_STANDARD 20)",
         "PyTorch's headers need C++20",
     ),
-    SourceChange(
+    Mend(
         "CMakeLists.txt",
         "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
         'if(NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")\ninclude(CheckLanguage)\ncheck_language(CUDA)\nendif()\n'
         'if(NOT CMAKE_CUDA_COMPILER AND NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")',
         "a CUDA compiler on the PATH is of no use, and may be incomplete, where PyTorch has no CUDA",
     ),
-    SourceChange(
+    Mend(
         "horovod/torch/CMakeLists.txt",
         "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
         "import sysconfig; print(sysconfig.get_paths()['include'])",
         "Python 3.12 has no distutils",
     ),
-    SourceChange(
+    Mend(
         "horovod/common/operations.cc",
         """  {
     global_gloo_context.Initialize(ParseGlooIface());
@@ -95,14 +95,14 @@ MENDS = (
 """,
         "a rank that waits in vain for the others must get an error, not end its whole process",
     ),
-    SourceChange(
+    Mend(
         "horovod/common/operations.cc",
         "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
         "    // Reset initialization flags\n    horovod_global.initialization_done = false;\n"
         "    horovod_global.initialization_failed = false;\n",
         "after such an error the process may try again",
     ),
-    SourceChange(
+    Mend(
         "horovod/common/gloo/gloo_controller.cc",
         "  global_ranks_.reserve(size_);",
         "  global_ranks_.resize(size_);",
@@ -122,7 +122,7 @@ _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW
 
 
 @dataclass(frozen=True)
-class BuildTarget:
+class Target:
     """What Horovod is built for.
 
     Attributes:
@@ -138,7 +138,7 @@ class BuildTarget:
     has_cuda: bool
 
 
-def options(target: BuildTarget, environment: Mapping[str, str]) -> dict[str, str]:
+def options(target: Target, environment: Mapping[str, str]) -> dict[str, str]:
     """Horovod's build options: PyTorch and Gloo, nothing else, unless the environment says otherwise."""
     given = {name: value for name, value in environment.items() if _OPTIONS.match(name)}
     defaults = dict(_DEFAULTS) if target.has_cuda else {**_DEFAULTS, "HOROVOD_WITHOUT_CUDA": "1"}
@@ -152,7 +152,7 @@ def _opposite(name: str) -> str:
 
 
 def build_environment(
-    target: BuildTarget, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
+    target: Target, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
 ) -> dict[str, str]:
     """The environment of the build.
 
@@ -173,13 +173,13 @@ def build_environment(
     }
 
 
-def local_version(target: BuildTarget, environment: Mapping[str, str]) -> str:
+def local_version(target: Target, environment: Mapping[str, str]) -> str:
     """What is appended to the version of what we build. It differs whenever anything does that matters."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
-def cache_key(target: BuildTarget, environment: Mapping[str, str]) -> str:
+def cache_key(target: Target, environment: Mapping[str, str]) -> str:
     """The name of the folder that keeps the wheel."""
     return f"{VERSION}-{target.python}-{target.platform}-torch-{target.torch}-{local_version(target, environment)}"
 

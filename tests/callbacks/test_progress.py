@@ -331,11 +331,11 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     code = """
         from raysgd.callbacks import ProgressBar, Run
-        from raysgd.messages.epochs import Progress
+        from raysgd._numbers.call_progress import CallProgress
 
         run, bar = Run(name="run", trainer=object, epochs=2), ProgressBar()
         for run.epoch in (1, 2):
-            bar.on_progress(run, Progress(3, 10, run.epoch, 2, 0.5))
+            bar.on_progress(run, CallProgress(3, 10, run.epoch, 2, 0.5))
             print("a line of the user")
             bar.on_result(run, {"train_loss": 0.5 / run.epoch})
         bar.on_run_end(run, None)

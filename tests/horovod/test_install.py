@@ -89,7 +89,7 @@ def test_a_step_of_pip_that_fails_leaves_its_log_and_says_where(tmp_path: Path) 
 def test_a_failure_of_the_command_is_a_message_and_a_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def find_target() -> recipe.BuildTarget:
+    def find_target() -> recipe.Target:
         raise install.InstallError("It needs torch.")
 
     monkeypatch.setattr(install, "find_target", find_target)

@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 
 from raysgd.horovod import recipe
-from raysgd.horovod.recipe import MENDS, BuildTarget, SourceChange
+from raysgd.horovod.recipe import MENDS, Mend, Target
 
-CPU = BuildTarget(python="cp311", platform="linux-x86_64", torch="2.13.0+cpu", has_cuda=False)
+CPU = Target(python="cp311", platform="linux-x86_64", torch="2.13.0+cpu", has_cuda=False)
 GPU = replace(CPU, torch="2.13.0+cu130", has_cuda=True)
 
 # ------------------------------------------------------------------------------------------------ mends
 
 
 def test_a_mend_changes_its_place_and_nothing_else() -> None:
-    mend = SourceChange("file", old="two\n", new="2\n", reason="it is shorter")
+    mend = Mend("file", old="two\n", new="2\n", reason="it is shorter")
     assert mend.applied_to("one\ntwo\nthree\n") == "one\n2\nthree\n"
 
 
 @pytest.mark.parametrize(("text", "num_places"), [("one\n", 0), ("two\ntwo\n", 2)])
 def test_a_mend_is_refused_where_the_source_is_not_what_it_was_made_for(text: str, num_places: int) -> None:
-    mend = SourceChange("some/file", old="  two\n", new="2\n", reason="it is shorter")
+    mend = Mend("some/file", old="  two\n", new="2\n", reason="it is shorter")
     with pytest.raises(ValueError, match=rf"`some/file` has {num_places} places that begin with 'two' instead of 1"):
         mend.applied_to(text.replace("two", "  two"))
 
@@ -98,7 +98,7 @@ def test_the_number_of_compilers_is_the_users_to_choose() -> None:
         (CPU, {"HOROVOD_WITH_MPI": "1"}),
     ],
 )
-def test_whatever_is_built_differently_is_kept_apart(target: BuildTarget, environment: dict[str, str]) -> None:
+def test_whatever_is_built_differently_is_kept_apart(target: Target, environment: dict[str, str]) -> None:
     assert recipe.local_version(target, environment) != recipe.local_version(CPU, {})
     assert recipe.cache_key(target, environment) != recipe.cache_key(CPU, {})
 

@@ -603,7 +603,7 @@ MUTATIONS = (
     Mutation(
         "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
     ),
-    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (625,)),
+    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (800,)),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (128,)),
     Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("what was measured on a left node is lost", WorkerGroup, "regroup", _orphans_lost, (), (_GROWN,)),

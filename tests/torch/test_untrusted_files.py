@@ -177,8 +177,8 @@ def old_file_of(operator: bytes) -> bytes:
 READ = """
 import resource, sys
 from pathlib import Path
-from raysgd.tf import checkpoint_file as array_file
-from raysgd.torch import checkpoint_file
+from raysgd.tf.checkpoints import checkpoint_file as array_file
+from raysgd.torch.checkpoints import checkpoint_file
 import os
 num_pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = num_pages * os.sysconf("SC_PAGE_SIZE") + int(sys.argv[1])
