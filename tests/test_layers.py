@@ -19,18 +19,48 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FLOORS = (
-    "_imports _numbers _state _text _version",
-    "_files exceptions horovod utils",
-    "_arguments _reading compat engine storage writers",
-    "air arrays connections history testing",
-    "callbacks messages",
-    "driver worker",
-    "tf torch",
-    "cli operators train util",
-    "__main__ data tune v2",
-)
-"""The rooms of the package, the lowest floor first: what stands on a floor imports from lower ones only."""
+STANDS_ON = {
+    "_imports": "",
+    "_numbers": "",
+    "_state": "",
+    "_text": "",
+    "_version": "",
+    "_files": "_text",
+    "exceptions": "_text",
+    "horovod": "_imports",
+    "utils": "_numbers",
+    "_arguments": "exceptions",
+    "_reading": "exceptions",
+    "compat": "_files _imports",
+    "engine": "_text exceptions",
+    "storage": "_files _imports _text exceptions",
+    "writers": "_files _imports _numbers _text",
+    "air": "_arguments _imports _numbers _text exceptions storage",
+    "arrays": "_arguments engine utils",
+    "connections": "engine",
+    "history": "_arguments _imports _numbers _text engine",
+    "testing": "exceptions storage",
+    "callbacks": "_arguments _files _imports _numbers _text _version air engine exceptions history storage writers",
+    "messages": "_arguments _imports _numbers _text arrays engine exceptions utils",
+    "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
+    "utils",
+    "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages utils",
+    "tf": "_arguments _imports _numbers _reading arrays compat connections driver engine exceptions history messages "
+    "storage utils worker",
+    "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "
+    "engine exceptions history messages storage utils worker",
+    "cli": "_imports _version compat storage torch utils",
+    "operators": "_imports torch utils",
+    "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "
+    "exceptions messages storage tf torch writers",
+    "util": "_arguments _imports tf torch",
+    "__main__": "cli",
+    "data": "_arguments _imports tf torch util",
+    "tune": "_arguments _imports _numbers _text air callbacks driver storage torch train",
+    "v2": "_imports exceptions train",
+}
+"""The rooms of the package, the lowest first, each with the rooms that it imports from: all of them stand before it."""
+NUM_FLOORS = 9
 
 INSIDE = {
     "air": (
@@ -121,7 +151,17 @@ TRIALS = {
 """What describes a trial of Ray Tune, beside `raysgd.tune`."""
 LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
-FRAMEWORKS_OF_FUNCTIONS = ("raysgd.torch.objects", "raysgd.torch.parallel", "raysgd.torch.data", "raysgd.tf.objects")
+FRAMEWORKS_OF_FUNCTIONS = {
+    ("raysgd.train._torch", "raysgd.torch.data.sample_order"),
+    ("raysgd.train._torch", "raysgd.torch.objects.precision"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.ddp"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.fsdp"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.options"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.strategy"),
+    ("raysgd.train.tensorflow", "raysgd.tf.objects.datasets"),
+}
+# Data frames in shards need no framework until somebody asks for a dataset of one; the examples train with both.
+FRAMEWORKS_OF_DATA = {"raysgd.tf.tf_dataset", "raysgd.torch.torch_dataset"}
 
 
 @dataclass(frozen=True)
@@ -241,21 +281,24 @@ def arrows() -> list[tuple[Import, str]]:
     return [(each, module_in(each.target, modules)) for each in found]
 
 
-def test_every_room_stands_on_one_floor() -> None:
+def test_the_table_has_every_room_above_those_that_it_imports_from() -> None:
     rooms = sorted({room_of(name) for name, _ in modules_of("raysgd", "operators")} - {""})
-    assert sorted(" ".join(FLOORS).split()) == rooms
-    for room, floors in INSIDE.items():
-        inside = {inner_room_of(name) for name, _ in modules_of("raysgd") if room_of(name) == room} - {""}
-        assert sorted(" ".join(floors).split()) == sorted(inside)
+    assert sorted(STANDS_ON) == rooms
+    floors: dict[str, int] = {}
+    for room, below in STANDS_ON.items():
+        floors[room] = 1 + max((floors[each] for each in below.split()), default=0)  # which are in it by now
+    assert max(floors.values()) == NUM_FLOORS
+    for room, inside in INSIDE.items():
+        found = {inner_room_of(name) for name, _ in modules_of("raysgd") if room_of(name) == room} - {""}
+        assert sorted(" ".join(inside).split()) == sorted(found)
 
 
-def test_imports_lead_to_lower_floors() -> None:
+def test_rooms_import_from_those_that_the_table_says_and_no_others() -> None:
+    across = [(found, room_of(found.importer), room_of(module)) for found, module in arrows() if module != "raysgd"]
+    assert [str(found) for found, here, there in across if here != there and there not in STANDS_ON[here].split()] == []
+    used = {(here, there) for _, here, there in across}
     assert [
-        str(found)
-        for found, module in arrows()
-        if module != "raysgd"
-        and (here := room_of(found.importer)) != (there := room_of(module))
-        and floor_of(here, FLOORS) <= floor_of(there, FLOORS)
+        (room, each) for room, below in STANDS_ON.items() for each in below.split() if (room, each) not in used
     ] == []
 
 
@@ -282,20 +325,17 @@ def test_a_room_has_at_most_fifteen_modules() -> None:
 
 def test_the_top_of_the_package_loads_only_the_lowest_floor() -> None:
     found = [found for found in imports_of("raysgd") if found.importer == "raysgd" and not found.in_function]
-    lowest = [f"raysgd.{room}" for room in FLOORS[0].split()]
+    lowest = [f"raysgd.{room}" for room, below in STANDS_ON.items() if not below]
     assert (
         words(each for each in found if each.is_of("raysgd", "ray", "numpy", *FRAMEWORKS) and not each.is_of(*lowest))
         == []
     )
 
 
-def test_the_lower_half_knows_no_framework() -> None:
+def test_the_lower_half_knows_no_framework_and_no_tune() -> None:
     found = imports_of(*(f"raysgd/{room}" for room in NO_FRAMEWORK.split()))
-    assert words(each for each in found if each.is_of("ray.tune", *FRAMEWORKS) and not _is_optional(each)) == []
-
-
-def _is_optional(found: Import) -> bool:
-    return found.importer.startswith("raysgd._imports") or found.importer == "raysgd.driver.tune_trial"
+    own = "raysgd.driver.tune_trial"  # says what a trial is
+    assert words(each for each in found if each.is_of("ray.tune", *FRAMEWORKS) and each.importer != own) == []
 
 
 def test_files_are_stored_and_metrics_written_without_ray() -> None:
@@ -328,9 +368,25 @@ def test_callbacks_and_values_of_runs_load_ray_and_frameworks_only_inside_functi
 
 def test_functions_use_of_the_class_based_front_ends_what_frameworks_need() -> None:
     found = [found for found in imports_of("raysgd/train") if found.is_of("raysgd.torch", "raysgd.tf")]
-    assert words(each for each in found if not each.is_of(*FRAMEWORKS_OF_FUNCTIONS)) == []
-    class_based = ("raysgd.worker", "raysgd.history")
-    assert words(each for each in imports_of("raysgd/train") if each.is_of(*class_based)) == []
+    assert [
+        str(each)
+        for each in found
+        if not any(
+            f"{each.importer}.".startswith(f"{importer}.") and each.is_of(target)
+            for importer, target in FRAMEWORKS_OF_FUNCTIONS
+        )
+    ] == []
+
+
+def test_iterators_and_datasets_load_a_framework_only_when_asked() -> None:
+    found = [each for each in imports_of("raysgd/util", "raysgd/data") if each.is_of("raysgd.torch", "raysgd.tf")]
+    found = [each for each in found if not each.importer.startswith("raysgd.data.examples.")]  # they train with both
+    assert words(each for each in found if not each.is_of(*FRAMEWORKS_OF_DATA) or not each.in_function) == []
+
+
+def test_the_core_does_not_import_a_leaf_at_all() -> None:
+    found = imports_of("raysgd/engine", "raysgd/connections")
+    assert words(found for found in found if found.is_of(*LEAVES)) == []
 
 
 def test_one_module_knows_what_a_trial_of_tune_is_and_only_trials_import_it() -> None:
