@@ -19,7 +19,7 @@ from raysgd.engine.changes.lifecycle import Clock
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions import ranks
 from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
-from raysgd.engine.group.standby import StandbyWorkers
+from raysgd.engine.group.standby import Replacements, StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.transfers import FetchedParts
@@ -644,7 +644,8 @@ class FakeStandbyWorkers(StandbyWorkers):
     def __init__(self, group: FakeGroup) -> None:
         self._group = group
         self.ready: list[Any] = []
-        self.num_coming = self.num_replacements = 0
+        self.num_coming = 0
+        self.replacements = Replacements()
         self.killed_standby: list[Any] = []
 
     @property
@@ -671,7 +672,8 @@ class FakeStandbyWorkers(StandbyWorkers):
         self.num_coming = 0
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        self.num_replacements -= self.start(min(num_lost, self.num_replacements), world_size)
+        left = self.replacements
+        left.num_left -= self.start(min(num_lost, left.num_left), world_size)
 
     def take_needed(self, count: int, most: int, on_wait: Callable[[], None] | None = None) -> list[Any] | None:
         if count > 0:

@@ -95,7 +95,7 @@ def test_where_all_die_while_they_are_given_the_state_others_start_in_their_plac
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
     assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["rebuilt"])
     assert trainer.controller.history.events[-1].num_kept == 0
-    assert trainer.group.standby.num_replacements == 0, "those who start later are replaced before the next call"
+    assert trainer.group.standby.replacements.num_left == 0, "those who start later are replaced before the next call"
 
 
 def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:

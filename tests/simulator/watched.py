@@ -56,7 +56,7 @@ class WatchedGroup(WorkerGroup):
     def start(self, *args: Any) -> GroupReport:
         report = super().start(*args)
         if self.is_ended:
-            self._invariants.check_given_up(report, self.standby.num_replacements)
+            self._invariants.check_given_up(report, self.standby.replacements.num_left)
         return report
 
     def settle(self, report: GroupReport, *args: Any) -> list[int]:

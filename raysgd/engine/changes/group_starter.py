@@ -14,6 +14,7 @@ from raysgd.engine.decisions.failures import Diagnosis, classify, words
 from raysgd.engine.decisions.history import EventKind
 from raysgd.engine.decisions.policies import GiveUpWaiting, RetryBudget, WaitForWorkers, capacity
 from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.standby import Replacements
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.resources import explain
@@ -55,7 +56,7 @@ class GroupStarter:
         self.make_group = make_group
         self._view = view
         self._start_budget = start_budget
-        self._num_replacements = 0
+        self._replacements = Replacements()
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
@@ -76,7 +77,7 @@ class GroupStarter:
         self._allow_replacements()
         while not self._try_start(self._scaling.max_workers, self._spec.num_spares, self._spec.reservation_timeout_s):
             _pay_for_start(budget)
-        self._lifecycle.running.standby.num_replacements = 0
+        self._replacements.num_left = 0
         self._lifecycle.record("started", 0, began, "a new trainer")
 
     def rebuild(
@@ -99,7 +100,7 @@ class GroupStarter:
         self._allow_replacements()
         try:
             self._try_rebuild(cause, kind, began, old_size, renew)
-            self._lifecycle.running.standby.num_replacements = 0
+            self._replacements.num_left = 0
         except BaseException as error:  # Ctrl-C too
             if kind != "started":
                 is_loss = isinstance(error, WorkersLostError)
@@ -109,7 +110,8 @@ class GroupStarter:
 
     def _allow_replacements(self) -> None:
         """Allows so many for all attempts of a start together: what dies again and again is not started without end."""
-        self._num_replacements = _REPLACEMENTS * self._scaling.max_workers if self._spec.keeps_processes else 0
+        num_allowed = _REPLACEMENTS * self._scaling.max_workers
+        self._replacements.num_left = num_allowed if self._spec.keeps_processes else 0
 
     def _try_rebuild(
         self, cause: str, kind: EventKind, began: float, old_size: int, renew: Callable[[], GroupReport | None] | None
@@ -157,8 +159,7 @@ class GroupStarter:
         """
         if self._is_state_lost or not self._snapshots.has_any:
             return None
-        before, standby = set(self._lifecycle.running.infos), self._lifecycle.running.standby
-        standby.num_replacements = self._num_replacements
+        before = set(self._lifecycle.running.infos)
         try:
             report = renew()
             if report is None:
@@ -169,8 +170,6 @@ class GroupStarter:
         except BaseException:  # Ctrl-C too
             self._lifecycle.kill_group()
             raise
-        finally:
-            self._num_replacements = standby.num_replacements
         return len(before & set(self._lifecycle.running.infos))
 
     @property
@@ -239,7 +238,7 @@ class GroupStarter:
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
         self._lifecycle.starting = group
-        group.standby.num_replacements = self._num_replacements
+        group.standby.replacements = self._replacements
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
             report = group.start(timeout_s, self._num_needed)
@@ -252,7 +251,6 @@ class GroupStarter:
             group.kill()
             raise
         finally:
-            self._num_replacements = group.standby.num_replacements
             self._lifecycle.starting = None
 
     @property

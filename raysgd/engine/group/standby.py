@@ -157,11 +157,18 @@ class StandbyWorker:
     facts: Any
 
 
+@dataclass
+class Replacements:
+    """How many more workers may be started in the place of those that die while a group starts."""
+
+    num_left: int = 0
+
+
 class StandbyWorkers:
     """Makes workers ready beside a group that runs or starts. Their faults are logged, never raised.
 
     Attributes:
-        num_replacements: How many more are started in the place of workers that die while they start.
+        replacements: Those of a start, which all its attempts share.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
@@ -171,7 +178,7 @@ class StandbyWorkers:
         self._ready: list[StandbyWorker] = []
         self._world_size = 1
         self._is_cancelled = False
-        self.num_replacements = 0
+        self.replacements = Replacements()
 
     @property
     def num_coming(self) -> int:
@@ -208,7 +215,8 @@ class StandbyWorkers:
     def replace(self, num_lost: int, world_size: int) -> None:
         """Begins to make workers ready instead of those that died while they started, as far as these are allowed."""
         if not self._is_cancelled:
-            self.num_replacements -= self.start(min(num_lost, self.num_replacements), world_size)
+            left = self.replacements
+            left.num_left -= self.start(min(num_lost, left.num_left), world_size)
 
     def look_after(self) -> None:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""

@@ -330,7 +330,7 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_a_few_times_but_not_afte
     machine: Any = DyingStarts(num_deaths, kind)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
-    standby.num_replacements = num_replacements
+    standby.replacements.num_left = num_replacements
     standby.start(1, world_size=1)
     taken = standby.take_needed(1, 1)
     assert (taken and len(taken), machine.num_started) == (num_ready, num_started)
@@ -349,7 +349,7 @@ def test_after_a_shutdown_no_worker_is_replaced() -> None:
     machine: Any = DyingStarts(1)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
     standby = StandbyWorkers(spec, machine, machine)
-    standby.num_replacements = 1
+    standby.replacements.num_left = 1
     standby.start(1, world_size=1)
     standby.cancel()
     assert standby.num_coming == standby.num_ready == 0
