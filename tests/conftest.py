@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 for name, value in VARIABLES.items():
     os.environ.setdefault(name, value)
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Horovod does not build with Python 3.13. Without it, the files about it are left out; `make test` builds it first.
 collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_horovod*.py"]
 
@@ -41,6 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if {"integration", "program"} & {mark.name for mark in item.iter_markers()}}
         items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Let Ctrl-C be Ctrl-C: a shell ignores it in its background, and Ray Tune keeps it for itself after a run."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
