@@ -59,7 +59,7 @@ class UnpicklableError(RaySGDError, TypeError):
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after `shutdown`, or another thread called that during the call."""
+    """A trainer was used after `shutdown`, or another thread called `shutdown` during the call."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):

@@ -57,7 +57,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    sync(folder)
+    flush_to_disk(folder)
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _remove_unless_locked(entry: os.DirEntry[str]) -> None:
             os.unlink(entry)
 
 
-def sync(path: str | os.PathLike[str]) -> None:
+def flush_to_disk(path: str | os.PathLike[str]) -> None:
     """Put a file, or the names in a folder, on the disk. Some file systems cannot do the latter, and need not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

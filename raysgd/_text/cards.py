@@ -39,7 +39,7 @@ def card(title: str, *parts: str, note: str = "") -> str:
     return f'<div class="raysgd-card">{_STYLE}{heading}{"".join(parts)}</div>'
 
 
-def facts(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
+def two_column_table(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
     """Names and values, side by side, as a table of this class."""
     body = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in rows)
     return f'<table class="{kind}">{body}</table>'

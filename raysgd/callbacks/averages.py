@@ -56,11 +56,11 @@ class AveragedWeights(Callback):
         """
         averaged = self._weights(trainer)
         own = next(each for each in trainer.apply_all_operators(_own_weights) if each is not None)
-        trainer.apply_all_operators(partial(_put_all, weights=averaged))
+        trainer.apply_all_operators(partial(_load_weights, weights=averaged))
         try:
             yield
         finally:
-            trainer.apply_all_operators(partial(_put_all, weights=own))
+            trainer.apply_all_operators(partial(_load_weights, weights=own))
 
     def _weights(self, trainer: Any) -> Weights:
         found = trainer.apply_all_operators(partial(_state_of, key=self.worker_callback().state_key()))
@@ -324,6 +324,6 @@ def _copied_to_cpu(model: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().clone() for name, tensor in _tensors_of(model).items()}
 
 
-def _put_all(operator: Any, weights: Sequence[Mapping[str, Any]]) -> None:
+def _load_weights(operator: Any, weights: Sequence[Mapping[str, Any]]) -> None:
     for model, each in zip(models_of(operator), weights, strict=True):
         _put(model, each)

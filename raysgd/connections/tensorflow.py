@@ -69,7 +69,7 @@ class _LoadingConnection(Connection):
 
     def _announce(self, rendezvous: Rendezvous, world: World) -> None:
         """Sets `TF_CONFIG`."""
-        self._own_variables += announce([f"{host}:{port}" for host, port in rendezvous.addresses], world)
+        self._own_variables += set_tf_config([f"{host}:{port}" for host, port in rendezvous.addresses], world)
 
 
 @dataclass
@@ -231,7 +231,7 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
         return
 
 
-def announce(addresses: list[str], world: World) -> list[str]:
+def set_tf_config(addresses: list[str], world: World) -> list[str]:
     """Sets `TF_CONFIG` and returns the names of the variables that it set."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
     os.environ[_TF_CONFIG] = json.dumps(config)

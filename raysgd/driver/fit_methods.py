@@ -54,7 +54,7 @@ class FitMethods(ABC):
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Makes sure of what has to hold when all workers have answered; for training, before the call counts."""
+        """Raises where the answers of the workers contradict each other; in training, before the call counts."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:  # noqa: B027
         """Lets what follows the results of an epoch see them, when `fit` has validated."""

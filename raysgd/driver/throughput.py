@@ -33,7 +33,7 @@ class Throughput:
         self.accounts = Accounts()
 
     def run(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Runs a training call."""
+        """Runs a training call, and notes how many samples a second it trained."""
         history = self._controller.history
         self.accounts.begin_call()
         began, num_rejoins = time.perf_counter(), history.count("rejoined")

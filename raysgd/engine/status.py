@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from raysgd._text.cards import card, facts, folded, grid
+from raysgd._text.cards import card, folded, grid, two_column_table
 from raysgd._text.rank_words import listed
 from raysgd.engine.decisions.history import GroupEvent, GroupHistory
 from raysgd.engine.processes.snapshots import SnapshotKeeper
@@ -122,7 +122,7 @@ class TrainerStatus:
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
         history = folded(f"history ({len(self.events)})", [f"{_at(event)} {event}" for event in self.events])
-        return card(title, facts(self._rows()), workers, history)
+        return card(title, two_column_table(self._rows()), workers, history)
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._files.atomic_file import replacing, sync
+from raysgd._files.atomic_file import flush_to_disk, replacing
 from raysgd._imports.optional import require
 from raysgd.exceptions import StorageError
 from raysgd.storage import _trees
@@ -147,7 +147,7 @@ class LocalFolder(Folder):
                 return whole
             _trees.sync_tree(staged._local_path)
             _rename_to_new(staged._local_path, whole._local_path)
-            sync(self._local_path)
+            flush_to_disk(self._local_path)
         return whole
 
     def committed(self) -> list[str]:

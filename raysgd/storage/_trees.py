@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from raysgd._files.atomic_file import sync
+from raysgd._files.atomic_file import flush_to_disk
 
 TEMPORARY = ".raysgd-"  # as in `_atomic_file`, which also removes what was left long ago
 
@@ -93,5 +93,5 @@ def sync_tree(root: Path) -> None:
     """Makes sure that everything in a folder is on the disk."""
     for folder, _, names in os.walk(root):
         for name in names:
-            sync(os.path.join(folder, name))
-        sync(folder)
+            flush_to_disk(os.path.join(folder, name))
+        flush_to_disk(folder)

@@ -360,7 +360,7 @@ class LightningOperator(TrainingOperator):
 
     def _end_epoch(self, old_hook: str, hook: str) -> dict[str, Any]:
         values = self._values
-        values.end_batches()
+        values.begin_values_of_epoch()
         returned = self._hooks.call(old_hook, values.outputs)
         self._hooks.call(hook, outputs=values.outputs)
         if returned is None:

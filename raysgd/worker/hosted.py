@@ -70,8 +70,8 @@ class Hosted(ABC):
 
     @property
     @abstractmethod
-    def connection_obstacle(self) -> str | None:
-        """Why this process cannot connect with another group at all."""
+    def reconnection_obstacle(self) -> str | None:
+        """Why this process can never connect with a second group; None if it can."""
 
     @abstractmethod
     def take_place(self, world: World) -> None:
@@ -116,7 +116,7 @@ class Hosted(ABC):
     @property
     def group_obstacle(self) -> str | None:
         """Why this replica cannot continue in another group at all."""
-        return self.connection_obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
+        return self.reconnection_obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:

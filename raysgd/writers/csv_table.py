@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._files.atomic_file import replacing
 from raysgd._numbers.nested import flattened
-from raysgd.writers.json_files import appending, is_until
+from raysgd.writers.json_files import is_until, open_to_append
 from raysgd.writers.sink import FileSink
 
 
@@ -23,14 +23,14 @@ class CsvTable(FileSink):
         self._columns = _columns_in(self.path)
         if first_step is not None and self.path.exists():
             self._rewrite(partial(is_until, first_step))
-        appending(self.path).close()
+        open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         flat = flattened(row)
         added = [key for key in flat if key not in self._columns]
         if added:
             self._columns = self._rewrite(lambda row: True, added)
-        with appending(self.path) as file:
+        with open_to_append(self.path) as file:
             file.write(_encoded(self._columns, [flat]))
 
     def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:

@@ -41,12 +41,12 @@ class JsonLines(FileSink):
     def _begin(self, first_step: int | None) -> None:
         if first_step is not None and self.path.exists():
             keep_lines(self.path, first_step)
-        appending(self.path).close()
+        open_to_append(self.path).close()
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         text = as_json(dict(row))[:-1]
         separator = ", " if row and self._last != "}" else ""
-        with appending(self.path) as file:
+        with open_to_append(self.path) as file:
             file.write(f"{text}{separator}{self._last}\n".encode())
 
 
@@ -110,7 +110,7 @@ def _plain(value: Any, depth: int) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def appending(path: Path) -> IO[bytes]:
+def open_to_append(path: Path) -> IO[bytes]:
     """Opens a file of lines to write on. A last line without an end gets one.
 
     Open it for one report and close it: a handle that has failed would refuse all that follow.

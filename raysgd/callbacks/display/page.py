@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd._text.cards import facts as table_of_facts
-from raysgd._text.cards import grid, safe
+from raysgd._text.cards import grid, safe, two_column_table
 from raysgd.callbacks.display.page_style import STYLE
 from raysgd.engine.shared.time_spent import (
     AGAIN,
@@ -369,7 +368,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str
 
 
 def _table_of(title: str, facts: Mapping[str, str]) -> str:
-    table = table_of_facts(facts.items(), "facts")
+    table = two_column_table(facts.items(), "facts")
     return _section(title, f'<div class="card table">{table}</div>') if facts else ""
 
 

@@ -256,7 +256,7 @@ class _Handshakes:
                     time.sleep(_POLL_S)  # others of this process may give some back
                 return
             try:
-                _send_at_once(connection)
+                _disable_nagle(connection)
             except OSError:  # it has ended already, which macOS says here
                 connection.close()
                 continue
@@ -361,10 +361,10 @@ def _socket_for(address: Address) -> socket.socket:
     family = socket.AF_UNIX if address[1] >> PORT_BITS else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
-    _send_at_once(connection)
+    _disable_nagle(connection)
     return connection
 
 
-def _send_at_once(connection: socket.socket) -> None:
+def _disable_nagle(connection: socket.socket) -> None:
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -88,8 +88,8 @@ class PowerOfTwoRole:
 
 
 @lru_cache(maxsize=64)
-def folding(ranks: tuple[int, ...], rank: int) -> PowerOfTwoRole:
-    """The part of `rank` in leaving a power of two of `ranks`."""
+def power_of_two_role(ranks: tuple[int, ...], rank: int) -> PowerOfTwoRole:
+    """Return what `rank` does when pairs of ranks add up first, so that a power of two of them is left."""
     num_pairs = len(ranks) - (1 << (len(ranks).bit_length() - 1))
     takers, givers = ranks[0 : 2 * num_pairs : 2], ranks[1 : 2 * num_pairs : 2]
     left = (*takers, *ranks[2 * num_pairs :])

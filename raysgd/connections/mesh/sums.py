@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raysgd.connections.mesh.mesh import Mesh
-from raysgd.connections.mesh.nodes import Nodes, folding, tree
+from raysgd.connections.mesh.nodes import Nodes, power_of_two_role, tree
 
 MOST = 8
 """Up to so many ranks each of them talks to each other."""
@@ -183,7 +183,7 @@ class RankSums:
 
         A rank that gives goes on alone, which is to do nothing.
         """
-        part = folding(tuple(ranks), self._rank)
+        part = power_of_two_role(tuple(ranks), self._rank)
         if part.taker is not None:
             self._mesh.swap({part.taker: as_bytes(flat)}, {}, kind)
             yield (self._rank,), 0

@@ -235,7 +235,7 @@ class RayPoller:
 def roll_call(
     poller: CallPoller, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """What ranks answer that were all asked just now, beside their work. Those who are silent have not answered.
+    """Wait for each rank to answer whether it lives; return the outcomes, also those of ranks that stayed silent.
 
     Args:
         poller: Hears them.

@@ -14,7 +14,7 @@ FORM_TIMEOUT_S = 120.0
 
 
 class Connection(ABC):
-    """Makes the workers of a group one communicating whole. All methods run in the worker."""
+    """Connects the workers of a group with each other, and ends that. All methods run in the worker."""
 
     def limit_threads(self, num_threads: int) -> None:
         """Tells numerical libraries how many threads to use, before they are imported where that is still possible."""

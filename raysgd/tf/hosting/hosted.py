@@ -111,7 +111,7 @@ class TFHosted(hosted.Hosted):
         return datasets.signature_of(dataset) if dataset is not None and datasets.is_divided(dataset) else None
 
     @property
-    def connection_obstacle(self) -> str | None:
+    def reconnection_obstacle(self) -> str | None:
         if self._strategy is not None:
             return "a process can be in one `MultiWorkerMirroredStrategy` only"
         return None

@@ -146,7 +146,7 @@ def is_mean(metric: Any) -> bool:
 
 
 def weights_of(model: Any) -> list[Any]:
-    """The weights of a model; none for one that has not seen its input yet."""
+    """The weights of a model; an empty list for one that has not seen its input yet."""
     return list(model.weights) if model.built else []
 
 

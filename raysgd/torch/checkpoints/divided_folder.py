@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from raysgd._files.atomic_file import held, remove_leftovers, sync
+from raysgd._files.atomic_file import flush_to_disk, held, remove_leftovers
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.divided_index import Files, Path_, StoredTensor
 from raysgd.torch.objects.rng import RNG
@@ -154,7 +154,7 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         with held(beside):
             yield beside
-        sync(beside)
+        flush_to_disk(beside)
         _take_name(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -170,7 +170,7 @@ def _take_name(folder: Path, target: Path) -> None:
         f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
     ):  # of killed saves too
         shutil.rmtree(former, ignore_errors=True)
-    sync(target.parent)
+    flush_to_disk(target.parent)
 
 
 def emptied(folder: Path) -> str:

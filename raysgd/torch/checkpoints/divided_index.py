@@ -49,7 +49,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files.
+    """Where the parts of one tensor are in the files of a folder checkpoint.
 
     Attributes:
         path: Where in a state it belongs.

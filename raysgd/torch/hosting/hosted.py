@@ -241,7 +241,7 @@ class TorchHosted(hosted.Hosted):
         bind_batch_info(self.operator.train_batch)(batch, info)
 
     @property
-    def connection_obstacle(self) -> str | None:
+    def reconnection_obstacle(self) -> str | None:
         return self.parallel.obstacle
 
     def take_place(self, world: World) -> None:

@@ -41,8 +41,8 @@ class EpochValues:
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
-    def end_batches(self) -> None:
-        """Takes what comes for the epoch as a whole."""
+    def begin_values_of_epoch(self) -> None:
+        """From now on, logged values count for the epoch as a whole."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any, num_samples: int) -> dict[str, Any]:

@@ -256,7 +256,10 @@ class NoParallel:
             dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
-        """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
+        """A function that starts a sum of numbers over the ranks, beside the training, and returns how to wait for it.
+
+        All ranks must ask for it at the same time.
+        """
         # A separate group: on the default one these calls could overtake those of the backward pass.
         group = new_group_beside()
 

@@ -107,7 +107,7 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Sends metrics, and makes what they announce when the driver asks for it; see `PendingCheckpoints.settle`."""
+        """Sends metrics, then makes the checkpoint that they announce if the driver asks for it."""
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)

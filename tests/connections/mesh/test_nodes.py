@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.connections.mesh.nodes import Nodes, PowerOfTwoRole, folding, tree
+from raysgd.connections.mesh.nodes import Nodes, PowerOfTwoRole, power_of_two_role, tree
 
 
 def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
@@ -42,7 +42,7 @@ def test_the_first_of_some_ranks_reaches_all_others_once_and_in_a_few_rounds(siz
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 12, 40, 63, 64])
 def test_folding_leaves_a_power_of_two(size: int) -> None:
     ranks = tuple(range(5, 5 + size))
-    parts = {rank: folding(ranks, rank) for rank in ranks}
+    parts = {rank: power_of_two_role(ranks, rank) for rank in ranks}
     left = parts[5].ranks
     assert len(left) & (len(left) - 1) == 0
     assert len(left) > size / 2
@@ -54,4 +54,4 @@ def test_folding_leaves_a_power_of_two(size: int) -> None:
             taker = parts[rank].taker
             assert taker == rank - 1, "the order of ranks stays"
             assert parts[taker].giver == rank
-    assert folding((0, 1, 2), 2) == PowerOfTwoRole((0, 2), 1)
+    assert power_of_two_role((0, 1, 2), 2) == PowerOfTwoRole((0, 2), 1)
