@@ -33,7 +33,7 @@ from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.exceptions import UnpicklableError, WorkersLostError, worker_error
+from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
 
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
@@ -276,7 +276,11 @@ class ElasticController:
                 return [answer.value for answer in report.values]
             try:
                 is_inside = self._go_on(call, report, budget)
-            except BaseException:
+            except WorkerError:  # the group is kept where all its ranks are at the same place
+                self._copies.note_broken_off(call)
+                raise
+            except BaseException as error:  # Ctrl-C, or one in the driver: some ranks may have completed the call
+                self._lifecycle.end_call(type(error).__name__, unless_local=True)
                 self._copies.note_broken_off(call)
                 raise
             function = call.resume if is_inside and call.resume is not None else call.function

@@ -374,6 +374,49 @@ def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last
     assert trainer.controller.history.num_failures == 0
 
 
+def interrupt(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_retries"), [("ask_beside", 3), ("answering", 0)], ids=["who is stuck", "who is lost"]
+)
+def test_a_group_is_given_up_where_the_driver_is_interrupted_while_it_asks_about_a_loss(
+    asked: str, max_retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks have completed the call, and some have not."""
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,), "disconnected"))
+    monkeypatch.setattr(trainer.group, asked, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(10, max_retries)
+    assert trainer.group.ended_by == "kill"
+    assert trainer.last_event == ("ended", 3, 0, "KeyboardInterrupt")
+    assert trainer.add(100) == [101, 101, 101]
+
+
+def test_a_group_is_given_up_where_the_driver_is_interrupted_while_a_copy_from_it_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(is_large=True).start()
+    trainer.add(1)
+    trainer.cluster.transfer_s = HOURS
+    trainer.add(10)
+    trainer.next_calls(Lost((1,)))
+    keeper = trainer.controller.snapshots
+    poll = keeper.poll
+    monkeypatch.setattr(keeper, "poll", lambda timeout_s=0.0: (interrupt if timeout_s else poll)())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(100)
+    monkeypatch.undo()
+    assert trainer.group.ended_by == "kill"
+    kind, old_size, new_size, cause = trainer.last_event
+    assert (kind, old_size, new_size) == ("ended", 3, 0)
+    assert cause.endswith("; KeyboardInterrupt")
+    assert trainer.add(1000) == [1011, 1011, 1011]
+
+
 def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
     def on_wait() -> None:
         raise OSError("the terminal is gone")
@@ -441,10 +484,6 @@ def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
     trainer.add(1)
     trainer.next_calls(Lost((0,)))
     trainer.cluster.num_taken = 3
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
     trainer.clock.at_sleep = interrupt
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)

@@ -101,7 +101,8 @@ class GroupStarter:
         try:
             self._try_rebuild(cause, kind, began, old_size, renew)
             self._replacements.num_left = 0
-        except BaseException as error:  # Ctrl-C too
+        except BaseException as error:  # Ctrl-C too: a group that is restored half-way must never be used
+            self._lifecycle.kill_group()
             if kind != "started":
                 is_loss = isinstance(error, WorkersLostError)
                 why = "no other group could be had" if is_loss else type(error).__name__
@@ -160,16 +161,12 @@ class GroupStarter:
         if self._is_state_lost or not self._snapshots.has_any:
             return None
         before = set(self._lifecycle.running.infos)
-        try:
-            report = renew()
-            if report is None:
-                return None
-            self._take_answers(report)
-            if not self._restore_those_left():
-                return None
-        except BaseException:  # Ctrl-C too
-            self._lifecycle.kill_group()
-            raise
+        report = renew()
+        if report is None:
+            return None
+        self._take_answers(report)
+        if not self._restore_those_left():
+            return None
         return len(before & set(self._lifecycle.running.infos))
 
     @property
@@ -291,11 +288,7 @@ class GroupStarter:
             WorkerError: The user's set-up failed.
             ReservationTimeoutError: Another program took the resources meanwhile.
         """
-        try:
-            return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore_those_left()
-        except BaseException:  # Ctrl-C too: a group that is restored half-way must never be used
-            self._lifecycle.kill_group()
-            raise
+        return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore_those_left()
 
     def _restore_those_left(self) -> bool:
         """Restores the state in all who live through it; False when too few do."""
@@ -353,7 +346,6 @@ class GroupStarter:
             return False
         diagnosis = classify(report)
         if diagnosis.kind == "user":
-            self._lifecycle.kill_group()
             raise self._lost_snapshot(diagnosis) or worker_error(diagnosis.faults)
         return True
 
