@@ -540,6 +540,8 @@ class FakeGroup(WorkerGroup):
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
         assert not (self.spec.use_local and 0 in ranks), "the driver cannot leave"
+        for rank in (self.silent | self.stuck).intersection(ranks):
+            self.kill_rank(rank)
         self.slots.num_taken -= len(ranks)
         self.gone |= set(ranks)
 

@@ -147,6 +147,15 @@ def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> Non
         trainer.walk(5, Lost((1,)))
 
 
+def test_a_rank_that_froze_is_ended_for_sure_where_only_standby_workers_are_kept() -> None:
+    """Its place is given to another worker at once, so nothing else would end it."""
+    trainer = Trainer(rejoins=False, num_slots=4, num_spares=1)
+    trainer.walk(2)
+    trainer.cluster.silent = {0}
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.group.killed_ranks) == (1, [0])
+
+
 def test_a_group_that_is_formed_half_way_is_never_used() -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)

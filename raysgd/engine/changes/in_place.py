@@ -95,7 +95,7 @@ class InPlaceChanges:
         """
         former = self._former(can_wait=self._can_wait, goes_on=False)
         try:
-            next_group = former.form(self._settled(report, tell_stuck) if self._lifecycle.spec.renews else ())
+            next_group = former.form(self._to_keep(report, tell_stuck))
         except CannotForm as failed:
             logger.warning("no process is kept: %s", failed.reason or "no worker is left")
             return None
@@ -106,6 +106,18 @@ class InPlaceChanges:
             logger.warning("could not form a new group: %s", words(classify(renewed)))
             return None
         return renewed
+
+    def _to_keep(self, report: GroupReport, tell_stuck: Callable[[], None]) -> list[int]:
+        """The ranks that keep their processes in `renew`. Where none does, those that are frozen are found at least.
+
+        What ends the others does not reach them.
+        """
+        if self._lifecycle.spec.renews:
+            return self._settled(report, tell_stuck)
+        group = self._lifecycle.running
+        unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
+        self._lifecycle.suspect(group.answering(unknown))
+        return []
 
     @property
     def can_renew(self) -> bool:
