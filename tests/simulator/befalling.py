@@ -53,6 +53,8 @@ class Befalling:
             self.is_poisoned = False
         elif label == "regroup" and process.replica is not None:
             process.replica.is_poisoned = self.is_poisoned
+            if self.is_poisoned:  # what it breaks it breaks later, maybe calls later
+                self.kinds["poisoned"] += 1
         due = self._due(label)
         return self._come_about(due, label, process) if due else ()
 

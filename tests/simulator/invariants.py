@@ -244,7 +244,7 @@ class Invariants:
     def reasons(self) -> tuple[int, ...]:
         """How much there was so far for which workers may be lost."""
         befalling = self._simulation.befalling
-        return befalling.num_incidents, *(befalling.kinds[kind] for kind in (*LOSSES, "slow", "poison", "load long"))
+        return befalling.num_incidents, *(befalling.kinds[kind] for kind in (*LOSSES, "slow", "poisoned", "load long"))
 
     def check_reasons(self, before: tuple[int, ...], events: Sequence[GroupEvent], is_training: bool) -> None:
         """Workers are lost for a reason: something befell them since the beginning of the last training call."""

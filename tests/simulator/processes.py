@@ -137,7 +137,8 @@ class Process:
 
     @property
     def is_lost(self) -> bool:
-        return self.is_dead and not self.has_left
+        """Whether it is dead, or will be as soon as it is not frozen any more."""
+        return (self.is_dead or self.is_killed) and not self.has_left
 
     # ------------------------------------------------------------------------------------ calls
 

@@ -132,6 +132,31 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
     assert (verdict.broken, verdict.num_happened) == (None, 4)
 
 
+@pytest.mark.parametrize("nth", range(90, 111, 4))
+def test_ctrl_c_while_the_driver_asks_who_is_stuck_leaves_no_ranks_in_different_states(nth: int) -> None:
+    losses = Fault("lose connection", "last", 1, 5), Fault("die", "joined", 1, 6), Fault("stall", "last", 1)
+    schedule = Schedule(
+        1006706,
+        num_workers=3,
+        nodes=(4,),
+        num_samples=8,
+        batch_size=2,
+        rejoins=False,
+        regroups=False,
+        ops=(Op("train", 27), Op("save", 53, 0), Op("steps", 4)),
+        faults=(losses[0], Fault("interrupt", "wait", nth), *losses[1:]),
+    )
+    verdict = run(schedule)
+    assert (verdict.broken, verdict.num_happened) == (None, 4)
+
+
+def test_a_worker_that_froze_is_ended_where_a_spare_takes_its_place() -> None:
+    losses = Fault("die", "built", 4, 6), Fault("freeze", "loaded", 3, 6)
+    schedule = Schedule(5000390, num_workers=4, nodes=(7,), num_spares=2, num_samples=8, heartbeat_s=3.0)
+    verdict = run(replace(schedule, ops=(Op("load", 95),), faults=losses))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+
+
 def test_a_rank_that_hangs_in_user_code_is_replaced_and_that_costs_a_retry() -> None:
     schedule = Schedule(1, num_workers=3, nodes=(4,), num_samples=40, ops=(Op("train", None, 1),))
     once = replace(schedule, faults=(Fault("slow", "step", 10),))
@@ -220,6 +245,29 @@ def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> N
     ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)
     with quiet():
         assert run(Schedule(42436, nodes=(4,), is_large=True, ops=ops, faults=faults)).broken is None
+
+
+def test_a_replica_that_breaks_its_group_calls_later_is_a_reason_for_the_loss() -> None:
+    faults = Fault("drain", "stepped", 40, 5), Fault("poison", "merge", 4, 3)
+    train = Op("train", None, 6), Op("train"), Op("train", None, 1), Op("steps", 6)
+    schedule = Schedule(1006031, num_workers=3, nodes=(2, 1, 1), num_samples=16, snapshot_every=1, heartbeat_s=10.0)
+    verdict = run(replace(schedule, late_s=1.2, ops=train, faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+    assert any("no step was completed since" in line for line in verdict.log)
+
+
+def test_a_rank_that_answered_counts_as_a_survivor_however_long_another_one_is_waited_for() -> None:
+    faults = Fault("slow", "half", 6, 2), Fault("stall", "wait", 30, 2)
+    schedule = Schedule(4001590, num_workers=3, nodes=(2, 2), num_samples=8, batch_size=6, has_halves=True, tells=False)
+    verdict = run(replace(schedule, heartbeat_s=3.0, late_s=0.4, ops=(Op("train", None, 1),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+
+
+@pytest.mark.parametrize("seed", [40, 54])
+def test_what_a_rank_measured_that_was_ended_and_is_still_frozen_is_lost_with_it(seed: int) -> None:
+    faults = Fault("stall", "step", 7, 2), Fault("lose connection", "merge", 3, 1)
+    verdict = run(Schedule(seed, num_workers=2, nodes=(3,), num_samples=40, ops=(Op("train"),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
 
 
 def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
