@@ -123,16 +123,16 @@ class Program:
         if self._is_alone:
             self._invariants.check_spent(budget.num_spent)
             self._check_raised(op, before)
-            has_events = len(simulation.controller.history.events) > num_events  # new workers send a snapshot, too
-            is_in_peace = before == dict(simulation.befalling.kinds)
+            events = simulation.controller.history.events[num_events:]
+            has_loss = any(event.is_loss for event in events)  # perhaps of what befell it between two calls
+            is_in_peace = before == dict(simulation.befalling.kinds) and not has_loss
             if op.kind in CHANGING and is_in_peace:
                 self._invariants.check_grown(waiting)
                 self._invariants.check_left(leaving)
-            if op.kind in CHANGING and is_in_peace and not has_events and not was_coming:
+            if op.kind in CHANGING and is_in_peace and not events and not was_coming:  # new workers send one
                 self._invariants.check_covered(must_follow or op.kind == "apply")
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
-                events = simulation.controller.history.events[num_events:]
                 self._invariants.check_reasons(reasons, events, op.kind in ("train", "steps"))
             self._invariants.check_between_calls()
         return True
