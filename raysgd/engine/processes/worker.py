@@ -142,6 +142,22 @@ def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: 
     return packed_bytes("What the call is given", (function, capture, landed, plain)), *references
 
 
+def _unpacked(packed: bytes, values: Sequence[Any]) -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
+    """What `pack` was given."""
+    try:
+        function, capture, landed, args = pickle.loads(packed)
+    except ModuleNotFoundError as error:
+        raise cannot_import(error.name) from error
+    return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
+
+
+def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> Answer:
+    """The answer to a call; a copy of the state goes with it, if the call is over."""
+    is_over = not isinstance(value, HeldAtStep)
+    part = _timed_capture(replica, landed) if capture and is_over else None
+    return Answer(value, part, log_lines.drain())
+
+
 class WorkerProcess:
     """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
 
@@ -250,25 +266,21 @@ class WorkerProcess:
         """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
 
         def body() -> Answer:
-            value = function(self.replica, *args)
-            is_over = not isinstance(value, HeldAtStep)
-            part = _timed_capture(self.replica, landed) if capture and is_over else None
-            return Answer(value, part, log_lines.drain())
+            return _answer(self.replica, function(self.replica, *args), capture, landed)
 
         return self._guarded(body)
 
     def on_packed(self, packed: bytes, *values: Any) -> Answer:
         """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them."""
-
-        def unpack() -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
-            try:
-                function, capture, landed, args = pickle.loads(packed)
-            except ModuleNotFoundError as error:
-                raise cannot_import(error.name) from error
-            return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
-
-        function, capture, landed, args = self._guarded(unpack)
-        return self.on_replica(function, capture, landed, *args)
+        self._busy_thread = threading.get_ident()
+        try:  # and not inside `_guarded`: users look at these frames, and Ray puts one around each method
+            function, capture, landed, args = _unpacked(packed, values)
+            return _answer(self.replica, function(self.replica, *args), capture, landed)
+        except BaseException as error:
+            if not self._is_from_call(error):
+                raise
+            failure = self._failure(error)
+        return cast(Answer, self._fail(failure))
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
@@ -334,12 +346,20 @@ class WorkerProcess:
         except BaseException as error:
             if not self._is_from_call(error):
                 raise
-            kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
-            is_brief = kind == "disconnected"  # all survivors fail like this at the same time
-            fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
-            failure = Failure(kind, fault, log_lines.drain())
-            if kind == "disconnected":
-                self._connection.give_up(error)  # only this tells the ranks that wait for this one
+            failure = self._failure(error)
+        return cast(ValueT, self._fail(failure))
+
+    def _failure(self, error: BaseException) -> Failure:
+        kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
+        is_brief = kind == "disconnected"  # all survivors fail like this at the same time
+        fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
+        failure = Failure(kind, fault, log_lines.drain())
+        if kind == "disconnected":
+            self._connection.give_up(error)  # only this tells the ranks that wait for this one
+        return failure
+
+    def _fail(self, failure: Failure) -> Any:
+        """Ends a call without a value."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
@@ -390,14 +410,9 @@ class _HostedProcess(WorkerProcess):
         let_go_of_ray()
         super().__init__(*args, **kwargs)
 
-    def _guarded(self, body: Callable[[], Any]) -> Any:
+    def _fail(self, failure: Failure) -> Any:
         """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
-        try:
-            return super()._guarded(body)
-        except WorkerFailed as carrier:
-            if carrier.failure.kind != "disconnected":
-                raise
-            return carrier.failure
+        return failure if failure.kind == "disconnected" else super()._fail(failure)
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
