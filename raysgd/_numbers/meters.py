@@ -143,6 +143,7 @@ class AverageMeterCollection:
 
     Attributes:
         n: Sum of the weights of all updates.
+        held: What was held back.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class AverageMeterCollection:
         self._capture_object = capture_object
         self._meters: dict[str, _NumberMeter | _ObjectMeter] = {}
         self._num_batches = 0
-        self._held: list[tuple[dict[str, Any], int | float]] = []
+        self.held: list[tuple[dict[str, Any], int | float]] = []
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
@@ -177,9 +178,12 @@ class AverageMeterCollection:
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
         meters = self._meters
         for name, value in metrics.items():
-            if not is_weight(name):
-                meter = meters.get(name) or self._new_meter(name, value)
-                meter.add(value, metrics.get(weight_of(name), weight))
+            meter = meters.get(name)
+            if meter is not None:
+                meter.add(value, metrics.get(meter.weight_name, weight))
+            elif not is_weight(name):
+                meter = self._new_meter(name, value)
+                meter.add(value, metrics.get(meter.weight_name, weight))
                 meters[name] = meter
         self._num_batches += 1
         self.n += num_samples
@@ -190,18 +194,17 @@ class AverageMeterCollection:
         The same arguments as for `update`. Metric objects have counted the batch already, by themselves.
         """
         kept = {name: value.detach().clone() if _is_tensor(type(value)) else value for name, value in metrics.items()}
-        self._held.append((kept, n))
+        self.held.append((kept, n))
 
     def count_held(self) -> None:
         """Count what was held back; raises what `update` raises."""
-        if self._held:
-            held, self._held = self._held, []
-            for metrics, n in held:
-                self.update(metrics, n)
+        held, self.held = self.held, []
+        for metrics, n in held:
+            self.update(metrics, n)
 
     def drop_held(self) -> None:
         """Forget what was held back: these batches do not count."""
-        self._held.clear()
+        self.held.clear()
 
     def summary(self) -> MetricSummary:
         """Return batch count, number of samples, and for each metric its mean and its last value.
@@ -270,10 +273,10 @@ class AverageMeterCollection:
 class _NumberMeter:
     """Sum, weight and last value of one metric, with the tensors that were not read yet."""
 
-    __slots__ = ("_last", "_name", "_to_floats", "_weights", "count", "pending", "total")
+    __slots__ = ("_last", "_name", "_to_floats", "_weights", "count", "pending", "total", "weight_name")
 
     def __init__(self, name: str, to_floats: ToFloats) -> None:
-        self._name = name
+        self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self._last: Any = _UNREAD
         self._weights: list[int | float | None] = []  # None: it is a tensor, which waits behind that of the value
@@ -332,10 +335,10 @@ class _NumberMeter:
         # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
         # each batch's loss to the same memory.
         self.pending.append(tensor.detach().clone())
-        waits = _is_tensor(type(weight))
+        waits = type(weight) is not int and _is_tensor(type(weight))
         if waits:
             self.pending.append(weight.detach().clone())
-        self._weights.append(None if waits else self._checked(weight))
+        self._weights.append(None if waits else weight if type(weight) is int else self._checked(weight))
         self._last = _UNREAD
         if len(self.pending) >= MAX_PENDING:
             self.fold(self._to_floats(self.pending))
@@ -344,10 +347,10 @@ class _NumberMeter:
 class _ObjectMeter:
     """The metric object last seen under one name, and what was captured of it so far."""
 
-    __slots__ = ("_capture", "_captured", "_live", "_name")
+    __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
     def __init__(self, name: str, capture: CaptureObject) -> None:
-        self._name = name
+        self._name, self.weight_name = name, weight_of(name)
         self._capture = capture
         self._live: Any = None
         self._captured: CapturedMetric | None = None

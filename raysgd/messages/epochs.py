@@ -72,8 +72,8 @@ def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
     return results.merge(metrics)
 
 
-def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:
-    """Calls an override of any generation with those of `named` that it takes.
+def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments for an override of any generation: the iterator, and those of `named` that it takes.
 
     `info` is the second positional argument of the older generation, under whatever name the user gave it.
     """
@@ -83,8 +83,8 @@ def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) 
             p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
         ]
         if positional and positional[0].default is inspect.Parameter.empty:
-            return method(iterator, named.pop("info"), **named)
-        return method(iterator, **named)
+            return [iterator, named.pop("info")], named
+        return [iterator], named
     arguments: list[Any] = [iterator]
     keywords: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
@@ -96,7 +96,7 @@ def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) 
             inspect.Parameter.VAR_POSITIONAL,
         ):
             arguments.append(named["info"])
-    return method(*arguments, **keywords)
+    return arguments, keywords
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
@@ -111,6 +111,9 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
     first = parameters[0] if parameters else None
     takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
+    is_as_it_is = first is not None and first.kind in _POSITIONAL and known <= {first.name} - {"batch_idx"}
+    if is_as_it_is and not hasattr(method, "__wrapped__"):  # else what is around it may take names only
+        return method
     if takes_info_unnamed:
         return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

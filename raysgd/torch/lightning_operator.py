@@ -269,7 +269,6 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
         if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
-        self._raysgd.own_steps.clip(optimizer)
         with self.timers.record("apply"):
             self._raysgd.own_steps.step(optimizer)
         self._raysgd.parallel.step.stepped(optimizer)

@@ -138,16 +138,21 @@ class TrainingOperator(BaseOperator):
         schedulers = SchedulerSteps.of(self, info)
         meters, step, train_batch = internals.take_meters(), internals.parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
+            internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if not step.is_padding:
-                internals.gradients.compare_weight(metrics, type(self).__name__)
+            metrics = internals.completed(metrics, batch)
             if step.is_boundary:
                 step.confirm()
-                meters.count_held()
-                schedulers.after_step(internals.precision, step)
+                if meters.held:
+                    meters.count_held()
+                if schedulers.follow_steps:
+                    schedulers.after_step(internals.precision, step)
             if not step.is_padding:
+                values, num_samples = internals.parted(metrics)
+                if BATCH_WEIGHT in values:
+                    internals.gradients.compare_weight(values, type(self).__name__)
                 count = meters.update if step.is_boundary else meters.hold
-                count(*internals.parted(metrics))
+                count(values, num_samples)
             self.global_step += step.is_last_part
         meters.count_held()
         summary = meters.summary()
@@ -177,11 +182,14 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        if weight is None:
+        if weight is None and internals.weights.are_needed:
             internals.weights.look_at(target)
-        with internals.choice.acting_on(required(self, "optimizer")):
+        with internals.choice.acting_on_usual(required(self, "optimizer")):
             with self.timers.record("grad"):
-                backward_with(self, loss, weight)
+                if weight is None:
+                    self.backward(loss)
+                else:
+                    backward_with(self, loss, weight)
             if internals.parallel.step.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
@@ -202,11 +210,16 @@ class TrainingOperator(BaseOperator):
         Where the loss is the mean over something else (tokens, boxes), return how many of these there are as a third.
         Behind each of these may be a dict of metrics, which are reported as with `self.log`.
         """
-        output = batches.call(required(self, "model"), features)
-        loss = batches.own_loss(output) if getattr(self, "criterion", None) is None else None
-        if loss is not None:
-            return output, loss
-        return output, self._raysgd.loss_calls.call(required(self, "criterion"), batches.prediction(output), target)
+        model = required(self, "model")
+        is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
+        output = model(*features) if is_unnamed else batches.call(model, features)
+        criterion = getattr(self, "criterion", None)
+        if criterion is None:
+            loss = batches.own_loss(output)
+            if loss is not None:
+                return output, loss
+            criterion = required(self, "criterion")
+        return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
         """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.
@@ -225,7 +238,8 @@ class TrainingOperator(BaseOperator):
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)
-        bystanders = internals.choice.bystanders(optimizer, chosen)
+        are_alone = len(internals.choice.registered) == 1
+        bystanders = [] if are_alone else internals.choice.bystanders(optimizer, chosen)
         internals.gradients.compute(loss, chosen, bystanders, weight, internals.trained_parameters)
 
     def optimizer_step(self, optimizer: Any = None) -> None:

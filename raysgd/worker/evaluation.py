@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysgd.messages.epochs import EpochAnswer, EpochRequest, call_with_accepted
+from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
@@ -61,8 +61,9 @@ class Evaluation:
             try:
                 batches = stream.take(request.num_steps)
                 batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
                 with self._answering.timed("validation"):
-                    returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
+                    returned = operator.validate(*args, **named)
             finally:
                 self._activity.running = None
         num_steps = stream.num_steps_taken - began_at

@@ -17,7 +17,7 @@ from raysgd._numbers.timers import TimerCollection
 from raysgd._text.once import Once
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.worker.data.logged import note, with_logged
+from raysgd.worker.data.logged import note, set_apart, with_logged
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 NUM_STEPS = "__num_steps__"
@@ -66,6 +66,8 @@ class Internals:
         place: Where the batch is that is trained on or evaluated.
     """
 
+    _operator: Any  # whose methods report metrics
+
     def __init__(self, config: dict[str, Any], context: Any) -> None:
         self.config = config
         self.context = context
@@ -110,19 +112,37 @@ class Internals:
         return meters
 
     def begin_batch(self) -> None:
-        """Called before a batch is trained on or evaluated."""
+        """Called before a batch is trained on or evaluated: what was logged by then belongs to the call."""
+        if self.logged:
+            set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
         """How many samples of a batch count."""
         raise NotImplementedError
 
-    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
-        """Metrics of a batch together with what they are averaged by, if they do not say it."""
+    def completed(self, metrics: Any, batch: Any) -> Any:
+        """Metrics of a batch together with what was logged in it, and what they are averaged by, if they do not say it.
+
+        Those that are complete stay as they are, and so does what is no dict of metrics.
+        """
+        if not isinstance(metrics, Mapping):
+            return metrics
+        if self.logged:
+            metrics = with_logged(metrics, self.logged)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Metrics of a batch, with those that were logged and without their weight, and that."""
-        metrics = self.latest_metrics = with_logged(metrics, self.logged)
+        """Metrics of a batch, with those that were logged and without their weight, and that.
+
+        Raises:
+            TypeError: They are no dict.
+        """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
+                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
+            )
+        metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
 
 

@@ -167,7 +167,7 @@ class ClassRunner(OperatorChanges):
 
     def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Runs the operator's `train_epoch` once; see `Training.begin`."""
-        return self._training.begin(request, share)
+        return self._training.go_through(*self._training.begin(request, share), request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from raysgd._numbers.meters import NUM_SAMPLES
 from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
-from raysgd.messages.epochs import EpochAnswer, EpochRequest, call_with_accepted
+from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.logged import counting, forget
+from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.streams import Stream, WatchedBatches, redrawing
 from raysgd.worker.hosted import Hosted
@@ -44,8 +45,8 @@ class Training:
         self._ledger = ledger
         self._hold_number = 0
 
-    def begin(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
-        """Runs the operator's `train_epoch` once.
+    def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, Stream]:
+        """Begins a call, and finds the batches for it.
 
         Args:
             request: What is asked.
@@ -59,27 +60,28 @@ class Training:
         self._answering.begin(hosted.operator, request.profile)
         self._inside.clear()
         self._activity.run = EpochRun(loop.pass_index(stream), request.num_steps, loop.new_meters())
-        return self._go_through(self._activity.run, stream, request)
+        return self._activity.run, stream
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Goes on with a call that broke off or was held, wherever in the data it is by now."""
         run, loop = self._activity.run, self._hosted.loop
         if run is None:  # nothing was begun yet when it broke off
-            return self.begin(request, share)
+            return self.go_through(*self.begin(request, share), request)
         if run.answer is not None:
             return run.answer
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
             return self._finish(run, loop.results(run), request)
-        return self._go_through(run, loop.stream(request), request)
+        return self.go_through(run, loop.stream(request), request)
 
-    def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+    def go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+        """Runs the operator's `train_epoch` over these batches, once."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
         epoch_before = feed.epoch
         run.attach(stream)
         can_resume = loop.can_resume(stream) and hosted.epoch_obstacle is None
-        stream.at_boundary = partial(self._at_boundary if can_resume else self._note_boundary, loop, run)
+        stream.at_boundary = partial(self._at_boundary, loop, run, can_resume)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(self._ledger.timing(coming), loop.step)
@@ -91,15 +93,16 @@ class Training:
             with (
                 self._ledger.call(loop.first_bin),
                 hosted.training(run, stream),
-                counting(operator, loop.step),
+                self._counting(operator, loop),
                 internals.callbacks.around_steps(operator, loop.step),
                 self._answering.timed("train_epoch"),
             ):
                 internals.callbacks.begin_epoch(run, operator)
                 loop.note_boundary()
-                returned = call_with_accepted(
+                args, named = accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
+                returned = operator.train_epoch(*args, **named)
                 stream.settle()
         except HeldAtBoundary:
             run.gate = Gate()
@@ -126,18 +129,21 @@ class Training:
         self._ledger.end_call()
         return answer
 
-    def _at_boundary(self, loop: Loop, run: EpochRun) -> None:
-        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._note_boundary(loop, run)
-        num_completed = run.num_completed
-        if self._inside.is_due(num_completed):
-            self._inside.keep(num_completed, self._snapshot(run))
-        if run.gate.stops(num_completed):
-            raise HeldAtBoundary
+    def _counting(self, operator: Any, loop: Loop) -> AbstractContextManager[None]:
+        """What completes the metrics of batches: the loop itself, where no one else sees them first."""
+        by_loop = loop.completes_metrics and not operator._raysgd.callbacks.watches_steps
+        return (counting_in_loop if by_loop else counting)(operator, loop.step)
 
-    def _note_boundary(self, loop: Loop, run: EpochRun) -> None:
+    def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
+        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         loop.note_boundary()
         self._ledger.commit()
+        if not can_resume:
+            return
+        if self._inside.every is not None and self._inside.is_due(run.num_completed):
+            self._inside.keep(run.num_completed, self._snapshot(run))
+        if run.gate.proposed is not None and run.gate.stops(run.num_completed):
+            raise HeldAtBoundary
 
     def _snapshot(self, run: EpochRun) -> Any:
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, run)

@@ -23,6 +23,10 @@ class InstalledCallbacks:
     """The worker callbacks of one operator.
 
     A state that no callback has claimed is kept: the next callback with the same `state_key` gets it.
+
+    Attributes:
+        wants_gradients: Whether one is to be called before an optimizer steps.
+        wants_steps: Whether one is to be called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
@@ -30,8 +34,11 @@ class InstalledCallbacks:
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
         self._operator: Any = None
-        self._on_gradients: list[WorkerCallback] = []
-        self._on_steps: list[WorkerCallback] = []
+        self._listen([], [])
+
+    def _listen(self, on_gradients: list[WorkerCallback], on_steps: list[WorkerCallback]) -> None:
+        self._on_gradients, self._on_steps = on_gradients, on_steps
+        self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
         """Puts copies of `callbacks` in the place of those that there are."""
@@ -54,6 +61,11 @@ class InstalledCallbacks:
         """Inside, callbacks are called around each step. Without callbacks it costs nothing."""
         return self._around_steps(operator, step) if self._callbacks else nullcontext()
 
+    @property
+    def watches_steps(self) -> bool:
+        """Whether a callback sees the metrics of each step."""
+        return bool(self._with("on_step_end"))
+
     @contextmanager
     def _around_steps(self, operator: Any, step: PlaceInStep) -> Iterator[None]:
         before, train_batch = vars(operator).get("train_batch"), operator.train_batch
@@ -66,31 +78,22 @@ class InstalledCallbacks:
 
         if watching:
             operator.train_batch = watched
-        self._on_gradients, self._on_steps = self._with("on_gradients"), self._with("on_optimizer_step")
+        self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
             yield
         finally:
-            self._on_gradients, self._on_steps, self._operator = [], [], None
+            self._operator = None
+            self._listen([], [])
             if watching:
                 del operator.train_batch
                 if before is not None:
                     operator.train_batch = before
 
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether a callback is to be called before an optimizer steps."""
-        return bool(self._on_gradients)
-
     def gradients(self, optimizer: Any) -> None:
         """Called before an optimizer steps, with gradients that are complete."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
-
-    @property
-    def wants_steps(self) -> bool:
-        """Whether a callback is to be called after an optimizer has stepped."""
-        return bool(self._on_steps)
 
     def stepped(self, optimizer: Any) -> None:
         """Called after an optimizer has stepped."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd._numbers.results import WorkerMetrics
-from raysgd.messages.epochs import EpochAnswer, bind_batch_info, call_with_accepted, merged
+from raysgd.messages.epochs import EpochAnswer, accepted, bind_batch_info, merged
 
 
 def test_results_are_merged_by_name_or_listed_as_they_are() -> None:
@@ -76,6 +76,11 @@ REST = {"num_steps": 4, "epoch_idx": 2}
 ALL = {"info": {"a": 1}, **REST}
 
 
+def called(method: Any, info: dict[str, Any]) -> Any:
+    args, named = accepted(method, "it", info=info, **REST)
+    return method(*args, **named)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -96,7 +101,7 @@ ALL = {"info": {"a": 1}, **REST}
     ],
 )
 def test_overrides_of_any_generation_get_what_they_accept(name: str, expected: Any) -> None:
-    assert call_with_accepted(getattr(Signatures(), name), "it", info={"a": 1}, **REST) == expected
+    assert called(getattr(Signatures(), name), {"a": 1}) == expected
 
 
 def test_a_decorated_override_is_judged_by_its_own_signature() -> None:
@@ -112,7 +117,7 @@ def test_a_decorated_override_is_judged_by_its_own_signature() -> None:
         def train_epoch(self, iterator, info):  # type: ignore[no-untyped-def]
             return iterator, info
 
-    assert call_with_accepted(Decorated().train_epoch, "it", info={}, **REST) == ("it", {})
+    assert called(Decorated().train_epoch, {}) == ("it", {})
 
 
 class Overrides:

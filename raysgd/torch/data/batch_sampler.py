@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from raysgd.arrays.division import Division, ShardedJointBatch
-from raysgd.torch.data.pass_plan import PassPlan, SpeedsAt, check_range, no_speeds
+from raysgd.torch.data.pass_plan import PassPlan, SpeedsAt, check_range
 from raysgd.torch.data.sample_order import Indices, SampleOrder, SamplerOrder
 
 _SEED_BY_HAND = 0
@@ -45,7 +45,7 @@ class JointBatches:
     """
 
     cap: int | None = None
-    speeds_at: SpeedsAt = no_speeds
+    speeds_at: SpeedsAt | None = None
     num_shards: int = 0
     multiple: int = 1
 
@@ -210,7 +210,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self.joint.division(self.batch_size, self.world_size)
 
     def _plan(self, num_samples: int, consumed: int) -> PassPlan:
-        speeds_at = no_speeds if self.joint is None else self.joint.speeds_at
+        speeds_at = None if self.joint is None else self.joint.speeds_at
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:

@@ -30,6 +30,8 @@ def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     Raises:
         TypeError: The batch has no parts that could be told apart.
     """
+    if type(batch) in (list, tuple) and batch:
+        return tuple(batch[:-1]), batch[-1]
     named = by_name(batch)
     if named is not None:
         return (batch,), next((named[name] for name in TARGET_NAMES if name in named), None)
@@ -107,6 +109,8 @@ def own_loss(output: Any) -> torch.Tensor | None:
 
 def prediction(output: Any) -> Any:
     """What is compared with the target: the logits, where an output names such; else all of it."""
+    if isinstance(output, torch.Tensor):
+        return output
     logits = _named(output, "logits")
     return output if logits is None else logits
 
@@ -162,6 +166,9 @@ def count_samples(batch: Any) -> int:
         >>> count_samples([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}, {"boxes": torch.zeros(1, 4)}])
         3
     """
+    last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(last, torch.Tensor) and last.ndim:
+        return len(last)
     counted = _counted(batch)
     if counted is not None:
         return len(counted)

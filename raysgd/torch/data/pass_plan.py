@@ -17,11 +17,6 @@ SpeedsAt = Callable[[int], Sequence[float]]
 """Position in the pass -> how fast each rank is in the step that begins there; empty for even shares."""
 
 
-def no_speeds(position: int) -> Sequence[float]:
-    """Even shares, wherever."""
-    return ()
-
-
 class Share(NamedTuple):
     """What one rank does in one step, or in one of several batches of it.
 
@@ -56,7 +51,8 @@ class PassPlan:
         drop_last: Leave out a last step that is not full.
         pad: What a rank does that has no sample where others have some. True: it repeats samples of that step with
             weight 0 (training). False: it has no batch (evaluation).
-        speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks.
+        speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks. None for
+            even shares.
 
     Raises:
         ValueError: A number is out of range.
@@ -74,7 +70,7 @@ class PassPlan:
     division: Division | ShardedJointBatch
     drop_last: bool
     pad: bool
-    speeds_at: SpeedsAt = no_speeds
+    speeds_at: SpeedsAt | None = None
 
     def __post_init__(self) -> None:
         check_range("num_samples", self.num_samples, minimum=0)
@@ -103,7 +99,8 @@ class PassPlan:
     def has_single_samples(self) -> bool:
         """Whether a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
         starts, cap = self._starts(), self.division.cap
-        sizes = [self._size_at(start) for start in (*starts[:1], *starts[-1:])]
+        most = self.division.joint_size
+        sizes = [min(most, self.num_samples - start) for start in (*starts[:1], *starts[-1:])]
         return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in sizes)
 
     def shares(self, rank: int) -> Iterator[Share]:
@@ -114,20 +111,18 @@ class PassPlan:
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         before: tuple[Any, ...] = ()
-        parts: list[BatchShare] = []
+        shares: list[Share] = []
         for start in self._starts():
-            terms = self._size_at(start), self.speeds_at(start)
+            size = min(self.division.joint_size, self.num_samples - start)
+            terms = size, () if self.speeds_at is None else self.speeds_at(start)
             if terms != before:
-                parts, before = self.division.parts(terms[0], rank, terms[1]), terms
-            for index in range(len(parts)):
-                yield self._share(start, index, parts)
+                shares, before = self._shares_of_batch(rank, *terms), terms
+            for share in shares:
+                yield Share(start + share.start, start + share.stop, *share[2:])
 
     def _starts(self) -> range:
         size = self.division.joint_size
         return range(self.consumed, self.consumed + self.num_steps * size, size)
-
-    def _size_at(self, start: int) -> int:
-        return min(self.division.joint_size, self.num_samples - start)
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
         """Return the batches that `rank` takes in joint step `step`, counted from `consumed`.
@@ -137,19 +132,23 @@ class PassPlan:
         """
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
-        start = self._starts()[step]
-        parts = self.division.parts(self._size_at(start), rank, self.speeds_at(start))
-        return [self._share(start, index, parts) for index in range(len(parts))]
+        size, start = self.division.joint_size, self._starts()[step]
+        rest = PassPlan(min(start + size, self.num_samples), start, self.division, False, self.pad, self.speeds_at)
+        return list(rest.shares(rank))
 
-    def _share(self, start: int, index: int, parts: Sequence[BatchShare]) -> Share:
+    def _shares_of_batch(self, rank: int, size: int, speeds: Sequence[float]) -> list[Share]:
+        """Return what a rank takes of a joint batch, with positions counted from its first sample."""
+        parts = self.division.parts(size, rank, speeds)
+        return [self._share(size, index, parts) for index in range(len(parts))]
+
+    def _share(self, size: int, index: int, parts: Sequence[BatchShare]) -> Share:
         first, stop, together = parts[index]
         own, place = stop - first, (index == 0, index == len(parts) - 1)
         if own:
-            weight = own * self.division.world_size / together
-            return Share(start + first, start + stop, own, weight, together, *place)
+            return Share(first, stop, own, own * self.division.world_size / together, together, *place)
         # Real samples, so that the forward pass is an ordinary one; two, because batch norms refuse a single one.
-        num_shown = min(2, self.division.cap or 2, self._size_at(start)) if self.pad else 0
-        return Share(start, start + num_shown, 0, 0.0, together, *place)
+        num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
+        return Share(0, num_shown, 0, 0.0, together, *place)
 
     def num_batches(self, rank: int) -> int:
         """Return how many batches `rank` sees in the rest of the pass."""

@@ -43,6 +43,7 @@ class DrawnItem(NamedTuple):
         is_last: Whether the joint step ends with it.
         seeds: Where random numbers of the training come from, in a logical shard and after the last one; None if they
             go on.
+        is_last_of_pass: Whether the pass ends with it; None where that is not known yet.
     """
 
     batch: Any
@@ -52,6 +53,7 @@ class DrawnItem(NamedTuple):
     is_first: bool = True
     is_last: bool = True
     seeds: tuple[int, int] | None = None
+    is_last_of_pass: bool | None = None
 
 
 class LoaderSource(Protocol):
@@ -174,17 +176,25 @@ class DividedLoaderSource:
         if self._generator is not None:
             self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator
-        batches = iter(self._sharded.loader)
+        batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
         seeds: tuple[int, int] | None = None
         for share in plan.shares(rank):
             batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
-            if sampler.num_shards:
+            if num_shards:
                 own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
                 seeds = own, of_step
+            steps_left -= share.is_last
             yield DrawnItem(
-                batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds
+                batch,
+                share.weight,
+                share.num_samples,
+                share.num_joint,
+                share.is_first,
+                share.is_last,
+                seeds,
+                is_last_of_pass=steps_left == 0,
             )
-            if sampler.num_shards and share.is_last:
+            if num_shards and share.is_last:
                 consumed += share.num_joint
             if balancing is not None:
                 consumed += share.num_joint
@@ -343,23 +353,23 @@ class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _draw(self) -> DrawnItem | None:
+        assert self._live is not None
         self._step.began_at = time.perf_counter()
-        return super()._draw()
+        if not self._ahead:
+            self._ahead.append(next(self._live, None))
+        return self._ahead[0]
 
-    def _look_ahead(self) -> list[DrawnItem | None]:
-        is_needed = self._step.window > 1 and not isinstance(self.source, DividedLoaderSource)
-        return super()._look_ahead() if is_needed else []
-
-    def _is_last_of_pass(self) -> bool:
-        if not isinstance(self.source, DividedLoaderSource):
-            return super()._is_last_of_pass()
-        return self._is_last_of_step and self._num_steps_in_pass + self._is_first_of_step == self.source.num_steps()
+    def _is_last_of_pass(self, item: DrawnItem) -> bool:
+        if item.is_last_of_pass is None and self._step.window > 1:
+            return super()._is_last_of_pass(item)
+        self._ahead = []
+        return bool(item.is_last_of_pass)
 
     def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
         return item.is_first, item.is_last
 
     def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
-        batch, weight, num_samples, total, is_first, is_last_of_step, seeds = item
+        batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
         self._num_steps_in_pass += is_first
         if total is None and self._step.window > 1:
             total = count_samples(batch)

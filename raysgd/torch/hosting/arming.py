@@ -31,13 +31,13 @@ class StepArming:
             ValueError: The operator's `accumulate_grad_batches` returned something that cannot work.
         """
         internals, step = self._internals, self._parallel.step
-        internals.own_steps.begin_call()
         window, wrapped = self._window(epoch_idx), internals.registered.wrapped
         num_shards = 0 if source is None else source.num_shards
         step.most_parts = 1 if source is None or num_shards else source.most_batches
         step.shards = self._logical_shards(num_shards, window) if num_shards else None
         may_defer, may_run_backward = internals.precision.can_defer, _may_run_backward(self._operator)
         self._parallel.arm(wrapped, may_run_backward, window * step.most_parts, may_defer)
+        internals.own_steps.begin_call()
 
     def _window(self, epoch_idx: int) -> int:
         """How many batches make an optimizer step, as the operator says."""

@@ -276,7 +276,9 @@ class TorchHosted(hosted.Hosted):
         stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            noting = internals.loss_calls.on(internals.criterion, internals.weights.note)
+            noting = internals.loss_calls.on(
+                internals.criterion, internals.weights.note, only_labels=not internals.weights.are_needed
+            )
             with self.parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield

@@ -48,11 +48,14 @@ class StepLoop(Loop):
             register(self._note_step)
 
     def _num_changes(self) -> int:
+        if not self._watched:
+            return self._num_optimizer_steps
         return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
         self._num_optimizer_steps += 1
-        self._parallel.record.note(self._works[id(optimizer)])
+        if self._parallel.synchronizes:
+            self._parallel.record.note(self._works[id(optimizer)])
 
     @property
     def is_whole(self) -> bool:
@@ -64,6 +67,10 @@ class StepLoop(Loop):
 
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step_at_boundary
+
+    @property
+    def completes_metrics(self) -> bool:
+        return getattr(self._operator.train_epoch, "__func__", None) is TrainingOperator.train_epoch
 
     @property
     def own_s(self) -> float | None:

@@ -109,29 +109,36 @@ class LossCalls:
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Comparison], None]] = []
+        self._hooked: Any = None
 
     @contextmanager
-    def on(self, criterion: Any, listener: Callable[[Comparison], None]) -> Iterator[None]:
-        """Let `listener` hear of all calls inside the block."""
-        hooked = losses_in(criterion) if _takes_hooks(criterion) else []
+    def on(self, criterion: Any, listener: Callable[[Comparison], None], only_labels: bool = False) -> Iterator[None]:
+        """Let `listener` hear of all calls inside the block; with `only_labels` of those that may leave labels out."""
+        before, takes_hooks = self._hooked, _takes_hooks(criterion)
+        hooked = [(each, loss) for each, loss in losses_in(criterion) if loss.counts_labels or not only_labels]
         handles = [
-            each.register_forward_pre_hook(partial(_tell, listener, loss), with_kwargs=True) for each, loss in hooked
+            each.register_forward_pre_hook(partial(_tell, listener, loss), with_kwargs=True)
+            for each, loss in (hooked if takes_hooks else ())
         ]
         self._listeners.append(listener)
+        self._hooked = criterion if takes_hooks else None
         try:
             yield
         finally:
+            self._hooked = before
             self._listeners.remove(listener)
             for handle in handles:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
         """Call a criterion, of which listeners hear also if it takes no hooks."""
-        comparison = None if _takes_hooks(criterion) else compared_by(criterion, output, target)
-        if comparison is not None:
-            for listener in self._listeners:
-                listener(comparison)
+        if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
+            self._tell_of(compared_by(criterion, output, target))
         return criterion(output, target)
+
+    def _tell_of(self, comparison: Comparison | None) -> None:
+        for listener in self._listeners if comparison is not None else ():
+            listener(comparison)
 
 
 def losses_in(criterion: Any) -> list[tuple[Any, _Loss]]:
@@ -175,8 +182,9 @@ def _known(part: Any) -> _Loss | None:
 def _tell(
     listener: Callable[[Comparison], None], loss: _Loss, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
-    listener(_comparison(part, loss, named.get("input"), named.get("target")))
+    output = args[0] if args else kwargs.get("input")
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    listener(_comparison(part, loss, output, target))
 
 
 def _comparison(part: Any, loss: _Loss, output: Any, target: Any) -> Comparison:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+_NOTHING = nullcontext()
 
 
 class OptimizerChoice:
     """Knows it from the argument, from what stock code is doing, or because there is only one.
 
     Args:
-        registered: All registered optimizers.
         default: `self.optimizer` of the operator; raises where there is none.
+
+    Attributes:
+        registered: All registered optimizers.
     """
 
-    def __init__(self, registered: Callable[[], Sequence[Any]], default: Callable[[], Any]) -> None:
-        self._registered = registered
+    def __init__(self, default: Callable[[], Any], registered: Sequence[Any] = ()) -> None:
+        self.registered = registered
         self._default = default
         self._acting: Any = None
+
+    def acting_on_usual(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Says the same of `self.optimizer`, which is the one anyway where it is the only one."""
+        return self.acting_on(optimizer) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
@@ -44,7 +52,7 @@ class OptimizerChoice:
             return chosen
         if self._acting is not None:
             return [self._acting]
-        num_registered = len(self._registered())
+        num_registered = len(self.registered)
         if num_registered > 1:
             arguments = "loss, " if method == "backward" else ""
             raise ValueError(
@@ -56,5 +64,5 @@ class OptimizerChoice:
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
         """Optimizers that stock code does not step, but whose gradients its one loss is to be the only source of."""
-        registered = () if given is not None else self._registered()
+        registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []

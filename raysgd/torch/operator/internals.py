@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.utils import IS_PADDING
-from raysgd.worker.data.logged import note
+from raysgd.worker.data.logged import note, set_apart
 from raysgd.worker.operator import Internals, required
 
 _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
@@ -70,10 +71,11 @@ class TorchInternals(Internals):
     def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, context)
         self._operator = operator
-        self.registered, self.data = Registered(), RegisteredData()
+        self.data = RegisteredData()
+        self.choice = OptimizerChoice(partial(required, operator, "optimizer"))
+        self._keep(Registered())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
-        self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
         options, step = context.settings.step_options, context.parallel.step
         closures = Closures(context.parallel, self.sum_over_workers)
         self.own_steps = OwnSteps(context.precision, options, operator, step, closures, self.callbacks)
@@ -111,12 +113,12 @@ class TorchInternals(Internals):
     def register(self, given: CheckedRegistration) -> tuple[Any, ...]:
         """Makes the record of what `register` was given; returns what that returns."""
         registrar = Registrar(self._operator, self.context, self._keep)
-        self.registered = registrar.register(given, self.registered)
+        self._keep(registrar.register(given, self.registered))
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
 
     def _keep(self, registered: Registered) -> None:
-        self.registered = registered
+        self.registered, self.choice.registered = registered, registered.optimizers
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
@@ -149,6 +151,8 @@ class TorchInternals(Internals):
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Output, loss and weight of what `forward` returned; its metrics are logged."""
+        if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
+            return *returned, None  # as the stock one does
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -166,7 +170,8 @@ class TorchInternals(Internals):
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
         """Return the samples of a batch, and its weight if it has one."""
-        counts = {NUM_SAMPLES: self.num_samples((*features, target))}
+        num_drawn = None if self.place is None else self.place.num_samples
+        counts = {NUM_SAMPLES: batches.samples_of((*features, target), num_drawn or None)}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def evaluate(self, batch: Any) -> Evaluated:
@@ -180,18 +185,23 @@ class TorchInternals(Internals):
         return Evaluated(batches.prediction(output), target, comparisons, metrics)
 
     def begin_batch(self) -> None:
-        self.place.amounts = []
+        if self.logged:
+            set_apart(self)
+        if self.place is not None:
+            self.place.amounts = []
 
     def note_amount(self, comparison: Comparison) -> None:
         """Note what a mean in an evaluation is over."""
-        self.place.amounts.append(comparison.amount)
+        if (amount := comparison.amount) is not None:
+            self.place.amounts.append(amount)
 
-    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
-        metrics = super().with_counts(metrics, batch)
-        if BATCH_WEIGHT in metrics:
+    def completed(self, metrics: Any, batch: Any) -> Any:
+        metrics = super().completed(metrics, batch)
+        amounts = [] if self.place is None else self.place.amounts
+        if not amounts or not isinstance(metrics, Mapping) or BATCH_WEIGHT in metrics:
             return metrics
         losses = [name for name in _LOSSES if name in metrics]
-        return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(self.place.amounts))), **metrics}
+        return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(amounts))), **metrics}
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """What the library adds to the `batch_info` of a training batch."""
@@ -200,14 +210,6 @@ class TorchInternals(Internals):
 
     def new_meters(self) -> AverageMeterCollection:
         return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
-
-    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        if not isinstance(metrics, Mapping):
-            raise TypeError(
-                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
-                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
-            )
-        return super().parted(metrics)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
         """What the stock `predict_batch` returns."""

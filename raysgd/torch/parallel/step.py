@@ -127,7 +127,10 @@ class BatchStep:
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
             methods cannot accumulate.
         weights: What the backward passes of this batch count by, if not by samples.
-        amounts: What the criterion's means in this batch are over; None for samples.
+        amounts: What the criterion's means in this batch are over, if not samples.
+        has_compared: Whether a loss of PyTorch was called in this batch.
+        is_padding: Whether the batch is only there to take part in the collectives.
+        left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
     """
 
     def __init__(self) -> None:
@@ -151,7 +154,7 @@ class BatchStep:
         self._is_weighting = False
         self._tallies: dict[int, _Tally] = {}  # by identity of the optimizer whose gradients wait
         self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
-        self._empty: set[int] = set()  # optimizers, by identity, for which nothing counted
+        self.left_out: set[int] = set()
         self._ended_in: dict[int, int] = {}  # the batch that an optimizer was last asked to step for, by identity
         self._used_in: int | None = None  # the batch of the last backward pass
         self._index = self._num_batches = 0
@@ -177,7 +180,7 @@ class BatchStep:
         is_last_part: bool = True,
     ) -> None:
         """Begins a batch."""
-        if self.is_last_part:  # the batch before was
+        if self.is_last_part and self.refresh is not accept:  # the batch before was
             self.refresh()
         is_boundary = True
         if self.window > 1:
@@ -191,7 +194,7 @@ class BatchStep:
             self.defer(True)
         self._is_confirmed = False
         self.is_last_part = is_last_part
-        self._empty.clear()
+        self.left_out.clear()
         self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
         if self.window > 1 or self.is_joint:
             self._drawn.note(self._terms, batch)
@@ -228,6 +231,7 @@ class BatchStep:
     def _take(self, terms: _Terms) -> None:
         self._terms_before, self._terms = self._terms, terms
         self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
+        self.is_padding, self.has_compared = terms.num_samples == 0, False
         self.weights: list[float] = []
         self.amounts: list[Any] = []
 
@@ -236,18 +240,14 @@ class BatchStep:
         if not self._is_confirmed:
             if self.shards is not None:
                 self.shards.check()
-            self.check()
+            if self.check is not accept:
+                self.check()
             self._is_confirmed = True
 
     @property
     def samples(self) -> int | None:
         """This rank's samples in the batch, also if no one divided them; None when unknown."""
         return self._terms.total if self.num_samples is None else self.num_samples
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the batch is only there to take part in the collectives."""
-        return self.num_samples == 0
 
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows.
@@ -274,12 +274,13 @@ class BatchStep:
         Raises:
             ValueError: The gradients that wait were weighted in another way, or belong to a step that has ended.
         """
-        self._empty.difference_update(map(id, optimizers))
+        self.left_out.difference_update(map(id, optimizers))
         if weight is not None:
             self.weights.append(weight)
         self.is_used = True
         first = optimizers[0]
-        tally = self._waiting(first) or _Tally(weight is not None, self._guess(first, weight))
+        is_unknown = weight is None and self._terms.total is None  # what all the batches of the step will hold
+        tally = self.waiting(first) or _Tally(weight is not None, None if is_unknown else self._guess(first, weight))
         if tally.is_weighted != (weight is not None):
             raise ValueError(_weighted_in_part(self.window))
         if self.window > 1 and self._ended_in.get(id(first)) == self._num_batches:
@@ -287,13 +288,17 @@ class BatchStep:
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
                 f"`{self.option}` a batch is a part of one step: call each once for a batch, or omit the option."
             )
-        self._tallies.update((id(optimizer), tally) for optimizer in optimizers)
+        for optimizer in optimizers:
+            self._tallies[id(optimizer)] = tally
         is_further, self._used_in = self._used_in == self._num_batches, self._num_batches
         tally.used_in, tally.is_unexchanged = self._num_batches, not self.is_boundary
         return is_further
 
-    def _waiting(self, optimizer: Any) -> _Tally | None:
-        """What a backward pass adds to; without accumulation only what this batch has computed."""
+    def waiting(self, optimizer: Any) -> _Tally | None:
+        """What gradients wait for a step of `optimizer`, so that a backward pass adds to them.
+
+        Without accumulation these are only those that this batch has computed.
+        """
         tally = self._tallies.get(id(optimizer))
         return None if tally is None or (self.window == 1 and tally.used_in != self._num_batches) else tally
 
@@ -378,8 +383,8 @@ class BatchStep:
         return tally.seen
 
     def waits_for(self, optimizer: Any) -> bool:
-        """Whether gradients wait for a step of `optimizer`, so that a backward pass adds to them."""
-        return self._waiting(optimizer) is not None
+        """Whether gradients wait for a step of `optimizer`."""
+        return self.waiting(optimizer) is not None
 
     def is_unexchanged(self, optimizer: Any) -> bool:
         """Whether the gradients that wait for `optimizer` are this rank's own, because their exchange was put off."""
@@ -404,16 +409,7 @@ class BatchStep:
 
     def leave_out(self, optimizer: Any) -> None:
         """Says that nothing counts in the gradients of `optimizer`."""
-        self._empty.add(id(optimizer))
-
-    def is_left_out(self, optimizer: Any) -> bool:
-        """Whether nothing counts in the gradients of `optimizer`, so that it is not to step."""
-        return id(optimizer) in self._empty
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing counts in this batch's gradients for some optimizer."""
-        return bool(self._empty)
+        self.left_out.add(id(optimizer))
 
     def stepped(self, optimizer: Any) -> None:
         """Notes that `optimizer` has stepped: the next backward pass begins with no gradients."""

@@ -9,7 +9,7 @@ batches count by labels in the first pass over the data, and later if some were 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,18 @@ class BatchWeights:
         once: What was said already.
 
     Attributes:
-        are_of_criterion: Whether the last loss counted by labels, without a word from user code.
+        are_needed: Whether steps of the running call have several batches, so that it matters how much each counts.
+        are_of_labels: Whether losses count by labels, without a word from user code.
+        are_of_criterion: Whether the last loss did so.
     """
 
     def __init__(self, parallel: NoParallel, once: Once) -> None:
         self._parallel, self._once = parallel, once
         self._criterion: Any = None
         self._first_epoch: int | None = None
-        self._is_first = self._is_told = self._may_count = self._counts = self._was_given = False
+        self._is_first = self._is_told = self._may_count = self._was_given = False
         self._is_used = False  # what was noted, by a backward pass
-        self.are_of_criterion = False
+        self.are_needed = self.are_of_labels = self.are_of_criterion = False
         self._differ: Any = False  # whether labels count otherwise than samples; maybe a tensor that was not read
         self._num_each: set[float] = set()  # how many labels a sample has
 
@@ -49,15 +51,14 @@ class BatchWeights:
         self._first_epoch = epoch_idx if self._first_epoch is None else self._first_epoch
         self._is_first = epoch_idx == self._first_epoch
         self._is_told = any(labels.are_chosen for labels in means)
-        self._may_count = bool(means) and self._matters and self._obstacle is None
-        self._counts = self._may_count and self._is_told
+        step = self._parallel.step
+        self.are_needed = step.window > 1 or self._parallel.synchronizes or step.shards is not None
+        self._may_count = bool(means) and self.are_needed and self._obstacle is None
+        self._count_by_labels(self._may_count and self._is_told)
         self._was_given = False
 
-    @property
-    def _matters(self) -> bool:
-        """Whether steps have several batches."""
-        step = self._parallel.step
-        return step.window > 1 or self._parallel.synchronizes or step.shards is not None
+    def _count_by_labels(self, by_labels: bool) -> None:
+        self.are_of_labels, self.are_of_criterion = by_labels, False
 
     @property
     def _obstacle(self) -> str | None:
@@ -68,26 +69,30 @@ class BatchWeights:
         """Agree with the other ranks whether the next batches count by labels; all ranks have to ask."""
         if self._may_count and not self._is_told:
             own = float(self._is_first or bool(self._differ) or len(self._num_each) > 1)
-            self._counts = (sum_over_workers(own)[0] if self._parallel.synchronizes else own) > 0
+            self._count_by_labels((sum_over_workers(own)[0] if self._parallel.synchronizes else own) > 0)
 
     def note(self, comparison: Comparison) -> None:
         """Take notice of what the criterion compares."""
-        step, labels = self._parallel.step, comparison.labels
+        step = self._parallel.step
         if step.is_padding or not torch.is_grad_enabled():
             return
         if self._is_used:
             step.amounts, self._is_used = [], False
+        step.has_compared = True
+        labels = comparison.labels
+        if labels is None:
+            return
         amount = comparison.amount
-        step.amounts.append(amount)
-        if labels is not None:
-            self._compare(labels, comparison.target, amount)
-            if step.samples:
-                self._num_each.add(comparison.target.numel() / step.samples)
+        if amount is not None:
+            step.amounts.append(amount)
+        self._compare(labels, comparison.target, amount)
+        if step.samples:
+            self._num_each.add(comparison.target.numel() / step.samples)
 
     def look_at(self, target: Any) -> None:
         """Look for signs that a batch does not count by its samples, whose loss is none of PyTorch's."""
         step = self._parallel.step
-        if self._matters and not step.amounts and not step.is_padding and are_classes(target):
+        if not step.has_compared and not step.is_padding and are_classes(target):
             self._compare(CountedLabels.of(self._criterion), target)
 
     def _compare(self, labels: CountedLabels, target: torch.Tensor, amount: Any = None) -> None:
@@ -104,9 +109,9 @@ class BatchWeights:
         Args:
             given: What user code says.
         """
-        self.are_of_criterion = given is None and self._counts
+        self.are_of_criterion = given is None and self.are_of_labels
         if given is None:
-            return self._amount_of_loss() if self._counts else None
+            return self._amount_of_loss() if self.are_of_labels else None
         self._was_given = True
         return as_weight("weight", given)
 
@@ -123,7 +128,7 @@ class BatchWeights:
 
     def warn(self) -> None:
         """Warn once if batches counted by their samples, and there is a sign that they should not."""
-        if self._was_given or not self._matters or not self._differ or not self._once.is_first("labels"):
+        if self._was_given or not self.are_needed or not self._differ or not self._once.is_first("labels"):
             return
         obstacle = "" if self._obstacle is None else f", which does not work with `{self._obstacle}`"
         logger.warning(
@@ -135,13 +140,13 @@ class BatchWeights:
 
     def end_call(self) -> None:
         """Let what is computed until the next call count by samples."""
-        self._counts = False
+        self.are_needed = False
+        self._count_by_labels(False)
 
 
-def mean_amount(amounts: Iterable[Any]) -> Any:
+def mean_amount(amounts: Sequence[Any]) -> Any:
     """Return what the means of a batch are over, of which there is mostly one; None for samples."""
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) / len(known) if known else None
+    return sum(amounts) / len(amounts) if amounts else None
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:

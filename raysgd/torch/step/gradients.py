@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,8 @@ from raysgd.torch.step.batch_weights import BatchWeights
 from raysgd.torch.step.own_steps import OwnSteps
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = nullcontext()
 
 
 class Gradients:
@@ -54,12 +56,11 @@ class Gradients:
         if step.shards is not None:
             self._compute_shard(loss, cleared, weight, list(trained()))
             return
-        own = self._weights.of_loss(weight)
+        own = self._weights.of_loss(weight) if weight is not None or self._weights.are_of_labels else None
         self._clear(chosen, bystanders)
         is_further = step.note_backward(cleared if step.window == 1 else chosen, own)
-        parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
-        further_pass = self._parallel.further_pass(parameters) if is_further else nullcontext()
-        with further_pass, self._own_steps.sparing(chosen):
+        further_pass = self._parallel.further_pass(self._parameters(cleared)) if is_further else _NOTHING
+        with further_pass, self._own_steps.sparing(chosen) if step.window > 1 else _NOTHING:
             if own is None:
                 self._precision.backward(self._parallel.weighted(loss, chosen[0], is_further), chosen[0])
             else:
@@ -69,20 +70,27 @@ class Gradients:
         if own is not None and step.window == 1:
             self._complete_all(cleared)
 
+    def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+        return (parameter for each in optimizers for parameter in self._precision.parameters(each))
+
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
         """Clears the gradients that this batch does not add to.
 
         Raises:
             ValueError: Gradients that it is to add to are gone, or it is unknown whether they were used.
         """
-        stale = [each for each in chosen if not self._waits(each)]
+        step, stale = self._parallel.step, []
+        for each in chosen:
+            if step.waiting(each) is None:
+                stale.append(each)
+            else:
+                self._check_waiting(each)
         for each in [*stale, *(bystanders if chosen[0] in stale else ())]:
             each.zero_grad()
 
-    def _waits(self, optimizer: Any) -> bool:
+    def _check_waiting(self, optimizer: Any) -> None:
+        """Check gradients that a loss is to be added to."""
         step = self._parallel.step
-        if not step.waits_for(optimizer):
-            return False
         if step.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
                 f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
@@ -95,7 +103,6 @@ class Gradients:
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
-        return True
 
     def _compute_shard(
         self, loss: torch.Tensor, optimizers: list[Any], weight: Any, trained: list[torch.Tensor]
@@ -161,20 +168,18 @@ class Gradients:
         """Steps optimizers, if all their gradients are there."""
         step = self._parallel.step
         for optimizer in optimizers:
-            step.end_batch(optimizer)
+            if step.window > 1:
+                step.end_batch(optimizer)
             if not step.is_boundary:
                 continue
             if step.window > 1:
                 self.complete(optimizer)
-            if not step.is_left_out(optimizer):
-                self._own_steps.clip(optimizer)
+            if id(optimizer) not in step.left_out:
                 self._own_steps.step(optimizer)
             step.stepped(optimizer)
 
-    def compare_weight(self, metrics: Any, name: str) -> None:
+    def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
         """Warns once where metrics are averaged by a weight, and gradients are not."""
-        if not isinstance(metrics, Mapping) or BATCH_WEIGHT not in metrics:
-            return
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.step.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(
@@ -186,14 +191,11 @@ class Gradients:
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
-    """Calls the method, maybe the user's, with what `forward` returned.
+    """Calls the method, maybe the user's, with the weight that `forward` returned.
 
     Raises:
-        TypeError: There is a weight, and the method does not take one.
+        TypeError: The method does not take one.
     """
-    if weight is None:
-        operator.backward(loss)
-        return
     if not _takes(operator.backward, "weight"):
         raise TypeError(
             f"`{type(operator).__name__}.forward` returned a weight, but its `backward` does not take one: write "

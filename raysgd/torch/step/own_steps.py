@@ -31,19 +31,22 @@ class GradientBounds(Protocol):
 class Watcher(Protocol):
     """Sees gradients before they are clipped, and steps."""
 
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether it is to be called."""
+    wants_gradients: bool
+    wants_steps: bool
 
     def gradients(self, optimizer: Any) -> None:
-        """Called before an optimizer steps."""
-
-    @property
-    def wants_steps(self) -> bool:
-        """Whether it is to be called after steps."""
+        """Called before an optimizer steps, where it wants gradients."""
 
     def stepped(self, optimizer: Any) -> None:
-        """Called after an optimizer has stepped."""
+        """Called after an optimizer has stepped, where it wants steps."""
+
+
+class _NoWatcher:
+    wants_gradients = wants_steps = False
+
+    def gradients(self, optimizer: Any) -> None: ...
+
+    def stepped(self, optimizer: Any) -> None: ...
 
 
 class OwnSteps:
@@ -58,16 +61,17 @@ class OwnSteps:
         closures: Closures,
         watcher: Watcher | None = None,
     ) -> None:
-        self._watcher = watcher
+        self._watcher = watcher or _NoWatcher()
         self._precision = precision
         self._closures = closures
-        self._options = options
+        self._options, self._clips = options, options.clips
         self._bounds = bounds
         self._step = step
         self._is_clipped = self._has_clipped = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
         self._undo: list[Callable[[], None]] = []
+        self._unprotect: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # by identity: those with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
@@ -79,7 +83,8 @@ class OwnSteps:
         self._sees_all = len(hooked) == len(optimizers)
         handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
         handles += [each.register_step_post_hook(self._after_step) for each in hooked]
-        self._undo = [*(each.remove for each in handles), *map(self._protect, optimizers)]
+        self._undo = [each.remove for each in handles]
+        self._stop_protecting()
 
     def _protect(self, optimizer: Any) -> Callable[[], None]:
         """Lets `zero_grad` spare gradients that wait for more batches, as the stock step waits for them."""
@@ -94,6 +99,11 @@ class OwnSteps:
 
         optimizer.zero_grad = zero_grad
         return partial(setattr, optimizer, "zero_grad", clear)
+
+    def _stop_protecting(self) -> None:
+        for undo in self._unprotect:
+            undo()
+        self._unprotect = []
 
     def sees(self, optimizer: Any) -> bool:
         """Whether each step of an optimizer is noted here."""
@@ -115,37 +125,33 @@ class OwnSteps:
                 parameter.grad = gradient
 
     def begin_call(self) -> None:
-        """Begins a training call."""
+        """Begins a training call, of which it is known how many batches a step has."""
         self._has_clipped = False
         self._precision.begin_call()
+        self._stop_protecting()
+        if self._step.window > 1:
+            self._unprotect = [*map(self._protect, self._optimizers)]
 
     @property
     def misses_clipping(self) -> bool:
         """Whether a bound was not used in this call, and user code may have stepped past it."""
-        return self._options.clips and not self._has_clipped and not self._sees_all
+        return self._clips and not self._has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
-        """Steps an optimizer whose gradients are clipped already."""
+        """Clips the gradients of an optimizer, which may be scaled, and steps it."""
+        if self._clips or self._watcher.wants_gradients:
+            self._precision.unscale(optimizer)
+            self._clip(optimizer)
         self._is_clipped = True
         try:
             self._precision.step(optimizer)
         finally:
             self._is_clipped = False
 
-    def clip(self, optimizer: Any) -> None:
-        """Clips the gradients of an optimizer, which may be scaled."""
-        if self._acts:
-            self._precision.unscale(optimizer)
-            self._clip(optimizer)
-
-    @property
-    def _acts(self) -> bool:
-        return self._options.clips or (self._watcher is not None and self._watcher.wants_gradients)
-
     def _clip(self, optimizer: Any) -> None:
-        if self._watcher is not None:
+        if self._watcher.wants_gradients:
             self._watcher.gradients(optimizer)
-        if not self._options.clips:
+        if not self._clips:
             return
         options, self._has_clipped = self._options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
@@ -159,7 +165,8 @@ class OwnSteps:
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._check_gradients(optimizer)
+            if not self._is_clipped or self._watcher.wants_steps or self._precision.is_mixed:
+                self._check_gradients(optimizer)
             return None
 
         self._closures.check()
@@ -182,14 +189,15 @@ class OwnSteps:
             )
         self._about_to_step.add(id(optimizer))
         self._precision.check_use()
-        if not self._is_clipped and self._acts:
+        if not self._is_clipped and (self._clips or self._watcher.wants_gradients):
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Runs after each step of an optimizer, from any caller."""
-        self._step.stepped(optimizer)
-        if self._watcher is None or not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
+        if not self._is_clipped:  # else the library says so, also of a step that was left out
+            self._step.stepped(optimizer)
+        if not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
             return
         overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
         if overflow is None or not overflow.item():

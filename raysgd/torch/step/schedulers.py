@@ -36,6 +36,9 @@ class SchedulerSteps:
         metric: `scheduler_metric` of the operator.
         validates: Whether a metric that this epoch lacks may be one of the validation that follows, as in `fit`.
 
+    Attributes:
+        follow_steps: Whether they step after each step of the optimizer.
+
     Raises:
         ValueError: One of them goes by a metric, and no metric is named, or it would be asked for after each batch.
     """
@@ -45,6 +48,7 @@ class SchedulerSteps:
         self._freq = freq
         self._metric = metric or _VAL_LOSS
         self._validates = validates
+        self.follow_steps = freq == SCHEDULER_STEP_BATCH and bool(self._schedulers)
         has_plateau = any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
         lacks_metric = freq == SCHEDULER_STEP_EPOCH and metric is None and not validates
         if has_plateau and (lacks_metric or freq == SCHEDULER_STEP_BATCH):
@@ -62,9 +66,7 @@ class SchedulerSteps:
 
     def after_step(self, precision: Precision, step: BatchStep) -> None:
         """Called after each step of the optimizer, taken or not."""
-        if self._freq != SCHEDULER_STEP_BATCH or not self._schedulers:
-            return
-        if not (precision.has_skipped() or step.is_idle):
+        if self.follow_steps and not (precision.has_skipped() or step.left_out):
             for scheduler in self._schedulers:
                 scheduler.step()
 

@@ -34,18 +34,18 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._proposed: int | None = None
+        self.proposed: int | None = None
         self._is_agreed: bool | None = None
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
         """Proposes to stop after `at` steps; False when it may be too late for that."""
         with self._changed:
-            self._proposed, self._is_agreed = at, None
+            self.proposed, self._is_agreed = at, None
             # In this order: a training thread that comes to the step after this look finds the proposal.
             if completed() < at:
                 return True
-            self._proposed = None
+            self.proposed = None
             self._changed.notify_all()
             return False
 
@@ -55,7 +55,7 @@ class Gate:
             if is_agreed:
                 self._is_agreed = True
             else:
-                self._proposed, self._is_agreed = None, False
+                self.proposed, self._is_agreed = None, False
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
@@ -68,7 +68,7 @@ class Gate:
             return self._is_proposed(completed)
 
     def _is_proposed(self, completed: int) -> bool:
-        proposed = self._proposed  # read once: it may be withdrawn at any moment
+        proposed = self.proposed  # read once: it may be withdrawn at any moment
         return proposed is not None and completed >= proposed
 
 

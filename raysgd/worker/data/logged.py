@@ -46,26 +46,33 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 def completing(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
     """Inside, `validate_batch` also returns what was logged in it, and the number of samples."""
-    return _changing(operator, "validate_batch", partial(_complete, operator), place)
+    return _changing(operator, "validate_batch", operator._raysgd.completed, place)
 
 
 def counting(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
     """Inside, `train_batch` does so too, and reports no samples for padding: a loop of the user's counts by them."""
-    return _changing(operator, "train_batch", partial(_counted, operator, place), place)
+    return _changing(operator, "train_batch", partial(_counted, operator._raysgd, place), place)
 
 
-def _complete(operator: Any, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
-    return operator._raysgd.with_counts(with_logged(metrics, operator._raysgd.logged), batch)
+@contextmanager
+def counting_in_loop(operator: Any, place: PlaceInStep) -> Iterator[None]:
+    """Inside, a loop of the library does the same itself, which saves each batch a method around the user's."""
+    internals = operator._raysgd
+    before, internals.place = internals.place, place
+    try:
+        yield
+    finally:
+        internals.place = before
 
 
-def _counted(operator: Any, place: PlaceInStep, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
-    metrics = _complete(operator, metrics, batch)
-    if not place.is_padding:
+def _counted(internals: Any, place: PlaceInStep, metrics: Any, batch: Any) -> Any:
+    metrics = internals.completed(metrics, batch)
+    if not place.is_padding or not isinstance(metrics, Mapping):
         return metrics
     return {**metrics, **{name: 0 for name in metrics if name == NUM_SAMPLES or is_weight(name)}}
 
 
-def _set_apart(internals: Any) -> None:
+def set_apart(internals: Any) -> None:
     """Keeps what was logged before this batch for the result of the call."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
@@ -79,31 +86,28 @@ def forget(internals: Any) -> None:
 
 def take_outside(internals: Any) -> dict[str, Any]:
     """What was logged outside of any batch, for the result of the call."""
-    _set_apart(internals)
+    set_apart(internals)
     taken: dict[str, Any] = dict(internals.logged_outside)
     forget(internals)
     return taken
 
 
 @contextmanager
-def _changing(operator: Any, name: str, change: Callable[..., Mapping[str, Any]], place: PlaceInStep) -> Iterator[None]:
+def _changing(operator: Any, name: str, change: Callable[[Any, Any], Any], place: PlaceInStep) -> Iterator[None]:
     """Around the method and not inside it: an override may compute with what the stock one reports."""
     internals, before, method = operator._raysgd, dict(vars(operator)), getattr(operator, name)
-    place_before, internals.place = internals.place, place
 
     @wraps(method)
     def changed(*args: Any, **kwargs: Any) -> Any:
-        _set_apart(internals)
         internals.begin_batch()
         metrics = method(*args, **kwargs)
-        batch = (*args, *kwargs.values())[0]
-        return change(metrics, batch) if isinstance(metrics, Mapping) else metrics
+        return change(metrics, (*args, *kwargs.values())[0])
 
     setattr(operator, name, changed)
     try:
-        yield
+        with counting_in_loop(operator, place):
+            yield
     finally:
-        internals.place = place_before
         delattr(operator, name)
         if name in before:  # the user's, set on the object
             setattr(operator, name, method)

@@ -35,6 +35,11 @@ class Loop:
         return True
 
     @property
+    def completes_metrics(self) -> bool:
+        """Whether a loop of the library sees to what is missing in the metrics of its batches."""
+        return False
+
+    @property
     def own_s(self) -> float | None:
         """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
         return None

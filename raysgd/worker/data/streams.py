@@ -135,7 +135,8 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         Raises:
             RuntimeError: The group broke in the last step.
         """
-        self._leave_padding()
+        if self._undo_padding is not None:
+            self._leave_padding()
         if self._num_open:
             self._step.confirm()
         self._num_open = 0
@@ -160,27 +161,21 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
         An empty source ends the iteration.
         """
-        yield from self._batches(num_steps)
-        self._step.end_stream()
-
-    def _batches(self, num_steps: int | None) -> Iterator[Any]:
-        num_drawn = 0
-        just_opened = False
+        num_drawn, just_opened = 0, False
         self._undo_padding = None
         if self._live is not None and num_steps != 0:
             self.prepare()
         while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
             if self._live is None:
                 if num_steps is None and num_drawn:
-                    return
-                self._live = self._open()
-                just_opened = True
+                    break
+                self._live, just_opened = self._open(), True
             item = self._draw()
             if item is None:
                 self._live = None
                 self._ahead.clear()
                 if just_opened:
-                    return
+                    break
                 continue
             just_opened = False
             self._is_first_of_step, self._is_last_of_step = self._place_in_step(item)
@@ -188,11 +183,15 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
             batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
             if batch is not NO_BATCH:
                 self._num_open += self._is_first_of_step
-                yield from self._undoing_padding(batch)
+                if self._step.is_padding:
+                    yield from self._undoing_padding(batch)
+                else:
+                    yield batch
                 if self._step.is_boundary:
                     self.settle()
                     if self.at_boundary is not None:
                         self.at_boundary()
+        self._step.end_stream()
 
     def _open(self) -> Iterator[ItemT]:
         self.prepare()
@@ -210,8 +209,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         return self._ahead[0]
 
     def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
-        self._ahead = self._look_ahead()
-        is_last = self._is_last_of_pass()
+        is_last = self._is_last_of_pass(item)
         self.num_steps_taken += self._is_first_of_step
         batch = self._begin_step(item, is_last or is_last_of_call)
         if is_last:
@@ -223,18 +221,14 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         """Whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
         return True, True
 
-    def _look_ahead(self) -> list[ItemT | None]:
-        """What to draw ahead of a step, so that its last one is known."""
+    def _is_last_of_pass(self, item: ItemT) -> bool:
+        """Whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
         assert self._live is not None
-        return [next(self._live, None)]
-
-    def _is_last_of_pass(self) -> bool:
-        """Whether the pass is known to end with the item drawn last."""
-        return bool(self._ahead) and self._ahead[0] is None
+        self._ahead = [next(self._live, None)]
+        return self._ahead[0] is None
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
-        undo = self._undo() if self._undo is not None and self._step.is_padding else None
-        self._undo_padding = undo
+        undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
         finally:  # also where user code raises, unless another call has begun by then

@@ -81,13 +81,13 @@ class MidCallSnapshots:
     """
 
     def __init__(self, every: int | None) -> None:
-        self._every = every
+        self.every = every
         self._parts: dict[int, Capture] = {}
         self.newest = 0
 
     def is_due(self, num_steps: int) -> bool:
         """Whether one is to be taken after this many steps."""
-        return self._every is not None and num_steps - self.newest >= self._every
+        return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
         """Keeps a new one, and of those before only the last."""

@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.engine.shared.faults import describe_fault
 from raysgd.exceptions import WorkerFault
-from raysgd.messages.epochs import call_with_accepted
+from raysgd.torch.data.batches import call
 
 
 class NeedsMore(Exception):
@@ -117,13 +117,13 @@ def test_an_exception_that_cannot_travel_at_all_sends_its_words() -> None:
 
 
 def test_the_traceback_begins_at_the_users_first_line() -> None:
-    """`call_with_accepted` is ours, and here it stands for all that the library calls before user code."""
+    """`call` is ours, and here it stands for all that the library calls before user code."""
 
     def train_epoch(iterator: Any) -> None:
         raise ValueError("deep")
 
     with pytest.raises(ValueError, match="deep") as caught:
-        call_with_accepted(train_epoch, [])
+        call(train_epoch, [[]])
     in_user_code = _called_by_the_library(caught.value)
     fault = describe_fault(in_user_code, 0, "", portable=True)
     first = fault.traceback_text.splitlines()[1]
@@ -134,7 +134,7 @@ def test_the_traceback_begins_at_the_users_first_line() -> None:
 def _called_by_the_library(error: BaseException) -> BaseException:
     """`error` as it looks in a worker, where nothing but the library is below the user's code."""
     link = error.__traceback__
-    while link is not None and "raysgd" + os.sep + "messages" not in link.tb_frame.f_code.co_filename:
+    while link is not None and "raysgd" + os.sep + "torch" not in link.tb_frame.f_code.co_filename:
         link = link.tb_next
     assert link is not None
     return error.with_traceback(link)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysgd.arrays.division import Division
-from raysgd.torch.data.pass_plan import PassPlan, Share, SpeedsAt, no_speeds
+from raysgd.torch.data.pass_plan import PassPlan, Share, SpeedsAt
 
 
 def make_plan(
@@ -60,7 +60,7 @@ def random_plans(num_plans: int, seed: int, **fixed: bool) -> Iterator[PassPlan]
         num_samples = draw.randint(0, 60)
         division = random_division(draw)
         options = {"drop_last": draw.random() < 0.5, "pad": draw.random() < 0.5, **fixed}
-        speeds_at = changing_speeds(draw, division.world_size) if draw.random() < 0.3 else no_speeds
+        speeds_at = changing_speeds(draw, division.world_size) if draw.random() < 0.3 else None
         yield PassPlan(num_samples, draw.randint(0, num_samples), division, speeds_at=speeds_at, **options)
 
 
@@ -229,7 +229,7 @@ def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_fo
                 assert sum(weights) / plan.division.world_size == pytest.approx(1.0)
                 if len({share.num_samples for share in together}) == 1:
                     assert weights == [1.0] * plan.division.world_size
-                elif plan.speeds_at is no_speeds:
+                elif plan.speeds_at is None:
                     num_uneven += 1
                     assert 1.0 not in weights, "ranks agree on whether shares are even"
     assert num_uneven > 20
@@ -263,7 +263,7 @@ def test_padding_repeats_samples_of_its_own_step() -> None:
 
 def test_the_batches_of_a_rank_are_its_shares_that_are_not_empty() -> None:
     for plan in random_plans(400, seed=6):
-        if plan.speeds_at is no_speeds or plan.pad:
+        if plan.speeds_at is None or plan.pad:
             for rank in range(plan.division.world_size):
                 assert plan.num_batches(rank) == sum(share.start < share.stop for share in plan.shares(rank))
 
@@ -284,7 +284,7 @@ def test_any_sequence_of_groups_sees_the_joint_batches_of_one_process() -> None:
         while consumed < num_samples:
             world_size = draw.randint(1, 7)
             division = Division(joint_size, world_size, draw.choice([None, 1, 2, 3, 8]))
-            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else no_speeds
+            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else None
             plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True, speeds_at=speeds_at)
             num_steps = draw.randint(0, plan.num_steps)
             ends = [len(used(plan, steps)) for steps in range(num_steps + 1)]

@@ -12,7 +12,7 @@ from tests.torch.operators_for_tests import an_optimizer
 
 
 def choice_of(*registered: Any) -> OptimizerChoice:
-    return OptimizerChoice(lambda: registered, lambda: "the default")
+    return OptimizerChoice(lambda: "the default", registered)
 
 
 def test_an_argument_says_it() -> None:

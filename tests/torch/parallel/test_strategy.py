@@ -46,7 +46,7 @@ def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_no
 def test_a_step_without_samples_is_padding() -> None:
     step = NoParallel().step
     assert not step.is_padding, "unknown is not none"
-    step.num_samples = 0
+    step.begin(0.0, 0, 4)
     assert step.is_padding
 
 

@@ -149,12 +149,12 @@ class Withdrawn(Gate):
     looks = 0
 
     @property  # type: ignore[override]
-    def _proposed(self) -> int | None:
+    def proposed(self) -> int | None:
         self.looks += 1
         return 3 if self.looks == 1 else None
 
-    @_proposed.setter
-    def _proposed(self, at: int | None) -> None: ...
+    @proposed.setter
+    def proposed(self, at: int | None) -> None: ...
 
 
 def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
