@@ -11,7 +11,7 @@ from typing import Any
 from raysgd._arguments import checks
 from raysgd._files.paths import check_path, make_folder
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling import calling
+from raysgd.callbacks.calling.adapters import checked
 from raysgd.callbacks.calling.calling import CallbackCalls, overrides
 from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.engine.shared.call import Call
@@ -70,7 +70,7 @@ class Fit:
     def __init__(self, trainer: Any, options: FitOptions) -> None:
         self._trainer = trainer
         self._options = options
-        self._callbacks: list[Callback] = calling.checked(options.callbacks)
+        self._callbacks: list[Callback] = checked(options.callbacks)
         self._run = Run(
             name=trainer.training_operator_cls.__name__,
             config=trainer.config,

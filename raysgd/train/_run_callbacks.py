@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.calling.adapters import FunctionCalls
-from raysgd.callbacks.calling.calling import as_list
+from raysgd.callbacks.calling.adapters import as_list
 from raysgd.callbacks.calling.dispatcher import Dispatcher
+from raysgd.callbacks.calling.function_calls import FunctionCalls
 from raysgd.engine.decisions.history import GroupEvent
 from raysgd.storage import Folder
 from raysgd.train._rules.run_folders import fetch_checkpoints, local_run_dir

@@ -1,4 +1,4 @@
-"""The callbacks of a run: checked, and called with what happens in it."""
+"""Calls of the callbacks of a run with what happens in it."""
 
 from __future__ import annotations
 
@@ -129,56 +129,3 @@ class CallbackCalls(Dispatcher):
 def overrides(callback: Callback, method: str) -> bool:
     """Whether a callback does something in a method."""
     return getattr(type(callback), method, None) is not getattr(Callback, method)
-
-
-def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
-    """The callbacks that a user gave, in the order in which they are called.
-
-    Raises:
-        TypeError: They are no list, or one of them is no callback.
-        ValueError: One of them is there twice.
-    """
-    callbacks = as_list(callbacks, argument)
-    for number, each in enumerate(callbacks):
-        if any(each is other for other in callbacks[:number]):
-            raise ValueError(f"`{argument}` has {each!r} twice, which would be called twice: pass each object once.")
-    return sorted((_one(each, argument) for each in callbacks), key=lambda each: each.runs_last)
-
-
-def as_list(callbacks: Any, argument: str = "callbacks") -> list[Any]:
-    """Return the callbacks that a user gave.
-
-    Raises:
-        TypeError: They are no list.
-    """
-    if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
-        raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks, or None.")
-    return list(callbacks or ())
-
-
-def _one(callback: Any, argument: str) -> Callback:
-    from raysgd.callbacks.calling import adapters  # which builds on this module
-
-    if isinstance(callback, WorkerCallback):
-        return WorkerCallbackEntry(callback)
-    other = adapters.adapted(callback)
-    if other is not None:
-        return other
-    instead = f" Did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
-    raise TypeError(
-        f"`{argument}` has {callback!r}: need objects of subclasses of `raysgd.callbacks.Callback`.{instead}"
-    )
-
-
-class WorkerCallbackEntry(Callback):
-    """A worker callback that was given by itself.
-
-    Args:
-        adapted: The worker callback.
-    """
-
-    def __init__(self, adapted: WorkerCallback) -> None:
-        self.adapted = adapted
-
-    def worker_callback(self) -> WorkerCallback:
-        return self.adapted

@@ -6,15 +6,14 @@ Callbacks and loggers of Ray Tune are called with the trial; after them those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.air.trial import FitTrialView
-from raysgd.callbacks.calling.adapters import TUNE_HOOKS, FunctionCalls, InTrial, as_own
-from raysgd.callbacks.calling.dispatcher import Dispatcher
-from raysgd.engine.decisions.history import GroupEvent
-from raysgd.exceptions import CallbackError
+from raysgd.callbacks.calling.adapters import as_own
+from raysgd.callbacks.calling.function_calls import FunctionCalls, InTrial
+from raysgd.callbacks.calling.trial_calls import TUNE_HOOKS, TrialCalls
 
 _ADVICE = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
@@ -22,29 +21,24 @@ _ADVICE = (
 )
 
 
-class RunCallbacks:
-    """The callbacks of one run. When one of them has failed, none is called before the end.
+class RunCallbacks(TrialCalls):
+    """The callbacks of one run.
 
     Args:
         callbacks: What the user gave.
         trial: The trial that they are shown.
-        advice: What to do where one of them fails.
 
     Raises:
         TypeError: One of them is not a callback.
     """
 
-    def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView, advice: str = _ADVICE) -> None:
+    def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
         given = list(callbacks or ())
         own = [own for each in given if (own := as_own(each)) is not None]
         config = trial.config.get("train_loop_config", trial.config)
         self._calls = FunctionCalls(own, trial.trainable_name, config, trial.local_path)
         of_tune = [_checked(each) for each in given if as_own(each) is None]
-        self._dispatcher = Dispatcher([*of_tune, InTrial(self._calls)] if own else of_tune, advice)
-        self._events: Callable[[], Sequence[GroupEvent]] = tuple
-        self._trial = trial
-        self._iteration = 0
-        self._has_failed = False
+        super().__init__([*of_tune, InTrial(self._calls)] if own else of_tune, trial, _ADVICE)
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
@@ -55,88 +49,6 @@ class RunCallbacks:
     def is_stopping(self) -> bool:
         """Whether a callback has called `run.stop`."""
         return self._calls.is_stopping
-
-    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Lets callbacks see what happens to the workers."""
-        self._events = events
-
-    def setup(self, stop: Any) -> None:
-        """Called once, before the first attempt."""
-        self._on("setup", stop=stop, num_samples=1, total_num_samples=1)
-
-    def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
-        """An attempt starts.
-
-        Args:
-            after_failure: Whether one has failed before it.
-            restores: Whether it continues from a checkpoint.
-            num_reports: How many reports that checkpoint has.
-        """
-        if after_failure:
-            self._on_trial("on_trial_recover")
-        self._on_trial("on_trial_start", num_reports=num_reports)
-        if restores:
-            self._on_trial("on_trial_restore")
-
-    def report(self, result: Mapping[str, Any]) -> None:
-        """There is a report. `trial.last_result` is still the one before."""
-        self._on_step("on_step_begin")
-        self._on_trial("on_trial_result", result=dict(result), events=self._events())
-
-    def save(self, checkpoint: Any) -> None:
-        """There is a checkpoint. `trial.checkpoint` is still the one before."""
-        self._on_trial("on_checkpoint", checkpoint=checkpoint)
-
-    def saved(self) -> None:
-        """`trial.checkpoint` is the new one."""
-        self._on_trial("on_trial_save")
-
-    def end_step(self) -> None:
-        """The report is done with."""
-        self._iteration += 1
-        self._on_step("on_step_end")
-
-    def end(self, *, has_failed: bool, error: BaseException | None = None) -> None:
-        """The run has ended, maybe with `error`. Every callback is called, also when one of them fails.
-
-        Raises:
-            CallbackError: A callback failed in a run that did not.
-        """
-        hooks = ["on_trial_error" if has_failed else "on_trial_complete", "on_experiment_end"]
-        trial = self._trial
-        self._dispatcher.finish(
-            hooks, has_failed=has_failed, iteration=self._iteration, trials=[trial], trial=trial, error=error
-        )
-
-    # ------------------------------------------------------------------------------------------------ their state
-
-    def states(self) -> dict[int, Any]:
-        """What callbacks want to find again in a run that continues this one, by their position."""
-        dispatcher = self._dispatcher
-        found = {index: dispatcher.call(each, "get_state") for index, each in enumerate(dispatcher.callbacks)}
-        return {index: state for index, state in found.items() if state}
-
-    def restore_states(self, states: Mapping[int, Any]) -> None:
-        """Gives callbacks back what `states` found."""
-        for index, callback in enumerate(self._dispatcher.callbacks):
-            if index in states:
-                self._dispatcher.call(callback, "set_state", states[index])
-
-    # ------------------------------------------------------------------------------------------------ calls
-
-    def _on_trial(self, hook: str, **info: Any) -> None:
-        self._on_step(hook, trial=self._trial, **info)
-
-    def _on_step(self, hook: str, **info: Any) -> None:
-        if not self._has_failed:
-            self._on(hook, iteration=self._iteration, trials=[self._trial], **info)
-
-    def _on(self, hook: str, **info: Any) -> None:
-        try:
-            self._dispatcher.on(hook, **info)
-        except CallbackError:
-            self._has_failed = True
-            raise
 
 
 def _checked(callback: Any) -> Any:

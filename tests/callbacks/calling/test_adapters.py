@@ -10,7 +10,8 @@ import pytest
 from raysgd.air.layout import new_trial
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.callbacks.calling.adapters import FunctionCalls, adapted
+from raysgd.callbacks.calling.adapters import adapted
+from raysgd.callbacks.calling.function_calls import FunctionCalls
 from raysgd.callbacks.calling.run_callbacks import RunCallbacks
 from raysgd.engine.decisions.history import GroupEvent
 from raysgd.exceptions import CallbackError

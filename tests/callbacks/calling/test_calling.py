@@ -7,7 +7,8 @@ import pytest
 
 from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.callbacks.calling.calling import CallbackCalls, checked
+from raysgd.callbacks.calling.adapters import checked
+from raysgd.callbacks.calling.calling import CallbackCalls
 from raysgd.exceptions import CallbackError
 
 
