@@ -69,9 +69,9 @@ log_lines.install()
 
 def _take_over_aliases() -> None:
     """In a worker of a program for the old library: that imports it from where it was."""
-    from raysgd.compat import aliases
+    from raysgd.compat import installing
 
-    aliases.install_from_environment()
+    installing.install_from_environment()
 
 
 if "RAYSGD_COMPAT" in os.environ:

@@ -1,28 +1,21 @@
-"""What a training function calls, under the name of `ray.air.session`: the functions of `raysgd.train.session`."""
+"""What a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
+
+They serve functions that `fit` runs as well as functions that `Trainer.run` runs. Outside a run they warn once and
+return a default, so you can call your function by itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd._imports.lazy import lazy_names
+from raysgd.air._running import TrialFacts, current_session, place, session_or_warning
+from raysgd.engine.shared.types import World
 
 if TYPE_CHECKING:
-    from raysgd.train.session import (
-        get_checkpoint,
-        get_dataset_shard,
-        get_experiment_name,
-        get_local_rank,
-        get_local_world_size,
-        get_metadata,
-        get_node_rank,
-        get_trial_dir,
-        get_trial_id,
-        get_trial_name,
-        get_trial_resources,
-        get_world_rank,
-        get_world_size,
-        report,
-    )
+    from raysgd.air.checkpoint import Checkpoint
+
+T = TypeVar("T")
 
 __all__ = [
     "get_checkpoint",
@@ -41,4 +34,147 @@ __all__ = [
     "report",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.session"))
+
+def report(*args: Any, **kwargs: Any) -> None:
+    """Sends metrics to the driver, and waits until the driver has read them.
+
+    Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
+    In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
+    the lowest rank is kept; what several ranks have in folders is put together.
+
+    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a name like any other. In a
+    function that `fit` runs you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: a dict
+    called `metrics` is all metrics there, and a `checkpoint` that is neither a number nor text is the checkpoint.
+
+    In a function that `Trainer.run` runs, the checkpoint beside a dict of metrics may also be a dict.
+
+    Every worker must report the same number of times.
+
+    Raises:
+        TypeError: Anything else.
+        ValueError: There is a tensor among the metrics of a function that `fit` runs.
+    """
+    session = current_session()
+    is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
+    metrics, checkpoint = _metrics_and_checkpoint(*args, **kwargs) if is_one_dict else (kwargs, None)
+    session = session_or_warning("report")
+    if session is not None:
+        session.report(metrics, checkpoint)
+
+
+def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
+    if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
+        beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
+        raise TypeError(
+            "`report` takes either keywords, `report(loss=0.1)`, or one dict and perhaps a checkpoint, "
+            "`report({'loss': 0.1}, checkpoint=...)`; it was given "
+            f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
+        )
+    return given[0], checkpoint
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The checkpoint that was reported last, or the one that the function started from; None if there is none.
+
+    A function that is started again after a failure gets the newest checkpoint that was reported before.
+    """
+    session = session_or_warning("get_checkpoint")
+    return session.current_checkpoint() if session is not None else None
+
+
+def get_dataset_shard(dataset_name: str | None = None) -> Any:
+    """This worker's part of a dataset that you passed to the trainer.
+
+    In a function that `fit` runs, the name says which, and is needed if there are several; None is returned for a name
+    that does not exist. In a function that `Trainer.run` runs, a name is needed if you passed a dict of datasets.
+
+    Raises:
+        RuntimeError: There are several, and no name was given.
+        KeyError: There is none of that name, in a function that `Trainer.run` runs.
+    """
+    session = session_or_warning("get_dataset_shard")
+    return session.dataset_shard(dataset_name) if session is not None else None
+
+
+class TrainContext:
+    """Where the function runs: which worker of how many, in which trial. See `get_context`."""
+
+    def get_world_size(self) -> int:
+        """The number of workers; 1 outside a run."""
+        return _place_or_warning("get_world_size").size
+
+    def get_world_rank(self) -> int:
+        """This worker's rank among all; 0 outside a run."""
+        return _place_or_warning("get_world_rank").rank
+
+    def get_local_rank(self) -> int:
+        """This worker's rank among those on its node; 0 outside a run."""
+        return _place_or_warning("get_local_rank").local_rank
+
+    def get_local_world_size(self) -> int:
+        """The number of workers on this node; 0 outside a run."""
+        return _place_or_warning("get_local_world_size").local_size
+
+    def get_node_rank(self) -> int:
+        """The rank of this node among those with workers; 0 outside a run."""
+        return _place_or_warning("get_node_rank").node_rank
+
+    def get_experiment_name(self) -> str | None:
+        """The name of the run; None where `fit` does not run the function, as with all of the following."""
+        return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
+
+    def get_trial_name(self) -> str | None:
+        """The name of the trial."""
+        return _of_trial("get_trial_name", lambda facts: facts.name)
+
+    def get_trial_id(self) -> str | None:
+        """The identity of the trial."""
+        return _of_trial("get_trial_id", lambda facts: facts.id)
+
+    def get_trial_resources(self) -> Any:
+        """What the trial and its workers were given, as Ray Tune describes it."""
+        return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
+
+    def get_trial_dir(self) -> str | None:
+        """The folder of the trial: a path, or a URI."""
+        return _of_trial("get_trial_dir", lambda facts: facts.directory)
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        """What the trainer was given as `metadata`."""
+        return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
+
+    def get_storage(self) -> Any:
+        """The folder of the trial, as a `raysgd.storage.Folder`."""
+        return _of_trial("get_storage", lambda facts: facts.folder)
+
+
+_context = TrainContext()
+get_world_size = _context.get_world_size
+get_world_rank = _context.get_world_rank
+get_local_rank = _context.get_local_rank
+get_local_world_size = _context.get_local_world_size
+get_node_rank = _context.get_node_rank
+get_experiment_name = _context.get_experiment_name
+get_trial_name = _context.get_trial_name
+get_trial_id = _context.get_trial_id
+get_trial_resources = _context.get_trial_resources
+get_trial_dir = _context.get_trial_dir
+get_metadata = _context.get_metadata
+
+
+def get_context() -> TrainContext:
+    """Where the function runs: `get_context().get_world_rank()` and so on."""
+    return _context
+
+
+def _place_or_warning(function: str) -> World:
+    """The same; outside a run, with a warning."""
+    session_or_warning(function, stacklevel=4)
+    return place()
+
+
+def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
+    """Something of what the function can ask about its trial; None where no `fit` runs it."""
+    session = session_or_warning(function, stacklevel=4)
+    return read(session.facts) if session is not None and session.facts is not None else None

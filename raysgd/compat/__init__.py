@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.compat.aliases import install
+    from raysgd.compat.installing import install
 
 __all__ = ["install"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"install": "raysgd.compat.aliases"})
+__getattr__, __dir__ = lazy_names(__name__, {"install": "raysgd.compat.installing"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from raysgd.compat.aliases import install
+from raysgd.compat.installing import install
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

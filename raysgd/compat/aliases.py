@@ -1,14 +1,13 @@
-"""Lets programs run unchanged that import the old library: its module paths lead to this one.
+"""Stand-ins for the modules of the old library, under whose paths a program finds those of this one.
 
-The modules under the old paths are stand-ins, not copies: what a program reads from one, or sets on one, it reads from
-and sets on raysgd's module. Ray's own `ray.util.sgd`, which raises on import, is never executed.
+They are no copies: what a program reads from one, or sets on one, it reads from and sets on raysgd's module. Ray's own
+`ray.util.sgd`, which raises on import, is never executed.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -19,41 +18,8 @@ from typing import Any
 
 from raysgd.compat.paths import Paths
 
-VARIABLE = "RAYSGD_COMPAT"
-"""Tells worker processes what `install` was told: `sgd`, or `train:` and the folder of the program."""
-
 _EXECUTED = ("ray.util.sgd",)
 """Packages that Ray has, but whose import raises."""
-
-
-def install(ray_train: bool = False, folder: str | Path | None = None) -> None:
-    """Makes imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
-
-    Call it before Ray is started, so that the worker processes inherit it. On a cluster that runs already pass
-    `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.
-
-    Args:
-        ray_train: Whether `ray.train` and `ray.air`, too, mean the old library, where the program itself and the
-            modules in its folder import them. Ray's own modules keep Ray's.
-        folder: The folder of the program; by default that of the running script, or else the current one.
-
-    Raises:
-        TypeError: `ray_train` is not a bool.
-    """
-    if not isinstance(ray_train, bool):
-        raise TypeError(f"`ray_train` has to be True or False, not `{ray_train!r}`.")
-    own = Path(folder or _folder_of_script()).resolve()
-    os.environ[VARIABLE] = f"train:{own}" if ray_train else "sgd"
-    _add_finder()
-    from raysgd.compat import own_imports
-
-    own_imports.redirect(own, ray_train)
-
-
-def install_from_environment() -> None:
-    """The same in a worker process, as the driver's process did it."""
-    kind, _, folder = os.environ[VARIABLE].partition(":")
-    install(kind == "train", folder or None)
 
 
 class Alias(ModuleType):
@@ -135,11 +101,7 @@ def _is_rays(name: str) -> bool:
     return any((place / "__init__.py").exists() or place.with_suffix(".py").exists() for place in places)
 
 
-def _add_finder() -> None:
+def add_finder() -> None:
+    """Let imports of the old library that Ray has no longer lead to this one, in this process."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())
-
-
-def _folder_of_script() -> Path:
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file).parent if file else Path.cwd()

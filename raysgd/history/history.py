@@ -13,7 +13,7 @@ from raysgd._imports import optional
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
 from raysgd.engine.decisions.history import GroupEvent
-from raysgd.history import views
+from raysgd.history import readable, views
 
 Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
@@ -105,7 +105,7 @@ class History(Sequence[dict[str, Any]]):
     @property
     def metrics(self) -> list[str]:
         """The names in the rows, in the order in which they were first met."""
-        return list(dict.fromkeys(name for row in self._rows for name in row))
+        return readable.names_in(self._rows)
 
     def add(self, record: CallRecord) -> None:
         """Adds a call: one of `train` begins a row, one of `validate` completes it."""
@@ -219,13 +219,13 @@ class History(Sequence[dict[str, Any]]):
         views.save_plot(self, path, metrics)
 
     def __repr__(self) -> str:
-        return views.as_line(self)
+        return views.as_line(self._rows, self.events, self.stop_reason)
 
     def __str__(self) -> str:
-        return views.as_text(self)
+        return views.as_text(self._rows, self.events, self.stop_reason)
 
     def _repr_html_(self) -> str:
-        return views.as_card(self)
+        return views.as_card(self._rows, self.events, self.stop_reason)
 
 
 def plain(value: Any) -> Any:

@@ -89,6 +89,11 @@ def is_metric(name: str, value: Any) -> bool:
     return is_number and not is_count and not name.startswith(_LAST)
 
 
+def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return all names in rows, in the order in which they are first met."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of the metrics to look at, in the order in which they are first met."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))

@@ -1,4 +1,4 @@
-"""A `History` for people: as text, as a card in a notebook, and as a picture."""
+"""A `History` for people, as text, as a card in a notebook, and as a picture: of its rows and events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._imports.optional import require
 from raysgd._text import cards
@@ -14,8 +14,8 @@ from raysgd.engine.decisions.history import GroupEvent
 from raysgd.history import readable
 from raysgd.history.charts import NUM_COLORS, Series, figure
 
-if TYPE_CHECKING:
-    from raysgd.history.history import History
+Rows = Sequence[Mapping[str, Any]]
+Events = Sequence[GroupEvent]
 
 COLORS = ("#2a78d6", "#e0662f", "#1a9a6c", "#c08a00", "#d0568a", "#7463d4")
 """Of lines: they can be told apart on light and on dark ground."""
@@ -26,52 +26,47 @@ _MOST_CHARTS = 6
 _NEVER_SHOWN = ("started", "restarted")
 
 
-def as_line(history: History) -> str:
-    """The history in one line, with the metrics of the last epoch."""
-    told = _in_words(history)
-    if history.stop_reason is not None:
-        told.append(f"stopped: {history.stop_reason}")
-    last = readable.chosen(history[-1], None) if len(history) else {}
+def as_line(rows: Rows, events: Events, stop_reason: str | None) -> str:
+    """Return the history in one line, with the metrics of the last epoch."""
+    told = _in_words(rows, events)
+    if stop_reason is not None:
+        told.append(f"stopped: {stop_reason}")
+    last = readable.chosen(rows[-1], None) if rows else {}
     values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
     return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
 
 
-def as_text(history: History, metrics: Sequence[str] | None = None) -> str:
-    """The last epochs as a table, and what happened to the workers.
-
-    Args:
-        history: The history.
-        metrics: Names of the columns; all metrics if None.
-    """
-    head, rows = table_of(history, metrics)
-    lines = _columns([head, *rows]) if rows else ["no epochs"]
-    if len(history) > len(rows):
-        lines.insert(1, f"({len(history) - len(rows)} more)")
-    lines += [f"{_at(event)} {event}" for event in shown_events(history)]
-    if history.stop_reason is not None:
-        lines.append(f"stopped: {history.stop_reason}")
+def as_text(rows: Rows, events: Events, stop_reason: str | None) -> str:
+    """Return the last epochs as a table, and what happened to the workers."""
+    head, cells = table_of(rows)
+    lines = _columns([head, *cells]) if cells else ["no epochs"]
+    if len(rows) > len(cells):
+        lines.insert(1, f"({len(rows) - len(cells)} more)")
+    lines += [f"{_at(event)} {event}" for event in shown_events(events)]
+    if stop_reason is not None:
+        lines.append(f"stopped: {stop_reason}")
     return "\n".join(lines)
 
 
-def as_card(history: History) -> str:
-    """The history as HTML: curves, the last epochs, and what happened to the workers."""
-    head, rows = table_of(history)
-    groups = grouped_series(history)[:_MOST_CHARTS] if len(history) > 1 else []
+def as_card(rows: Rows, events: Events, stop_reason: str | None) -> str:
+    """Return the history as HTML: curves, the last epochs, and what happened to the workers."""
+    head, cells = table_of(rows)
+    groups = grouped_series(rows)[:_MOST_CHARTS] if len(rows) > 1 else []
     charts = "".join(figure(base, series, "raysgd-chart") for base, series in groups)
-    parts = [f'<div class="raysgd-charts">{charts}</div>' if charts else "", cards.grid(head, rows) if rows else ""]
-    events = [f"{_at(event)} {event}" for event in shown_events(history)]
-    told = _in_words(history)
-    told += [f"the last {len(rows)} are shown"] if len(history) > len(rows) else []
-    reason = cards.note(f"Stopped: {history.stop_reason}") if history.stop_reason is not None else ""
-    folded = cards.folded(f"what happened to the workers ({len(events)})", events)
+    parts = [f'<div class="raysgd-charts">{charts}</div>' if charts else "", cards.grid(head, cells) if cells else ""]
+    told = _in_words(rows, events)
+    told += [f"the last {len(cells)} are shown"] if len(rows) > len(cells) else []
+    reason = cards.note(f"Stopped: {stop_reason}") if stop_reason is not None else ""
+    lines = [f"{_at(event)} {event}" for event in shown_events(events)]
+    folded = cards.folded(f"what happened to the workers ({len(lines)})", lines)
     return _CHART_STYLE + cards.card("History", *parts, reason, folded, note=", ".join(told))
 
 
-def save_plot(history: History, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
+def save_plot(rows: Rows, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
     """Draws the metrics over the epochs with matplotlib.
 
     Args:
-        history: The history.
+        rows: The epochs.
         path: Where to write; the ending says what, such as `.png`, `.svg`, or `.pdf`.
         metrics: Which metrics; all if None. `train_loss` and `val_loss` share a picture.
 
@@ -81,7 +76,7 @@ def save_plot(history: History, path: str | os.PathLike[str], metrics: Sequence[
         KeyError: There is no such metric.
     """
     figure_module = require("matplotlib.figure", extra="plot", purpose="`History.plot`")
-    groups = grouped_series(history, metrics)
+    groups = grouped_series(rows, metrics)
     if not groups:
         raise ValueError("`History.plot`: there is no metric to draw yet; train for an epoch first.")
     columns = min(3, len(groups))
@@ -110,42 +105,42 @@ def _plot_one(axes: Any, base: str, series: Sequence[Series]) -> None:
             text.set_parse_math(False)
 
 
-def table_of(history: History, metrics: Sequence[str] | None = None) -> tuple[list[str], list[list[str]]]:
-    """The head and the cells of a table of the last epochs."""
-    names = readable.metrics_of(history) if metrics is None else _checked(history, metrics)
-    with_time = any("seconds" in row for row in history)
-    rows = []
-    for number, row in enumerate(history, start=1):
+def table_of(rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the cells of a table of the last epochs."""
+    names = readable.metrics_of(rows)
+    with_time = any("seconds" in row for row in rows)
+    table = []
+    for number, row in enumerate(rows, start=1):
         cells = [str(row.get("epoch", number)), *(_number(row, name) for name in names)]
-        rows.append([*cells, _seconds(row)] if with_time else cells)
-    return ["epoch", *names, *(["time"] if with_time else [])], rows[-_MOST_ROWS:]
+        table.append([*cells, _seconds(row)] if with_time else cells)
+    return ["epoch", *names, *(["time"] if with_time else [])], table[-_MOST_ROWS:]
 
 
-def grouped_series(history: History, metrics: Sequence[str] | None = None) -> list[tuple[str, list[Series]]]:
-    """What one picture shows: a metric of training with its sister of validation. The learning rate is last."""
-    names = readable.metrics_of(history) if metrics is None else _checked(history, metrics)
+def grouped_series(rows: Rows, metrics: Sequence[str] | None = None) -> list[tuple[str, list[Series]]]:
+    """Return what each picture shows: a metric of training with its sister of validation. The learning rate is last."""
+    names = readable.metrics_of(rows) if metrics is None else _checked(rows, metrics)
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: name == "lr"):
         groups.setdefault(_base(name), []).append(name)
-    return [(base, [_series(name, index, history) for index, name in enumerate(of)]) for base, of in groups.items()]
+    return [(base, [_series(name, index, rows) for index, name in enumerate(of)]) for base, of in groups.items()]
 
 
-def shown_events(history: History) -> list[GroupEvent]:
-    """What changed the work: losses and resizes."""
-    return [event for event in history.events if event.kind not in _NEVER_SHOWN]
+def shown_events(events: Events) -> list[GroupEvent]:
+    """Return the events that changed the work: losses and resizes."""
+    return [event for event in events if event.kind not in _NEVER_SHOWN]
 
 
-def _in_words(history: History) -> list[str]:
-    losses = sum(event.is_loss for event in history.events)
-    told = [readable.counted(len(history), "epoch")]
+def _in_words(rows: Rows, events: Events) -> list[str]:
+    losses = sum(event.is_loss for event in events)
+    told = [readable.counted(len(rows), "epoch")]
     return told + ([f"{readable.counted(losses, 'loss', 'losses')} of workers"] if losses else [])
 
 
-def _series(name: str, index: int, history: History) -> Series:
+def _series(name: str, index: int, rows: Rows) -> Series:
     color = 1 if name.startswith("val_") else 0 if index == 0 else index + 1
     points = [
         (_epoch(row, number), float(row[name]) if readable.is_real(row[name]) else math.nan)
-        for number, row in enumerate(history, start=1)
+        for number, row in enumerate(rows, start=1)
         if row.get(name) is not None
     ]
     return Series(name, points, color)
@@ -161,11 +156,11 @@ def _base(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
-def _checked(history: History, metrics: Sequence[str]) -> list[str]:
-    names = [metrics] if isinstance(metrics, str) else [*metrics]
+def _checked(rows: Rows, metrics: Sequence[str]) -> list[str]:
+    names, known = [metrics] if isinstance(metrics, str) else [*metrics], readable.names_in(rows)
     for name in names:
-        if name not in history.metrics:
-            raise KeyError(readable.unknown(name, history.metrics))
+        if name not in known:
+            raise KeyError(readable.unknown(name, known))
     return names
 
 

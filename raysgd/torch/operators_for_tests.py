@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from raysgd.utils import NUM_SAMPLES
+from raysgd.worker.operator import BaseOperator
 
-if TYPE_CHECKING:
-    from raysgd.torch.training_operator import TrainingOperator
+Operator = TypeVar("Operator", bound=BaseOperator)
 
 
-def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
     """An operator for tests whose epochs call `config["custom_func"](operator, iterator, info)`."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
@@ -25,7 +25,7 @@ def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOper
     return _TestOperator
 
 
-def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+def get_test_metrics_operator(operator_cls: type[Operator]) -> type[Operator]:
     """An operator for tests that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]

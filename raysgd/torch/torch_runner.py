@@ -48,7 +48,8 @@ class TorchRunner(ClassRunner):
             divided_state,  # not everywhere: it loads parts of PyTorch that others do without
         )
 
-        return divided_state.write(folder, self._hosted.state, self._hosted.parallel)
+        state = self._hosted.state
+        return divided_state.write(folder, state.read_divided(), state.own(), self._hosted.parallel.group_beside)
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
         """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.

@@ -112,7 +112,6 @@ __getattr__, __dir__ = lazy_names(
         "executor",
         "fit",
         "horovod",
-        "integrations",
         "session",
         "tensorflow",
         "torch",

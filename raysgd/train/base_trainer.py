@@ -20,7 +20,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import arguments
 from raysgd.train.fit.data import check_datasets, prepared
 from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.run import FitPlan
+from raysgd.train.fit.run import FitPlan, FitRun
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
@@ -160,12 +160,12 @@ class BaseTrainer(ABC):
         """Runs the loop in one worker, and hands over what it reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
-        self._running_job.drive(FitPlan(partial(_run_loop, self), BackendConfig(), needs))
+        self._drive(FitPlan(partial(_run_loop, self), BackendConfig(), needs))
 
-    @property
-    def _running_job(self) -> FitJob:
+    def _drive(self, plan: FitPlan) -> None:
+        """Runs a function on workers until it ends everywhere, and writes down what it reports."""
         assert self._job is not None, "`fit` sets it"
-        return self._job
+        FitRun(self._job, plan).run()
 
     @property
     def _trial_config(self) -> dict[str, Any]:

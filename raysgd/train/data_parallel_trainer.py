@@ -115,7 +115,7 @@ class DataParallelTrainer(BaseTrainer):
         plan = FitPlan(
             function, self._backend_config, self.scaling_config, self.datasets, self._data_config, self.preprocessor
         )
-        self._running_job.drive(plan)
+        self._drive(plan)
 
     @classmethod
     def restore(  # type: ignore[override]  # its second argument is the function, as in Ray

@@ -1,26 +1,34 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_context`, `world_rank` and so on.
 
-They serve functions that `fit` runs as well as functions that `Trainer.run` runs. Outside a run they warn once and
-return a default, so you can call your function by itself.
+Those that Ray 2.0 had in `ray.air.session` are in `raysgd.air.session`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from raysgd._text.once import Once
-from raysgd.engine.shared.types import World
+from raysgd.air._running import current_session, place, session_or_warning
+from raysgd.air.session import (
+    TrainContext,
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    get_experiment_name,
+    get_local_rank,
+    get_local_world_size,
+    get_metadata,
+    get_node_rank,
+    get_trial_dir,
+    get_trial_id,
+    get_trial_name,
+    get_trial_resources,
+    get_world_rank,
+    get_world_size,
+    report,
+)
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.messages import TrainingResult, TrainingResultType
-from raysgd.train._worker.session import Session, current_session
-
-if TYPE_CHECKING:
-    from raysgd.air.checkpoint import Checkpoint
-    from raysgd.train.fit.session import TrialFacts
-
-T = TypeVar("T")
+from raysgd.train._worker.session import Session
 
 __all__ = [
     "Session",
@@ -51,47 +59,6 @@ __all__ = [
     "world_size",
 ]
 
-_once = Once()
-
-
-def report(*args: Any, **kwargs: Any) -> None:
-    """Sends metrics to the driver, and waits until the driver has read them.
-
-    Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
-    In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
-    the lowest rank is kept; what several ranks have in folders is put together.
-
-    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a name like any other. In a
-    function that `fit` runs you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: a dict
-    called `metrics` is all metrics there, and a `checkpoint` that is neither a number nor text is the checkpoint.
-
-    In a function that `Trainer.run` runs, the checkpoint beside a dict of metrics may also be a dict.
-
-    Every worker must report the same number of times.
-
-    Raises:
-        TypeError: Anything else.
-        ValueError: There is a tensor among the metrics of a function that `fit` runs.
-    """
-    session = current_session()
-    is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
-    metrics, checkpoint = _metrics_and_checkpoint(*args, **kwargs) if is_one_dict else (kwargs, None)
-    session = _session_or_warning("report")
-    if session is not None:
-        session.report(metrics, checkpoint)
-
-
-def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-    given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
-    if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
-        beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
-        raise TypeError(
-            "`report` takes either keywords, `report(loss=0.1)`, or one dict and perhaps a checkpoint, "
-            "`report({'loss': 0.1}, checkpoint=...)`; it was given "
-            f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
-        )
-    return given[0], checkpoint
-
 
 def save_checkpoint(**kwargs: Any) -> None:
     """Saves the keywords as a checkpoint. Every worker must call it; the checkpoint of rank 0 is kept.
@@ -99,7 +66,7 @@ def save_checkpoint(**kwargs: Any) -> None:
     The state is copied once before this returns. It is sent and written while the function continues. For functions
     that `Trainer.run` runs; with `fit`, pass a `Checkpoint` to `report`.
     """
-    session = _session_or_warning("save_checkpoint")
+    session = session_or_warning("save_checkpoint")
     if session is not None:
         session.save_checkpoint(kwargs)
 
@@ -109,144 +76,20 @@ def load_checkpoint() -> dict[str, Any] | None:
 
     For functions that `Trainer.run` runs; with `fit`, use `get_checkpoint`.
     """
-    session = _session_or_warning("load_checkpoint")
+    session = session_or_warning("load_checkpoint")
     return session.load_checkpoint() if session is not None else None
-
-
-def get_checkpoint() -> Checkpoint | None:
-    """The checkpoint that was reported last, or the one that the function started from; None if there is none.
-
-    A function that is started again after a failure gets the newest checkpoint that was reported before.
-    """
-    session = _session_or_warning("get_checkpoint")
-    return session.current_checkpoint() if session is not None else None
-
-
-def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """This worker's part of a dataset that you passed to the trainer.
-
-    In a function that `fit` runs, the name says which, and is needed if there are several; None is returned for a name
-    that does not exist. In a function that `Trainer.run` runs, a name is needed if you passed a dict of datasets.
-
-    Raises:
-        RuntimeError: There are several, and no name was given.
-        KeyError: There is none of that name, in a function that `Trainer.run` runs.
-    """
-    session = _session_or_warning("get_dataset_shard")
-    return session.dataset_shard(dataset_name) if session is not None else None
 
 
 def world_rank() -> int:
     """This worker's rank among all; 0 outside a run."""
-    return _place().rank
+    return place().rank
 
 
 def local_rank() -> int:
     """This worker's rank among those on its node; 0 outside a run."""
-    return _place().local_rank
+    return place().local_rank
 
 
 def world_size() -> int:
     """The number of workers; 1 outside a run."""
-    return _place().size
-
-
-class TrainContext:
-    """Where the function runs: which worker of how many, in which trial. See `get_context`."""
-
-    def get_world_size(self) -> int:
-        """The number of workers; 1 outside a run."""
-        return _place_or_warning("get_world_size").size
-
-    def get_world_rank(self) -> int:
-        """This worker's rank among all; 0 outside a run."""
-        return _place_or_warning("get_world_rank").rank
-
-    def get_local_rank(self) -> int:
-        """This worker's rank among those on its node; 0 outside a run."""
-        return _place_or_warning("get_local_rank").local_rank
-
-    def get_local_world_size(self) -> int:
-        """The number of workers on this node; 0 outside a run."""
-        return _place_or_warning("get_local_world_size").local_size
-
-    def get_node_rank(self) -> int:
-        """The rank of this node among those with workers; 0 outside a run."""
-        return _place_or_warning("get_node_rank").node_rank
-
-    def get_experiment_name(self) -> str | None:
-        """The name of the run; None where `fit` does not run the function, as with all of the following."""
-        return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
-
-    def get_trial_name(self) -> str | None:
-        """The name of the trial."""
-        return _of_trial("get_trial_name", lambda facts: facts.name)
-
-    def get_trial_id(self) -> str | None:
-        """The identity of the trial."""
-        return _of_trial("get_trial_id", lambda facts: facts.id)
-
-    def get_trial_resources(self) -> Any:
-        """What the trial and its workers were given, as Ray Tune describes it."""
-        return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
-
-    def get_trial_dir(self) -> str | None:
-        """The folder of the trial: a path, or a URI."""
-        return _of_trial("get_trial_dir", lambda facts: facts.directory)
-
-    def get_metadata(self) -> dict[str, Any] | None:
-        """What the trainer was given as `metadata`."""
-        return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
-
-    def get_storage(self) -> Any:
-        """The folder of the trial, as a `raysgd.storage.Folder`."""
-        return _of_trial("get_storage", lambda facts: facts.folder)
-
-
-_context = TrainContext()
-get_world_size = _context.get_world_size
-get_world_rank = _context.get_world_rank
-get_local_rank = _context.get_local_rank
-get_local_world_size = _context.get_local_world_size
-get_node_rank = _context.get_node_rank
-get_experiment_name = _context.get_experiment_name
-get_trial_name = _context.get_trial_name
-get_trial_id = _context.get_trial_id
-get_trial_resources = _context.get_trial_resources
-get_trial_dir = _context.get_trial_dir
-get_metadata = _context.get_metadata
-
-
-def get_context() -> TrainContext:
-    """Where the function runs: `get_context().get_world_rank()` and so on."""
-    return _context
-
-
-def _place() -> World:
-    """This worker's place; outside a run, that of a worker alone."""
-    session = current_session()
-    return session.world if session is not None else World(rank=0, size=1, local_size=0)
-
-
-def _place_or_warning(function: str) -> World:
-    """The same; outside a run, with a warning."""
-    _session_or_warning(function, stacklevel=4)
-    return _place()
-
-
-def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Something of what the function can ask about its trial; None where no `fit` runs it."""
-    session = _session_or_warning(function, stacklevel=4)
-    return read(session.facts) if session is not None and session.facts is not None else None
-
-
-def _session_or_warning(function: str, stacklevel: int = 3) -> Session | None:
-    """The current session; without one, a warning, once for each function."""
-    session = current_session()
-    if session is not None:
-        return session
-    if _once.is_first(function):
-        warnings.warn(
-            f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=stacklevel
-        )
-    return None
+    return place().size

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from raysgd._imports.lazy import lazy_names
 from raysgd._imports.optional import require_installed
+from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
 from raysgd.tf.objects.datasets import prepare_dataset_shard
-from raysgd.train._tensorflow.checkpoint import TensorflowCheckpoint
 from raysgd.train._tensorflow.cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig
 

@@ -1,6 +1,6 @@
 """What training functions can call, inside and outside of a run.
 
-Covers `raysgd.train._worker.session`: functions see it through these calls.
+Covers `raysgd.train._worker.session` and `raysgd.air.session`: functions see it through these calls.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 
 from raysgd._state.state_codec import decode
 from raysgd._text.once import Once
+from raysgd.air import _running
 from raysgd.engine.shared.types import World
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
@@ -317,7 +318,7 @@ class TestShards:
 class TestOutsideOfARun:
     @pytest.fixture(autouse=True)
     def forget_warnings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session, "_once", Once())
+        monkeypatch.setattr(_running, "_once", Once())
 
     @pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint", "get_dataset_shard"])
     def test_a_function_warns_once_and_does_nothing(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Comet in runs of `fit()`: what `raysgd.train.integrations.comet` has."""
+"""Comet in runs of `fit()`: a logger for `RunConfig(callbacks=[...])`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.train.integrations.comet import CometLoggerCallback
+    from raysgd.air.integrations._comet import CometLoggerCallback
 
 __all__ = ["CometLoggerCallback"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.comet"))
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._comet"))

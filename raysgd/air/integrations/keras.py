@@ -1,4 +1,4 @@
-"""Callbacks for Keras: those of `raysgd.train.integrations.keras`."""
+"""Callbacks for `model.fit` of Keras that report to a run of `fit()`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.train.integrations.keras import Callback, ReportCheckpointCallback
+    from raysgd.air.integrations._keras import Callback, ReportCheckpointCallback
 
 __all__ = ["Callback", "ReportCheckpointCallback"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.keras"))
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._keras"))

@@ -1,4 +1,4 @@
-"""Weights & Biases in runs of `fit()`: what `raysgd.train.integrations.wandb` has."""
+"""Weights & Biases in runs of `fit()`: a logger for `RunConfig`, and `setup_wandb` for training functions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from raysgd._imports.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.train.integrations.wandb import WandbLoggerCallback, setup_wandb
+    from raysgd.air.integrations._wandb import WandbLoggerCallback, setup_wandb
 
 __all__ = ["WandbLoggerCallback", "setup_wandb"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.wandb"))
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._wandb"))

@@ -145,7 +145,7 @@ def _tiles(facts: RunFacts, history: History) -> str:
 
 def _sizes(history: History) -> str:
     """The numbers of workers that there were, in their order."""
-    changes = [event for event in shown_events(history) if event.is_loss or event.old_size != event.new_size]
+    changes = [event for event in shown_events(history.events) if event.is_loss or event.old_size != event.new_size]
     if not changes:
         return "all the time"
     sizes = [changes[0].old_size, *(event.new_size for event in changes)]
@@ -203,7 +203,7 @@ def _what_happened(history: History) -> str:
     if not history.records:
         return _nothing("No calls were recorded.")
     zero = min(record.began_at for record in history.records[-_MOST_SPANS:])
-    events = [event for event in shown_events(history) if event.at >= zero]
+    events = [event for event in shown_events(history.events) if event.at >= zero]
     spans = [_span(record, zero) for record in history.records[-_MOST_SPANS:]]
     spans += [_lost_span(event, zero) for event in events if _is_recovery(event)]
     marks = [
@@ -240,7 +240,7 @@ def _began(event: GroupEvent, zero: float) -> float:
 
 def _workers_over_time(history: History, zero: float) -> list[tuple[float, int]]:
     """From which second on how many workers were at work: none in a recovery."""
-    changes = [event for event in shown_events(history) if event.at >= zero]
+    changes = [event for event in shown_events(history.events) if event.at >= zero]
     first = changes[0].old_size if changes else history.records[0].num_workers
     steps = [(0.0, first)]
     for event in changes:

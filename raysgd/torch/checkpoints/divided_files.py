@@ -30,7 +30,7 @@ from raysgd.torch.checkpoints.divided_index import (
     checked_files,
     checked_tensors,
 )
-from raysgd.torch.checkpoints.divided_snapshot import TensorToFill
+from raysgd.torch.checkpoints.divided_tensors import TensorToFill
 from raysgd.torch.checkpoints.tensor_file import read_archive
 from raysgd.torch.objects.rng import RNG
 from raysgd.worker.state.replica_state import RESUME

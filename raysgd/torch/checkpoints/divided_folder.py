@@ -39,6 +39,9 @@ DIVIDED = "divided"
 FORMAT_VERSION = 2
 """How the folder is laid out."""
 
+MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
+"""Makes the tensors that a rank has of a state: of its outline, and the paths in it where they belong."""
+
 _FORMER = ".old"
 _PARTS = ("models", "criterion", "optimizers")
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from raysgd._state.state_codec import decode
 from raysgd.engine.processes.transfers import DividedValue
-from raysgd.torch.checkpoints.divided_folder import joined, split
+from raysgd.torch.checkpoints.divided_folder import MakeRoom, joined, split
 from raysgd.torch.checkpoints.divided_index import Path_
-
-if TYPE_CHECKING:
-    from raysgd.torch.hosting.replica_state import TorchState
-    from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.checkpoints.divided_tensors import TensorToFill, begin_of, dim_of, overlaps
 
 Content = Mapping[str, Any]
 """What a rank keeps: `rest` (the state without tensors), `shapes`, `dims` (None: not divided) and `tensors`."""
@@ -33,18 +29,11 @@ Content = Mapping[str, Any]
 def content_of(state: Mapping[str, Any], rank: int) -> Content:
     """What a rank keeps of its state; not copied yet. What is not divided is kept by rank 0."""
     rest, tensors = split(state)
-    dims = {path: _dim_of(tensor) for path, tensor in tensors.items()}
+    dims = {path: dim_of(tensor) for path, tensor in tensors.items()}
     kept = {path: tensor for path, tensor in tensors.items() if not rank or dims[path] is not None}
     own = {path: tensor.to_local() if isinstance(tensor, DTensor) else tensor for path, tensor in kept.items()}
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
     return {"rest": None if rank else rest, "shapes": shapes, "dims": dims, "tensors": own}
-
-
-def _dim_of(tensor: torch.Tensor) -> int | None:
-    if not isinstance(tensor, DTensor):
-        return None
-    [placement] = tensor.placements
-    return placement.dim if isinstance(placement, Shard) else None
 
 
 class DividedSnapshot:
@@ -77,17 +66,17 @@ class DividedSnapshot:
             return self.first["tensors"][path].clone()
         return torch.cat([self.part(rank)["tensors"][path] for rank in range(len(self._parts))], dim)
 
-    def taken(self, state: TorchState, parallel: NoParallel) -> dict[str, Any]:
+    def taken(self, make_room: MakeRoom) -> dict[str, Any]:
         """The state, divided as it is here; nothing is changed.
+
+        Args:
+            make_room: Makes the tensors that this rank has of a state.
 
         Raises:
             ValueError, KeyError: It does not fit.
         """
-        from raysgd.torch.checkpoints.divided_state import room_for
-
-        outline, paths = self.outline(), list(self.first["shapes"])
-        state.check(outline)
-        tensors = room_for(outline, paths, state, parallel)
+        paths = list(self.first["shapes"])
+        tensors = make_room(self.outline(), paths)
         for path, tensor in tensors.items():
             self._fill(path, tensor)
         return joined(self.first["rest"], paths, tensors.__getitem__)
@@ -100,62 +89,4 @@ class DividedSnapshot:
             return
         for rank, *_ in overlaps(total[dim], len(self._parts), *place.span(dim)):
             own = self.part(rank)["tensors"][path]
-            place.take(own, dim, _begin(total[dim], len(self._parts), rank))
-
-
-@dataclass(frozen=True)
-class TensorToFill:
-    """A tensor to fill, or this rank's part of one.
-
-    Attributes:
-        local: What is in this process.
-        dim: By which dimension the tensor is divided; 0 if it is not.
-        begin: Where in it `local` begins, along this dimension.
-    """
-
-    local: torch.Tensor
-    dim: int
-    begin: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorToFill:
-        """That of a tensor."""
-        dim = _dim_of(tensor)
-        if not isinstance(tensor, DTensor) or dim is None:
-            return cls(tensor.to_local() if isinstance(tensor, DTensor) else tensor, 0, 0)
-        mesh = tensor.device_mesh
-        return cls(tensor.to_local(), dim, _begin(tensor.shape[dim], mesh.size(), mesh.get_local_rank()))
-
-    def span(self, dim: int) -> tuple[int, int]:
-        """Between which positions along a dimension it lies."""
-        begin = self.begin if dim == self.dim else 0
-        return begin, begin + self.local.shape[dim]
-
-    def take(self, part: torch.Tensor, dim: int, at: int) -> None:
-        """Copies what it has room for of a part of the tensor, one that begins `at` a position along a dimension."""
-        begin, end = self.span(dim)
-        first, last = max(begin, at), min(end, at + part.shape[dim])
-        source = part.narrow(dim, first - at, last - first)
-        if dim != self.dim:
-            source = source.narrow(self.dim, self.begin, self.local.shape[self.dim])
-        self.local.narrow(dim, first - begin, last - first).copy_(source)
-
-
-def _begin(total: int, num_ranks: int, rank: int) -> int:
-    """Where the part of a rank begins: parts are as those of `torch.chunk`."""
-    return min(total, rank * -(-total // num_ranks))
-
-
-def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Which ranks have something between two positions: rank, first position, and the one behind the last.
-
-    Example:
-        >>> overlaps(10, 3, 2, 9)  # they have 4, 4 and 2
-        [(0, 2, 4), (1, 4, 8), (2, 8, 9)]
-    """
-    found = []
-    for rank in range(num_ranks):
-        first, last = max(begin, _begin(total, num_ranks, rank)), min(end, _begin(total, num_ranks, rank + 1))
-        if first < last:
-            found.append((rank, first, last))
-    return found
+            place.take(own, dim, begin_of(total[dim], len(self._parts), rank))

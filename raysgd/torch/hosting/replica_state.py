@@ -10,6 +10,7 @@ from typing import Any
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.processes.transfers import DividedValue
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
+from raysgd.torch.checkpoints.divided_index import Path_
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.fitting import check_model, check_optimizer, check_precision, check_schedulers
@@ -73,12 +74,12 @@ class TorchState(ReplicaState):
                 divided_state,  # not everywhere: it loads parts of PyTorch that others do without
             )
 
-            return divided_state.read(state, self, self._parallel)
+            return divided_state.read(state, self.room_for, self._parallel.group_beside)
         if isinstance(state, DividedValue):
             from raysgd.torch.checkpoints import divided_snapshot
 
             snapshot = divided_snapshot.DividedSnapshot(state)
-            return snapshot.taken(self, self._parallel) if self._parallel.is_sharded else snapshot.whole()
+            return snapshot.taken(self.room_for) if self._parallel.is_sharded else snapshot.whole()
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
 
     def own(self) -> Any:
@@ -139,6 +140,24 @@ class TorchState(ReplicaState):
     def optimizers_as_in(self, state: Mapping[str, Any]) -> list[Any]:
         """The optimizers with the groups that they have in a state."""
         return self._added.fitted(self.registered, state["optimizers"], in_place=False)
+
+    def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
+        """Return tensors to fill with what this rank has of a state.
+
+        Args:
+            outline: The state, with tensors that have a shape and no memory.
+            paths: Where the tensors belong.
+
+        Raises:
+            ValueError, KeyError: It does not fit.
+        """
+        from raysgd.torch.hosting.divided_room import (
+            DividedRoom,  # not everywhere: it loads parts of PyTorch that others do without
+        )
+
+        self.check(outline)
+        room = DividedRoom(self.registered, self.criterion, self.optimizers_as_in(outline), outline)
+        return {path: room.tensor(path, self._parallel) for path in paths}
 
     def objects(self) -> list[Any]:
         """All that a state has a place for, down to the tensors."""

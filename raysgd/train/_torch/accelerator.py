@@ -9,10 +9,10 @@ import weakref
 import numpy as np
 import torch
 
+from raysgd.air._running import RunningSession, running_session
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.train._worker.session import Session, running_session
 
 
 class Accelerator:
@@ -94,7 +94,7 @@ def accelerator_of(helper: str) -> Accelerator:
     return accelerator
 
 
-def _device_of(session: Session) -> torch.device:
+def _device_of(session: RunningSession) -> torch.device:
     """The first of this worker's GPUs, as the process counts those that it sees; else the CPU."""
     gpu_ids = session.world.gpu_ids
     if not gpu_ids or not torch.cuda.is_available():

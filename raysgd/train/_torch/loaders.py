@@ -19,11 +19,11 @@ from torch.utils.data import (
     IterableDataset,
 )
 
+from raysgd.air._running import running_session
 from raysgd.engine.shared.types import World
 from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.device_loader import DeviceLoader
-from raysgd.train._worker.session import running_session
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from raysgd.air._running import running_session
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.process_group import unwrapped
-from raysgd.train._worker.session import running_session
 
 _UNSET: Any = object()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd._state.state_codec import decode
+from raysgd.air._running import close_session, open_session
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
@@ -15,7 +16,7 @@ from raysgd.train._worker.ahead import is_mere_report
 from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
-from raysgd.train._worker.session import Session, close_session, open_session
+from raysgd.train._worker.session import Session
 
 _NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when it is ended
 
@@ -49,6 +50,7 @@ class FunctionReplica:
         make_session = spec.make_session or Session
         self._session = make_session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
         open_session(self._session)
+        self._session.mailbox.start()
 
     def next(self, index: int | None = None) -> FunctionMessage | FunctionEnded:
         """The function's next message, waiting for it.

@@ -1,4 +1,4 @@
-"""One run of a function in a worker, as the function sees it, and which one runs in this process."""
+"""One run of a function in a worker, as the function sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 from raysgd._state.state_codec import EncodedState, StateEncoder
 from raysgd.air.metrics import node_ip
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.mailbox import Mailbox
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
@@ -196,43 +195,3 @@ def content_of(checkpoint: Any) -> dict[str, Any]:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint.to_dict()
     raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict or a `Checkpoint`, or None.")
-
-
-# One function runs at a time in a worker process; threads that it starts see the same session.
-_current: Session | None = None
-
-
-def current_session() -> Session | None:
-    """The session of the function that runs in this process; None outside a run."""
-    return _current
-
-
-def running_session(helper: str) -> Session:
-    """The session of the function that runs in this process.
-
-    Args:
-        helper: What is called, for the error.
-
-    Raises:
-        SessionMisuseError: No function runs here.
-    """
-    if _current is None:
-        raise SessionMisuseError(
-            f"`{helper}` works only in the workers of a run: call it inside the training function that you "
-            "pass to a trainer."
-        )
-    return _current
-
-
-def open_session(session: Session) -> None:
-    """Makes a session the one of this process, and starts its function."""
-    global _current
-    _current = session
-    session.mailbox.start()
-
-
-def close_session(session: Session | None) -> None:
-    """From now on no function runs in this process, if it was this one."""
-    global _current
-    if _current is session:
-        _current = None

@@ -1,4 +1,4 @@
-"""What `fit` does around a run: its folder, its record, its result, and the error that it ends with."""
+"""The job of a `fit`, around its run: the folder, the record, the result, and the error that it ends with."""
 
 from __future__ import annotations
 
@@ -6,26 +6,46 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig
+from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.exceptions import StorageError, training_failed_error
 from raysgd.train.fit.record.kept_checkpoints import number_of
 from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.restore import save_trainer
-from raysgd.train.fit.run import FitPlan, FitRun
-from raysgd.train.fit.session import TrialFacts, checkpoint_at
+from raysgd.train.fit.session import checkpoint_at
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
     from raysgd.storage import Folder
-    from raysgd.train.base_trainer import BaseTrainer
 
 logger = logging.getLogger(__name__)
 
 CHDIR_ENV = "RAY_CHDIR_TO_TRIAL_DIR"
+
+
+class FitTrainer(Protocol):
+    """The trainer whose `fit` it is, as far as the job needs it."""
+
+    run_config: RunConfig
+    scaling_config: ScalingConfig
+    metadata: dict[str, Any]
+    resume_from_checkpoint: Checkpoint | None
+    _arguments: dict[str, Any]
+    _job: FitJob | None
+
+    @property
+    def _trial_config(self) -> dict[str, Any]:
+        """The config that results name as theirs."""
+
+    def _check(self) -> None:
+        """Check what only a run needs."""
+
+    def _train(self) -> None:
+        """Run the loop."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class FitJob:
         trainer_name: The name of the trainer's class.
         begin_from: The checkpoint that the function starts from.
         num_ahead: How many reports may wait for the driver while the function goes on.
-        runs: What it runs, once it does: another thread may end that.
+        aborts: End what it runs, once it does, from another thread.
     """
 
     folder: TrialFolder
@@ -50,10 +70,10 @@ class FitJob:
     trainer_name: str
     begin_from: Checkpoint | None
     num_ahead: int = 64
-    runs: list[FitRun] = field(default_factory=list)
+    aborts: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, trainer: BaseTrainer, folder: TrialFolder | None = None) -> FitJob:
+    def of(cls, trainer: FitTrainer, folder: TrialFolder | None = None) -> FitJob:
         """A job for a trainer.
 
         Args:
@@ -89,12 +109,6 @@ class FitJob:
             raise training_failed_error(error, self._advice) from error.__cause__
         return self.recorder.end()
 
-    def drive(self, plan: FitPlan) -> None:
-        """Runs a function on workers until it ends everywhere, and writes down what it reports."""
-        run = FitRun(self, plan)
-        self.runs.append(run)
-        run.run()
-
     @property
     def next_index(self) -> int:
         """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
@@ -123,7 +137,7 @@ def _newest_in(folder: TrialFolder) -> Checkpoint | None:
     return checkpoint_at(folder.trial / names[-1]).by_place() if names else None
 
 
-def facts_of(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:
+def facts_of(folder: TrialFolder, trainer: FitTrainer) -> TrialFacts:
     """What a function can ask about a run in that folder."""
     chdir = os.environ.get(CHDIR_ENV, "1") != "0"
     return TrialFacts(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.engine.decisions.failures import Diagnosis, words
@@ -26,10 +26,8 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
 from raysgd.train.fit.data import make_shards
+from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.session import FitSession
-
-if TYPE_CHECKING:
-    from raysgd.train.fit.job import FitJob
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +102,7 @@ class FitRun:
         self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
+        job.aborts.append(partial(self._executor.shutdown, patience_s=0))
 
     def run(self) -> None:
         """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
@@ -159,10 +158,6 @@ class FitRun:
                 with suppress(OSError):
                     (self._facts.folder / PurePosixPath(landing.checkpoint.path).name).delete()
         self._too_late.clear()
-
-    def abort(self) -> None:
-        """From another thread: ends the workers, wherever they are, so that `run` raises."""
-        self._executor.shutdown(patience_s=0)
 
     def _running(self) -> FunctionRun:
         if self._run is None:

@@ -7,13 +7,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import ScalingConfig
 from raysgd.air.layout import checkpoint_name
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
@@ -27,36 +26,6 @@ METADATA_KEY = "_raysgd_metadata"
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _MISUSE_V2 = "cannot be used outside of a Ray Train training function"
-
-
-@dataclass(frozen=True)
-class TrialFacts:
-    """What a function can ask about its run, and what its worker needs to store checkpoints.
-
-    Attributes:
-        folder: The folder of the trial.
-        experiment_name: The name of the run.
-        name: The name of the trial.
-        id: The trial's identity.
-        scaling: What the run was asked to use.
-        metadata: What the trainer was given as `metadata`.
-        workdir: The working directory of the function; None to leave it alone.
-        keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
-    """
-
-    folder: Folder
-    experiment_name: str
-    name: str
-    id: str
-    scaling: ScalingConfig
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    workdir: str | None = None
-    keeps_files: bool = True
-
-    @property
-    def directory(self) -> str:
-        """The folder of the trial: a path, or a URI."""
-        return str(self.folder.local_path) if self.folder.is_local else self.folder.uri
 
 
 class FitSession(Session):

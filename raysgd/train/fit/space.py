@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._arguments.checks import did_you_mean
 from raysgd.air._scaling import is_open
 from raysgd.air.config import ScalingConfig
 from raysgd.driver import tune_trial
 from raysgd.train.fit import arguments
-
-if TYPE_CHECKING:
-    from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.fit.job import FitTrainer
 
 
-def check_space(trainer: BaseTrainer, space: Mapping[str, Any]) -> None:
+def check_space(trainer: FitTrainer, space: Mapping[str, Any]) -> None:
     """Refuses what no trial of a trainer could begin with.
 
     Raises:

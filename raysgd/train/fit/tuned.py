@@ -14,27 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
 from raysgd.air.layout import TrialFolder, new_trial, storage_of
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train._worker.mailbox import FunctionEnded, Mailbox, RunCancelled
-from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
-from raysgd.train.fit.session import TrialFacts
+from raysgd.train.fit.job import FitJob, FitTrainer, check_is_shared, facts_of
 from raysgd.train.fit.space import merged_arguments
 
 if TYPE_CHECKING:
     from raysgd.engine.decisions.history import GroupEvent
     from raysgd.storage import Folder
-    from raysgd.train.base_trainer import BaseTrainer
 
 _FOLDER = ".raysgd"
 _BEGIN_FROM = "begin_from"
 _END_S = 30.0
 
 
-def make_trainable(trainer: BaseTrainer) -> type[Any]:
+def make_trainable(trainer: FitTrainer) -> type[Any]:
     """The class behind `BaseTrainer.as_trainable`.
 
     Raises:
@@ -47,8 +46,8 @@ def make_trainable(trainer: BaseTrainer) -> type[Any]:
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
 
-    def make_trainer(config: dict[str, Any]) -> BaseTrainer:
-        made: BaseTrainer = trainer_cls(**merged_arguments(given, config))
+    def make_trainer(config: dict[str, Any]) -> FitTrainer:
+        made: FitTrainer = trainer_cls(**merged_arguments(given, config))
         made.run_config = run_config
         return made
 
@@ -102,7 +101,7 @@ class FitTrial:
         info: What the trial knows of itself.
     """
 
-    def __init__(self, make_trainer: Callable[[], BaseTrainer], storage: Folder, info: TrialInfo) -> None:
+    def __init__(self, make_trainer: Callable[[], FitTrainer], storage: Folder, info: TrialInfo) -> None:
         self._make_trainer, self._storage, self._info = make_trainer, storage, info
         self._begin_from: Checkpoint | None = None
         self._newest: Checkpoint | None = None
@@ -149,7 +148,7 @@ class FitTrial:
         folder.make()
         return folder
 
-    def _facts(self, trainer: BaseTrainer) -> TrialFacts:
+    def _facts(self, trainer: FitTrainer) -> TrialFacts:
         assert self._folder is not None
         own = facts_of(self._folder, trainer)
         return replace(own, name=self._info.name or own.name, id=self._info.identity or own.id, workdir=None)
@@ -187,8 +186,8 @@ class FitTrial:
         self._mailbox = self._folder = self._newest = None
         self._has_ended = False
         if mailbox is not None and not mailbox.cancel(timeout_s=0):
-            for run in self._job.runs if self._job is not None else ():
-                run.abort()
+            for abort in self._job.aborts if self._job is not None else ():
+                abort()
             mailbox.cancel(_END_S)
         if folder is not None:
             folder.experiment.delete()

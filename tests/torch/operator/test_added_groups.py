@@ -16,7 +16,6 @@ from raysgd.engine.shared.types import World
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.divided_snapshot import DividedSnapshot, content_of
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.torch_runner import TorchRunner
 from tests.torch.operators_for_tests import LinearOperator, Operator, equal
 
@@ -109,4 +108,4 @@ def test_a_divided_snapshot_fits_a_replica_that_lacks_them(trained: TorchTrainer
     parts = DividedValue((StateEncoder().encode(content_of(state, rank=0)),), ((),))
     runner = TorchRunner(TorchSettings(Unfreezes, {}), World(0, 1))
     runner.setup()
-    assert equal(DividedSnapshot(parts).taken(runner._hosted.state, NoParallel()), state)
+    assert equal(DividedSnapshot(parts).taken(runner._hosted.state.room_for), state)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from raysgd.air._running import current_session
 from raysgd.engine.shared.types import World
 from raysgd.train import session
 from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, TrainingResultType
-from raysgd.train._worker.session import current_session
 from tests.train.replicas import begin, user_keys
 
 TWO, OTHER_TWO = ["one", "another"], ["one", "another"]

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
+from raysgd.air._running import TrialFacts
 from raysgd.engine.decisions.failures import Diagnosis
 from raysgd.engine.decisions.policies import RaiseError, Rebuild, RetryBudget
 from raysgd.train._rules.arrivals import CheckpointLostError
@@ -18,7 +19,6 @@ from raysgd.train.fit.checkpoints import CheckpointLanding
 from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
-from raysgd.train.fit.session import TrialFacts
 from tests.train.fit.notes import make_folder
 
 

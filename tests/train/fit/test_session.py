@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from raysgd._state.state_codec import EncodedState, decode
+from raysgd._text.once import Once
+from raysgd.air import _running
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.engine.shared.types import World
@@ -24,7 +27,7 @@ from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.job import facts_of
-from raysgd.train.fit.session import FitSession, TrialFacts, refuse_tensors
+from raysgd.train.fit.session import FitSession, refuse_tensors
 from tests.train.fit.notes import make_folder
 
 
@@ -293,7 +296,7 @@ class TestTheContext:
         context = session.get_context()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            session._once = type(session._once)()
+            _running._once = Once()
             found = [context.get_world_size(), context.get_world_rank(), context.get_local_world_size()]
             found += [context.get_trial_name(), session.get_checkpoint(), context.get_trial_name()]
         assert found == [1, 0, 0, None, None, None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raysgd.train.integrations._missing import require_package
+from raysgd._imports.optional import require
 
-require_package("comet_ml", "comet-ml", "`raysgd.air.integrations.comet`")
+require("comet_ml", extra="comet", purpose="`raysgd.air.integrations.comet`")
 
 from ray.air.integrations.comet import CometLoggerCallback  # noqa: E402
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.train.integrations._missing import require_package
-from raysgd.train.session import current_session, get_experiment_name, get_trial_id, get_trial_name, get_world_rank
+from raysgd._imports.optional import require
+from raysgd.air._running import current_session
+from raysgd.air.session import get_experiment_name, get_trial_id, get_trial_name, get_world_rank
 
-wandb = require_package("wandb", "wandb", "`raysgd.air.integrations.wandb`")
+wandb = require("wandb", extra="wandb", purpose="`raysgd.air.integrations.wandb`")
 
 from ray.air.integrations.wandb import WandbLoggerCallback  # noqa: E402
 from ray.air.integrations.wandb import setup_wandb as _setup_of_ray  # noqa: E402

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd._imports.optional import require
-from raysgd.train.session import current_session, get_trial_name, get_world_rank
+from raysgd.air._running import current_session
+from raysgd.air.session import get_trial_name, get_world_rank
 
 require("mlflow", extra="mlflow", purpose="`raysgd.air.integrations.mlflow`")
 

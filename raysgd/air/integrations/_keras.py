@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._imports.optional import require
-from raysgd.train._tensorflow.checkpoint import TensorflowCheckpoint
-from raysgd.train.session import get_world_rank, report
+from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
+from raysgd.air.session import get_world_rank, report
 
 __all__ = ["Callback", "ReportCheckpointCallback"]
 

@@ -1,0 +1,130 @@
+"""The training function that runs in this process: its session, and what it can ask about its trial."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raysgd._text.once import Once
+from raysgd.air.config import ScalingConfig
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import SessionMisuseError
+from raysgd.storage import Folder
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What a function can ask about its run, and what its worker needs to store checkpoints.
+
+    Attributes:
+        folder: The folder of the trial.
+        experiment_name: The name of the run.
+        name: The name of the trial.
+        id: The trial's identity.
+        scaling: What the run was asked to use.
+        metadata: What the trainer was given as `metadata`.
+        workdir: The working directory of the function; None to leave it alone.
+        keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
+    """
+
+    folder: Folder
+    experiment_name: str
+    name: str
+    id: str
+    scaling: ScalingConfig
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    workdir: str | None = None
+    keeps_files: bool = True
+
+    @property
+    def directory(self) -> str:
+        """The folder of the trial: a path, or a URI."""
+        return str(self.folder.local_path) if self.folder.is_local else self.folder.uri
+
+
+class RunningSession(Protocol):
+    """One run of a function in this process, as far as the function can ask it."""
+
+    world: World
+    facts: TrialFacts | None
+    accelerator: Any
+
+    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
+        """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Send metrics, and perhaps a checkpoint with them."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Send a checkpoint."""
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """Return the newest checkpoint, or the one that the function started from."""
+
+    def current_checkpoint(self) -> Any:
+        """Return the same as a `Checkpoint`."""
+
+    def dataset_shard(self, name: str | None) -> Any:
+        """Return this worker's part of a dataset."""
+
+
+# One function runs at a time in a worker process; threads that it starts see the same session.
+_current: RunningSession | None = None
+
+
+def current_session() -> RunningSession | None:
+    """The session of the function that runs in this process; None outside a run."""
+    return _current
+
+
+def running_session(helper: str) -> RunningSession:
+    """The session of the function that runs in this process.
+
+    Args:
+        helper: What is called, for the error.
+
+    Raises:
+        SessionMisuseError: No function runs here.
+    """
+    if _current is None:
+        raise SessionMisuseError(
+            f"`{helper}` works only in the workers of a run: call it inside the training function that you "
+            "pass to a trainer."
+        )
+    return _current
+
+
+def open_session(session: RunningSession) -> None:
+    """Makes a session the one of this process."""
+    global _current
+    _current = session
+
+
+def close_session(session: RunningSession | None) -> None:
+    """Leaves this process without a session, if it has this one."""
+    global _current
+    if _current is session:
+        _current = None
+
+
+_once = Once()
+
+
+def place() -> World:
+    """This worker's place; outside a run, that of a worker alone."""
+    session = current_session()
+    return session.world if session is not None else World(rank=0, size=1, local_size=0)
+
+
+def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
+    """The current session; without one, a warning, once for each function."""
+    session = current_session()
+    if session is not None:
+        return session
+    if _once.is_first(function):
+        warnings.warn(
+            f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=stacklevel
+        )
+    return None
