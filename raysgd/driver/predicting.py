@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +17,14 @@ from typing import Any
 from raysgd._arguments import checks
 from raysgd._numbers.call_progress import CallProgress
 from raysgd.arrays import trees
-from raysgd.arrays.containers import Container
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.driver.progress import ProgressListeners
-from raysgd.driver.sharing import SharePlacement, placed_once
+from raysgd.driver.sharing import placed_once
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction import PredictRequest
-from raysgd.messages.prediction_data import DEFAULT_BATCH_SIZE, BatchRequest, PredictionSource
+from raysgd.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
 from raysgd.messages.settings import ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
@@ -49,6 +47,25 @@ class Options:
     info: Mapping[str, Any]
     has_target: bool | None
     max_retries: int
+
+
+def checked_options(info: Mapping[str, Any] | None, has_target: bool | None, max_retries: int) -> Options:
+    """Return what a call of `predict` asks.
+
+    Raises:
+        ValueError, TypeError: It cannot be.
+    """
+    if has_target is not None and not isinstance(has_target, bool):
+        raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
+    checks.check_max_retries(max_retries)
+    return Options(checks.check_info(info), has_target, max_retries)
+
+
+def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
+    """Return how many rows a batch of one worker has, as the config says."""
+    options = settings.batch_options
+    config = options.config_for(settings.config, num_workers)
+    return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
 class RoundSize:
@@ -101,9 +118,12 @@ class PredictionRounds:
 
     def outputs(self) -> Iterator[Any]:
         """The output for each batch, in order."""
-        while pieces := self._source.draw(self._pace.num_batches * self._controller.num_workers):
-            yield from self._round(pieces)
-        self._tell(self._num_done, is_done=True)
+        try:
+            while pieces := self._source.draw(self._pace.num_batches * self._controller.num_workers):
+                yield from self._round(pieces)
+            self._tell(self._num_done, is_done=True)
+        finally:
+            self._source.close()
 
     def _round(self, pieces: Sequence[Any]) -> list[Any]:
         began_at = time.monotonic()
@@ -156,79 +176,3 @@ def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
     size, more = divmod(len(pieces), num_workers)
     ends = [rank * size + min(rank, more) for rank in range(num_workers + 1)]
     return [pieces[start:stop] for start, stop in pairwise(ends)]
-
-
-class PredictingTrainer(ABC):
-    """What a class-based trainer needs to predict."""
-
-    _controller: ElasticController
-    _listeners: ProgressListeners
-    _settings: ReplicaSettings
-    _runner_cls: Any
-    _place: SharePlacement
-
-    @abstractmethod
-    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Where the batches come from, and what the results are returned in."""
-
-    def predict(
-        self,
-        data: Any,
-        *,
-        batch_size: int | None = None,
-        streaming: bool = False,
-        feature_columns: Any = None,
-        has_target: bool | None = None,
-        info: Mapping[str, Any] | None = None,
-        max_retries: int = 3,
-    ) -> Any:
-        """Predicts on all workers: one result for each row of the data, in the order of the rows.
-
-        Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
-        are those of one process, whatever the number of workers. The training state does not change.
-
-        Args:
-            data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
-                dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
-            batch_size: Rows in a batch of one worker. None: that of the data, else that of the config, else 32.
-            streaming: Whether to return an iterator with one result for each batch, for data or results that do not
-                fit in memory. It works as you draw from it.
-            feature_columns: Of a data frame or a dataset of Ray Data: the columns that the model gets.
-            has_target: Whether batches that are tuples end with a target, which is left out. None: those of datasets
-                and loaders do if they have several parts; arrays that you pass are all inputs.
-            info: Added to `batch_info`.
-            max_retries: How many times a round of batches is repeated after a loss of workers.
-
-        Returns:
-            The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
-
-        Raises:
-            TypeError: The data is of an unknown kind.
-            ValueError: The order of the data cannot be kept, they have no such columns, or an output has other rows
-                than its batch.
-            WorkerError: The operator raised; also of the class that it raised. Never retried.
-            WorkersLostError: Workers were lost and the retries are used up.
-        """
-        checks.refuse_text(streaming=streaming)
-        if has_target is not None and not isinstance(has_target, bool):
-            raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
-        checks.check_max_retries(max_retries)
-        size = self._usual_batch_size() if batch_size is None else batch_size
-        size = checks.check_count("batch_size", size, "It is the number of rows in a batch.")
-        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
-        outputs = self._predicted(source, Options(checks.check_info(info), has_target, max_retries))
-        return container.stream(outputs) if streaming else container.collect(outputs)
-
-    def _usual_batch_size(self) -> Any:
-        options, num_workers = self._settings.batch_options, self._controller.num_workers
-        config = options.config_for(self._settings.config, num_workers)
-        return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
-
-    def _predicted(self, source: PredictionSource, asked: Options) -> Iterator[Any]:
-        """The output for each batch."""
-        runner, listeners = self._runner_cls, self._listeners
-        rounds = PredictionRounds(self._controller, runner.predict, source, asked, self._place, listeners)
-        try:
-            yield from rounds.outputs()
-        finally:
-            source.close()

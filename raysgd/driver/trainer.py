@@ -11,25 +11,29 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 from raysgd._arguments import checks
+from raysgd._text.cards import card
+from raysgd.arrays.containers import Container
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
-from raysgd.driver.predicting import PredictingTrainer
+from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress import ProgressListeners
 from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.saves import FileSaves
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
-from raysgd.driver.trainer_views import TrainerViews
+from raysgd.driver.trainer_views import in_words
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.processes.worker import is_sendable
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.status import TrainerStatus
 from raysgd.exceptions import UnpicklableError
 from raysgd.history.recording import CallRecorder
 from raysgd.messages import replica_calls
+from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings, ReplicaSettings
@@ -41,7 +45,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(TrainerViews, PredictingTrainer, FitMethods):
+class ClassTrainer(FitMethods):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
     training_operator_cls: type[Any]
@@ -133,6 +137,58 @@ class ClassTrainer(TrainerViews, PredictingTrainer, FitMethods):
     @abstractmethod
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         """What all workers are given alike of data of a call; None for data of another kind."""
+
+    @abstractmethod
+    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
+        """Where the batches come from, and what the results are returned in."""
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        streaming: bool = False,
+        feature_columns: Any = None,
+        has_target: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+        max_retries: int = 3,
+    ) -> Any:
+        """Predicts on all workers: one result for each row of the data, in the order of the rows.
+
+        Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
+        are those of one process, whatever the number of workers. The training state does not change.
+
+        Args:
+            data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
+                dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
+            batch_size: Rows in a batch of one worker. None: that of the data, else that of the config, else 32.
+            streaming: Whether to return an iterator with one result for each batch, for data or results that do not
+                fit in memory. It works as you draw from it.
+            feature_columns: Of a data frame or a dataset of Ray Data: the columns that the model gets.
+            has_target: Whether batches that are tuples end with a target, which is left out. None: those of datasets
+                and loaders do if they have several parts; arrays that you pass are all inputs.
+            info: Added to `batch_info`.
+            max_retries: How many times a round of batches is repeated after a loss of workers.
+
+        Returns:
+            The same kind of container as `data`. See `docs/predict.md`. Arrays without rows are one batch without rows.
+
+        Raises:
+            TypeError: The data is of an unknown kind.
+            ValueError: The order of the data cannot be kept, they have no such columns, or an output has other rows
+                than its batch.
+            WorkerError: The operator raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        checks.refuse_text(streaming=streaming)
+        options = checked_options(info, has_target, max_retries)
+        size = usual_batch_size(self._settings, self.num_workers) if batch_size is None else batch_size
+        size = checks.check_count("batch_size", size, "It is the number of rows in a batch.")
+        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
+        rounds = PredictionRounds(
+            self._controller, self._runner_cls.predict, source, options, self._place, self._listeners
+        )
+        return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Loads such a state into all workers; returns when they have it.
@@ -229,6 +285,34 @@ class ClassTrainer(TrainerViews, PredictingTrainer, FitMethods):
         from a second thread while `train` runs.
         """
         return self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
+
+    def ledger(self) -> TimeLedger:
+        """Where the time of every rank went, as of its last sign of life. Asks no worker, and works after `shutdown`.
+
+        `status().ledger` is the same as of now. Its notes say what is missing.
+        """
+        controller = self._controller
+        return self._throughput.accounts.ledger(None if controller.is_stopped else controller.num_workers)
+
+    def __repr__(self) -> str:
+        """One line, from what the driver knows: no worker is asked."""
+        try:
+            return f"<{self._title}: {self._in_words()}>"
+        except AttributeError:  # its start has failed
+            return f"<{type(self).__name__}: not started>"
+
+    def _repr_html_(self) -> str:
+        if self._controller.is_stopped:
+            return card(self._title, note=self._in_words())
+        return self.status().as_card(self._title)
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {self.training_operator_cls.__name__}"
+
+    def _in_words(self) -> str:
+        num_workers = None if self._controller.is_stopped else self.num_workers
+        return ", ".join(in_words(num_workers, self.max_replicas, self.backend, self.history))
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""

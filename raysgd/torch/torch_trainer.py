@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,8 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
+from raysgd.driver.changing import ChangingTrainer
+from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.history.history import Kind
@@ -27,20 +30,24 @@ from raysgd.messages.placement import Placement
 from raysgd.messages.prediction_data import BatchRequest, Found
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
+from raysgd.storage import files
 from raysgd.torch import constants
-from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints import checkpoint_file, shared_state
 from raysgd.torch.data import call_data, predicting
-from raysgd.torch.driver import arguments, epoch_checks, retired
-from raysgd.torch.driver.changing import ChangingTorchTrainer
+from raysgd.torch.driver import arguments, epoch_checks, partial_loading, retired, saving
+from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress import EpochBar
+from raysgd.torch.driver.saving import FileFormat, SavedState
+from raysgd.torch.driver.state_loader import StateLoader
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.state.replica_state import RESUME
 
 
-class TorchTrainer(ChangingTorchTrainer):
+class TorchTrainer(ChangingTrainer):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -123,6 +130,8 @@ class TorchTrainer(ChangingTorchTrainer):
     add_dist_sampler: bool
     scheduler_step_freq: str | None
     seed: int | None
+    _settings: TorchSettings
+    _runner_cls = TorchRunner
     _runs_worker_callbacks = True
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
@@ -275,6 +284,98 @@ class TorchTrainer(ChangingTorchTrainer):
         """
         operator: TrainingOperator = super().get_local_operator()
         return operator
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
+        state = shared_state.whole(self._snapshot().shared_state, copy=True)
+        del state[RESUME]
+        return dict(state)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        StateLoader(self._controller).load(state)
+
+    def save(
+        self,
+        checkpoint: Any,
+        blocking: bool = True,
+        weights_only: bool = True,
+        format: FileFormat = "torch",
+        *,
+        whole: bool = False,
+    ) -> Any:
+        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+
+        With `parallel="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
+        All workers and the driver have to see its path. `load` reads it into any number of workers.
+
+        Args:
+            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
+            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
+                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
+                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
+            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
+                weights_only=False)`.
+            format: "torch" for the whole state, "safetensors" for the weights of the models alone.
+            whole: Whether to gather divided models in the driver and write one file. So it is in any case with
+                "safetensors", and with a URI. A folder is written when `save` returns, also without `blocking`.
+
+        Returns:
+            `checkpoint`.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
+                not one of a file.
+            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
+        """
+        files.check_location("checkpoint", checkpoint)
+        checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole)
+        saving.check_format(format)
+        if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
+            self._writer.wait()  # an earlier file of this name may be on its way
+            saving.save_folder(self._controller, checkpoint, weights_only)
+            return checkpoint
+        content = partial(saving.content_of, weights_only=weights_only, file_format=format)
+        if blocking:
+            self._saves.write(checkpoint, content(self._snapshot()))
+        else:
+            self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
+        return checkpoint
+
+    def load(
+        self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
+    ) -> LoadReport | None:
+        """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
+
+        Args:
+            checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
+            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
+            strict: False loads the weights that fit by name and shape, and by default nothing else.
+            parts: What to load of the file, the rest stays as it is: some of "models", "criterion", "optimizers",
+                "schedulers", "precision", "operator", "progress". Default: all, and with `strict=False` the models.
+
+        Returns:
+            What was loaded and what did not fit, if only a part was loaded; else None.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StorageError: A store could not be reached. An `OSError`.
+            CheckpointCorruptedError: The file is truncated or was changed.
+            ValueError, KeyError: The file does not fit; the workers are as they were.
+        """
+        files.check_location("checkpoint", checkpoint)
+        checks.refuse_text(weights_only=weights_only)
+        file = SavedState(checkpoint, weights_only, partial_loading.checked_parts(parts, strict), strict)
+        return file.load(self._controller, self._saves, self._snapshot)
+
+    def _check_reload(self, training_operator_cls: Any) -> None:
+        arguments.check_operator_class(training_operator_cls)
+        if self._facts.is_sharded or self.backend == "horovod":
+            what = '`backend="horovod"`' if self.backend == "horovod" else '`parallel="fsdp"`'
+            raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
+
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        StateLoader(self._controller).load_snapshot(snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""

@@ -1,14 +1,15 @@
-"""How a `TorchTrainer` saves and loads: what it writes, in each of its formats, and what it reads."""
+"""Files of a `TorchTrainer`: what it writes, in each of its formats, and what it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd._arguments import checks
-from raysgd.driver.changing import ChangingTrainer
+from raysgd.driver.saves import FileSaves
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
@@ -53,115 +54,66 @@ def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) 
     return checkpoint_file.check_loadable(state, allow_pickle=not weights_only), checkpoint_file.write
 
 
-class SavingTrainer(ChangingTrainer):
-    """A trainer with files of PyTorch."""
+def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:
+    """Let each worker write its part into a folder.
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = shared_state.whole(self._snapshot().shared_state, copy=True)
-        del state[RESUME]
-        return dict(state)
+    Raises:
+        ValueError: Something in the state could not be loaded back.
+        OSError: The folder could not be written.
+    """
+    with files.state_is_kept(), divided_folder.making(checkpoint) as folder:
 
-    def _load_state(self, state: dict[str, Any]) -> None:
-        StateLoader(self._controller).load(state)
+        def arguments(worlds: Sequence[World]) -> list[tuple[str]]:
+            return [(divided_folder.emptied(folder),)] * len(worlds)
 
-    def save(
-        self,
-        checkpoint: Any,
-        blocking: bool = True,
-        weights_only: bool = True,
-        format: FileFormat = "torch",
-        *,
-        whole: bool = False,
-    ) -> Any:
-        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+        parts = controller.run(Call(TorchRunner.write_part, arguments))
+        rest = as_in_file(parts[0].rest)
+        rest[RESUME] = {**rest[RESUME], RNG: [part.own for part in parts]}
+        divided_folder.finish(folder, parts, checkpoint_file.check_loadable(rest, allow_pickle=not weights_only))
 
-        With `parallel="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
-        All workers and the driver have to see its path. `load` reads it into any number of workers.
 
-        Args:
-            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
-            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
-                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
-                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
-            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
-                weights_only=False)`.
-            format: "torch" for the whole state, "safetensors" for the weights of the models alone.
-            whole: Whether to gather divided models in the driver and write one file. So it is in any case with
-                "safetensors", and with a URI. A folder is written when `save` returns, also without `blocking`.
+@dataclass(frozen=True)
+class SavedState:
+    """A file or a folder that a state is loaded from.
 
-        Returns:
-            `checkpoint`.
+    Attributes:
+        checkpoint: The path or the URI.
+        weights_only: Whether to refuse what could run code.
+        parts: Which parts of the state; None for all.
+        strict: Whether all weights have to fit.
+    """
 
-        Raises:
-            ImportError: safetensors is not installed.
-            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
-                not one of a file.
-            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
-        """
-        files.check_location("checkpoint", checkpoint)
-        checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole)
-        check_format(format)
-        if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
-            self._save_folder(checkpoint, weights_only)
-            return checkpoint
-        content = partial(content_of, weights_only=weights_only, file_format=format)
-        if blocking:
-            self._saves.write(checkpoint, content(self._snapshot()))
-        else:
-            self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
-        return checkpoint
-
-    def _save_folder(self, checkpoint: Any, weights_only: bool) -> None:
-        """Lets each worker write its part into a folder."""
-        self._writer.wait()  # an earlier file of this name may be on its way
-        with files.state_is_kept(), divided_folder.making(checkpoint) as folder:
-
-            def arguments(worlds: Sequence[World]) -> list[tuple[str]]:
-                return [(divided_folder.emptied(folder),)] * len(worlds)
-
-            parts = self._controller.run(Call(TorchRunner.write_part, arguments))
-            rest = as_in_file(parts[0].rest)
-            rest[RESUME] = {**rest[RESUME], RNG: [part.own for part in parts]}
-            divided_folder.finish(folder, parts, checkpoint_file.check_loadable(rest, allow_pickle=not weights_only))
+    checkpoint: Any
+    weights_only: bool
+    parts: tuple[str, ...] | None
+    strict: bool
 
     def load(
-        self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
+        self, controller: ElasticController, saves: FileSaves, take_snapshot: Callable[[], Snapshot]
     ) -> LoadReport | None:
-        """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
+        """Load it into all workers.
 
         Args:
-            checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
-            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
-            strict: False loads the weights that fit by name and shape, and by default nothing else.
-            parts: What to load of the file, the rest stays as it is: some of "models", "criterion", "optimizers",
-                "schedulers", "precision", "operator", "progress". Default: all, and with `strict=False` the models.
+            controller: Has the workers.
+            saves: Notes the file.
+            take_snapshot: Takes the state as it is now, of which the rest stays when only a part is loaded.
 
         Returns:
             What was loaded and what did not fit, if only a part was loaded; else None.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            StorageError: A store could not be reached. An `OSError`.
-            CheckpointCorruptedError: The file is truncated or was changed.
-            ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        files.check_location("checkpoint", checkpoint)
-        checks.refuse_text(weights_only=weights_only)
-        chosen = partial_loading.checked_parts(parts, strict)
+        loader, name = StateLoader(controller), files.shown(self.checkpoint)
         with ExitStack() as held:
-            path = held.enter_context(files.local_copy(checkpoint))
-            name = files.shown(checkpoint)
-            if chosen is None and divided_folder.is_folder(path):
-                StateLoader(self._controller).load_folder(path, weights_only)
+            path = held.enter_context(files.local_copy(self.checkpoint))
+            if self.parts is None and divided_folder.is_folder(path):
+                loader.load_folder(path, self.weights_only)
                 return None
-            if chosen or weights_file.is_weights_file(path):
-                saved = partial_loading.read(path, name, weights_only, held)
-                state, report = partial_loading.merged(self._snapshot(), saved, chosen, strict)
-                StateLoader(self._controller).load(state)
-                self._saves.note_file(name)
+            if self.parts or weights_file.is_weights_file(path):
+                saved = partial_loading.read(path, name, self.weights_only, held)
+                state, report = partial_loading.merged(take_snapshot(), saved, self.parts, self.strict)
+                loader.load(state)
+                saves.note_file(name)
                 return report
-            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            StateLoader(self._controller).load_file(file, weights_only, held)
-        self._saves.note_file(name)
+            file = held.enter_context(checkpoint_file.mapped(path, weights_only=self.weights_only, name=name))
+            loader.load_file(file, self.weights_only, held)
+        saves.note_file(name)
         return None
