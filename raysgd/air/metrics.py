@@ -18,6 +18,29 @@ DONE = "done"
 CHECKPOINT_DIR_NAME = "checkpoint_dir_name"
 SHOULD_CHECKPOINT = "should_checkpoint"
 
+OF_TRIAL = frozenset({"config", "trial_id", "experiment_tag"})
+"""The keys of a report that say which trial it is of."""
+
+OF_PLACE = frozenset({"date", "pid", "hostname", "node_ip"})
+"""Those that say where and when it was made, and are no numbers to look at."""
+
+FILLED_IN = (
+    OF_TRIAL
+    | OF_PLACE
+    | {
+        CHECKPOINT_DIR_NAME,
+        DONE,
+        SHOULD_CHECKPOINT,
+        TIMESTAMP,
+        TIME_THIS_ITER_S,
+        TIME_TOTAL_S,
+        TRAINING_ITERATION,
+        "iterations_since_restore",
+        "time_since_restore",
+    }
+)
+"""All that are filled in: they are no metrics of the user."""
+
 
 @dataclass(frozen=True)
 class RunProgress:

@@ -17,7 +17,7 @@ from raysgd._text.secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.display.page import RunFacts, page_of
-from raysgd.writers.failing import never_ends_a_run
+from raysgd.writers.failing import FailureWarnings
 
 if TYPE_CHECKING:
     from raysgd.engine.decisions.history import GroupEvent
@@ -51,6 +51,7 @@ class HTMLReport(Callback):
         if path is not None:
             check_path("path", path)
         self._given = Path(path).expanduser().absolute() if path is not None else None
+        self._failures = FailureWarnings(type(self).__name__)
         self._rest_until = 0.0
 
     def on_run_begin(self, run: Run) -> None:
@@ -75,8 +76,11 @@ class HTMLReport(Callback):
         """Where the report of a run is."""
         return self._given if self._given is not None else run.folder / "report.html"
 
-    @never_ends_a_run
     def _write(self, run: Run, state: str, reason: str = "") -> None:
+        with self._failures.instead():
+            self._write_page(run, state, reason)
+
+    def _write_page(self, run: Run, state: str, reason: str) -> None:
         began, path = time.monotonic(), self.path(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         page = page_of(facts_of(run, state, reason), run.history)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.air.metrics import FILLED_IN
 from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")
@@ -21,14 +22,8 @@ _PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/calli
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300
-_FILLED_IN = frozenset(
-    {
-        "checkpoint_dir_name", "config", "date", "done", "epoch", "experiment_id", "experiment_tag", "hostname",
-        "iterations_since_restore", "node_ip", "pid", "should_checkpoint", "time_since_restore", "time_this_iter_s",
-        "time_total_s", "timestamp", "timesteps_total", "training_iteration", "trial_id",
-    }
-)  # fmt: skip
-"""Values of a report that the library filled in; they are no metrics of the user."""
+_NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
+"""Values of a report that this library filled in, or Ray; they are no metrics of the user."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -246,7 +241,7 @@ def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, value in report.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
-        and name not in _FILLED_IN
+        and name not in _NOT_OF_USER
         and not name.startswith("_")
     ]
     return [("metrics", ", ".join(shown))] if shown else []

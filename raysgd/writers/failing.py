@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
 
 from raysgd._text.once import Once
 from raysgd._text.secrets import masked
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +37,3 @@ class FailureWarnings:
                     kind,
                     masked(str(error)),
                 )
-
-
-def never_ends_a_run(method: Method) -> Method:
-    """Let a method of a logger fail with a warning, one for each object and kind of error, and return None."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        failures: FailureWarnings = vars(self).setdefault("_failures", FailureWarnings(type(self).__name__))
-        with failures.instead():
-            return method(self, *args, **kwargs)
-
-    return cast("Method", call)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.air.metrics import MetricsFiller, RunProgress
+from raysgd.air.metrics import FILLED_IN, MetricsFiller, RunProgress
 
 
 class Clock:
@@ -21,6 +21,10 @@ def make_filler() -> MetricsFiller:
     filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
     filler.begin(RunProgress())
     return filler
+
+
+def test_the_names_of_what_is_filled_in_are_known() -> None:
+    assert make_filler().fill({}, "checkpoint_000000").keys() == FILLED_IN
 
 
 def test_a_report_has_what_ray_tune_adds() -> None:

@@ -10,13 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from raysgd.air import constants
+from raysgd.air.metrics import OF_TRIAL
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling.dispatcher import call_with_known
 from raysgd.callbacks.calling.trial_calls import TUNE_HOOKS, TrialCalls
 from raysgd.callbacks.worker_callback import WorkerCallback
-
-OF_TRIAL = ("config", "trial_id", "experiment_tag")
-"""The keys of a report that say which trial it is of."""
 
 
 def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd.air.metrics import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling.adapters import OF_TRIAL, OfTrainer
+from raysgd.callbacks.calling.adapters import OfTrainer
 from raysgd.callbacks.calling.calling import CallbackCalls
 
 if TYPE_CHECKING:
     from raysgd.engine.decisions.history import GroupEvent
 
-TRAINING_ITERATION = "training_iteration"
-_NOT_SHOWN = (*OF_TRIAL, "date", "pid", "hostname", "node_ip", "should_checkpoint")
+_NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 
 
 class FunctionCalls(CallbackCalls):

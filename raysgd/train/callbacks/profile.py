@@ -10,7 +10,7 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
-from raysgd.writers.failing import never_ends_a_run
+from raysgd.writers.failing import FailureWarnings
 
 _FOLDER = "pytorch_profiler"
 
@@ -27,13 +27,14 @@ class TorchTensorboardProfilerCallback(TrainingCallback):
 
     def __init__(self, logdir: str | None = None, workers_to_log: int | Iterable[int] | None = None) -> None:
         self._logdir = LogdirManager(logdir)
+        self._failures = FailureWarnings(type(self).__name__)
         self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(str(Path(logdir) / _FOLDER))
 
-    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        for result in results:
-            for name, text in result.get(PYTORCH_PROFILER_KEY, ()):
-                (self._logdir.logdir_path / name).write_text(text)
+        with self._failures.instead():
+            for result in results:
+                for name, text in result.get(PYTORCH_PROFILER_KEY, ()):
+                    (self._logdir.logdir_path / name).write_text(text)

@@ -8,29 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from raysgd.air.metrics import FILLED_IN
 from raysgd.air.result import flattened
 from raysgd.air.trial import FitTrialView
 
 _TABLES = 3  # how much reporters of Ray Tune print by default
-_FILLED_IN = frozenset(
-    {
-        "checkpoint_dir_name",
-        "date",
-        "done",
-        "experiment_tag",
-        "hostname",
-        "iterations_since_restore",
-        "node_ip",
-        "pid",
-        "should_checkpoint",
-        "time_since_restore",
-        "time_this_iter_s",
-        "time_total_s",
-        "timestamp",
-        "training_iteration",
-        "trial_id",
-    }
-)
 
 
 class ConsoleReporter:
@@ -52,7 +34,7 @@ class ConsoleReporter:
             self._say(2, trial, f"attempt {self._num_starts}")
 
     def on_trial_result(self, trial: FitTrialView, result: Mapping[str, Any]) -> None:
-        shown = {key: value for key, value in result.items() if key not in _FILLED_IN and key != "config"}
+        shown = {key: value for key, value in result.items() if key not in FILLED_IN}
         text = ", ".join(f"{name}={_short(value)}" for name, value in flattened(shown).items())
         self._say(3, trial, f"report {result['training_iteration']}: {text}")
 

@@ -16,6 +16,7 @@ from typing import Any
 from raysgd._files.atomic_file import replacing
 from raysgd._text.secrets import has_secret, masked
 from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
+from raysgd.air.metrics import CHECKPOINT_DIR_NAME, OF_PLACE, OF_TRIAL, TIME_TOTAL_S, TIMESTAMP, TRAINING_ITERATION
 from raysgd.writers.csv_table import CsvTable
 from raysgd.writers.event_file import EventFile
 from raysgd.writers.json_files import JsonLines, as_json
@@ -27,21 +28,7 @@ PROGRESS_FILE = "progress.csv"
 PARAMS_FILE = "params.json"
 PARAMS_PICKLE_FILE = "params.pkl"
 
-_NOT_FOR_TENSORBOARD = frozenset(
-    {
-        "config",
-        "checkpoint_dir_name",
-        "date",
-        "experiment_tag",
-        "hostname",
-        "node_ip",
-        "pid",
-        "time_total_s",
-        "timestamp",
-        "training_iteration",
-        "trial_id",
-    }
-)
+_NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 
 
 def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
