@@ -35,7 +35,7 @@ STANDS_ON = {
     "engine": "_text exceptions",
     "storage": "_files _imports _text exceptions",
     "writers": "_files _imports _numbers _text",
-    "air": "_arguments _imports _numbers _text engine exceptions storage",
+    "air": "_arguments _imports _numbers _text engine exceptions storage writers",
     "arrays": "_arguments engine utils",
     "connections": "engine",
     "history": "_arguments _imports _numbers _text engine",

@@ -268,7 +268,7 @@ class Checkpoint:
             TypeError: It is no dict.
             ValueError: It holds something that JSON cannot.
         """
-        self._content.set_metadata(_checked_metadata(metadata))
+        self._content.set_metadata(checked_metadata(metadata))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Notes a dict beside the state, over what was noted before.
@@ -277,7 +277,7 @@ class Checkpoint:
             TypeError: It is no dict.
             ValueError: It holds something that JSON cannot.
         """
-        self._content.set_metadata({**self.get_metadata(), **_checked_metadata(metadata)})
+        self._content.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same folder; a checkpoint in memory equals only itself."""
@@ -323,7 +323,13 @@ def _checked_dict(data: Any) -> Mapping[str, Any]:
     return data
 
 
-def _checked_metadata(metadata: Any) -> Mapping[str, Any]:
+def checked_metadata(metadata: Any) -> Mapping[str, Any]:
+    """Return what a checkpoint says of itself.
+
+    Raises:
+        TypeError: It is no dict.
+        ValueError: JSON cannot hold it.
+    """
     if not isinstance(metadata, Mapping):
         raise TypeError(f"`metadata={metadata!r:.200}`: need a dict.")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from raysgd.air.constants import (
     ERROR_PICKLE_FILE,
     RESULT_FILE,
 )
+from raysgd.writers.json_files import report_in
 
 if TYPE_CHECKING:
     import pandas
@@ -156,15 +156,7 @@ def read_reports(folder: Folder) -> list[dict[str, Any]]:
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
-    return [report for line in lines if (report := _as_report(line)) is not None]
-
-
-def _as_report(line: str) -> dict[str, Any] | None:
-    try:
-        report = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return report if isinstance(report, dict) else None
+    return [report for line in lines if (report := report_in(line)) is not None]
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

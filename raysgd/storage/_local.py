@@ -31,6 +31,9 @@ class LocalFolder(Folder):
         local_path: Its path; absolute.
     """
 
+    is_local = True
+    is_in_memory = False
+
     _local_path: Path
 
     @property
@@ -44,14 +47,6 @@ class LocalFolder(Folder):
     @property
     def filesystem(self) -> Any:
         return require("pyarrow.fs", "storage", "`Folder.filesystem`").LocalFileSystem()
-
-    @property
-    def is_local(self) -> bool:
-        return True
-
-    @property
-    def is_in_memory(self) -> bool:
-        return False
 
     @property
     def local_path(self) -> Path:

@@ -37,6 +37,8 @@ class StoreFolder(Folder):
         is_staged: Whether it is one that is going to be committed, whose files stay as they are uploaded.
     """
 
+    is_local = False
+
     store: Store
     inside: str = ""
     is_staged: bool = False
@@ -52,10 +54,6 @@ class StoreFolder(Folder):
     @property
     def filesystem(self) -> Any:
         return self._entry.opened.filesystem
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     @property
     def is_in_memory(self) -> bool:

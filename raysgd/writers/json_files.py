@@ -53,7 +53,7 @@ class JsonLines(FileSink):
 def keep_lines(path: Path, step: int) -> None:
     """Leave only the reports until a step in a file of lines. What is no report goes too."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (report := _report_in(line)) is not None and is_until(step, report)]
+    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report)]
     with replacing(str(path)) as file:
         file.write("".join(f"{line}\n" for line in kept).encode())
 
@@ -66,7 +66,8 @@ def is_until(step: int, report: Mapping[str, Any]) -> bool:
         return False
 
 
-def _report_in(line: str) -> dict[str, Any] | None:
+def report_in(line: str) -> dict[str, Any] | None:
+    """Return the report in a line; None where it is not whole, as after a kill."""
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):

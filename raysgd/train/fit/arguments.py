@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd._arguments.checks import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 
 _ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
@@ -71,14 +72,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
         TypeError: It is no dict.
         ValueError: JSON cannot hold it.
     """
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
-        raise TypeError(f"`metadata={metadata!r:.200}`: need a dict, or None.")
-    try:
-        through_json: dict[str, Any] = json.loads(json.dumps(metadata))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`metadata={metadata!r:.200}`: need values that JSON can hold: {error}.") from error
+    through_json: dict[str, Any] = {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))
     return through_json
 
 
