@@ -74,10 +74,16 @@ def make_controller(
     scaling = ScalingPolicy(
         max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
     )
-    return ElasticController(
+
+    def keeps_joint_batch() -> bool:
+        facts = controller.facts[0]
+        return facts.keeps_joint_batch and facts.epoch_obstacle is None
+
+    controller = ElasticController(
         group,
         scaling,
         FailurePolicy(rejoins),
         release_timeout_s=reservation_timeout_s,
-        rules=ElasticRules(settings.resize_check_s, draining_nodes),
+        rules=ElasticRules(settings.resize_check_s, draining_nodes, keeps_joint_batch),
     )
+    return controller

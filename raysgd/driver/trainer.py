@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import finalize
 
 from raysgd._arguments import checks
@@ -24,6 +24,7 @@ from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
 from raysgd.driver.trainer_views import in_words
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.decisions.resizing import AUTO
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.processes.worker import is_sendable
 from raysgd.engine.shared.call import Call
@@ -33,6 +34,7 @@ from raysgd.engine.status import TrainerStatus
 from raysgd.exceptions import UnpicklableError
 from raysgd.history.recording import CallRecorder
 from raysgd.messages import replica_calls
+from raysgd.messages.batching import joint_batch_in_words
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.replica_maker import ReplicaMaker
@@ -58,7 +60,7 @@ class ClassTrainer(FitMethods):
     recovery: str
     min_workers: int
     spare_workers: int
-    resize_check_s: float | None
+    resize_check_s: float | Literal["auto"] | None
     recovery_options: Recovery
     _runner_cls: Any
     """The class of the replicas, a `ClassRunner`."""
@@ -75,8 +77,10 @@ class ClassTrainer(FitMethods):
         checks.warn_of_obstacle(
             self._facts.epoch_obstacle,
             snapshot_every_n_steps=settings.recovery_options.snapshot_every_n_steps,
-            resize_check_s=group.resize_check_s,
+            resize_check_s=None if group.resize_check_s == AUTO else group.resize_check_s,
         )
+        if self._joint_batch_in_words:
+            logger.info("%s", self._joint_batch_in_words)
 
     def _new_sharing(self) -> DataSharing:
         settings = self._settings
@@ -284,7 +288,16 @@ class ClassTrainer(FitMethods):
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.
         """
-        return self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
+        found = self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
+        return replace(found, joint_batch=self._joint_batch_in_words)
+
+    @property
+    def _joint_batch_in_words(self) -> str:
+        """How large a step is, where the user left it to the number of workers; else empty."""
+        facts = self._facts
+        if facts.keeps_joint_batch or facts.batch_size is None or self.max_replicas == 1:
+            return ""
+        return joint_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
         """Where the time of every rank went, as of its last sign of life. Asks no worker, and works after `shutdown`.

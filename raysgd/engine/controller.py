@@ -14,6 +14,7 @@ from typing import Any
 
 from raysgd._text.rank_words import listed
 from raysgd.engine.changes.call_monitor import CallMonitor, ask_heartbeats
+from raysgd.engine.changes.group_former import CannotForm
 from raysgd.engine.changes.group_starter import GroupStarter
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.in_place import InPlaceChanges
@@ -325,6 +326,8 @@ class ElasticController:
             return self._change_held(report)
         tell = partial(tell_stuck, self._monitoring.renew())
         diagnosis = classify(report)
+        if call.can_rejoin and self._changes.is_short_of_memory(diagnosis):
+            return self._is_inside_after(self._changes.wait_for_memory(report, tell))
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, RaiseError):
             cause = words(diagnosis, self._changes.lost_behind(diagnosis))
@@ -352,7 +355,10 @@ class ElasticController:
         leaving = self._lifecycle.leaving_nodes_in_use()
         parts = [answer.value.part for answer in report.values]
         self._lifecycle.take_parts(parts)
-        failed = self._changes.change(leaving, monitor.reason, parts)
+        return self._is_inside_after(self._changes.change(leaving, monitor.reason, parts))
+
+    def _is_inside_after(self, failed: CannotForm | None) -> bool:
+        """After a change that costs no retry: rebuilds where only that is left, and returns what `_go_on` does."""
         if failed is None:
             return True
         self._monitoring.await_snapshot()
@@ -434,7 +440,7 @@ class ElasticController:
             if self._lifecycle.leaving_nodes_in_use():
                 self._leave_nodes()
         if call.changes_state:
-            self._grow_if_possible()
+            self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
@@ -450,17 +456,18 @@ class ElasticController:
         if failed is not None:
             self.starter.rebuild(failed.cause, failed.kind)
 
-    def _grow_if_possible(self) -> None:
+    def _grow_if_possible(self, call: Call) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
-        group = self.ensure_group()
+        group, most = self.ensure_group(), self._lifecycle.scaling.max_workers
         self._growth.start_spares()
-        if len(group) >= self._lifecycle.scaling.max_workers:
+        if len(group) >= most:
             return
         in_place = self._spec.regroups and self._changes.are_possible()
         if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
             return
         if in_place:
-            failed = self._changes.grow()
+            num_awaited = most if call.resume is None else self._lifecycle.resizing.num_awaited_by_call
+            failed = self._changes.grow(num_awaited)
             if failed is not None:
                 self.starter.rebuild(failed.cause, failed.kind)
             return

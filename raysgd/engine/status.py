@@ -89,6 +89,7 @@ class TrainerStatus:
         snapshot: The last snapshot; None while there is none.
         snapshot_pace: After which calls one is taken, in words.
         ledger: Where the time of the ranks went; None where that is not measured.
+        joint_batch: How large a step is where that follows the number of workers, in words; else empty.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -106,6 +107,7 @@ class TrainerStatus:
     snapshot: SnapshotStatus | None
     snapshot_pace: str = ""
     ledger: TimeLedger | None = None
+    joint_batch: str = ""
 
     def __str__(self) -> str:
         lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
@@ -135,6 +137,8 @@ class TrainerStatus:
                 f"{self.num_failures} {losses}: {self.num_rejoins} rejoined, {self.num_rebuilds} rebuilt",
             ),
         ]
+        if self.joint_batch:
+            rows.append(("batch", self.joint_batch))
         if self.data is not None:
             rows.append(("data", str(self.data)))
         snapshot = "; ".join(filter(None, [str(self.snapshot or ""), self.snapshot_pace]))

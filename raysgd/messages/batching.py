@@ -57,6 +57,18 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
     return BatchSplit(requested=num_samples, effective=per_worker * size, per_worker=per_worker)
 
 
+def joint_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
+    """Return how large a step is where that follows the number of workers, and what would keep its size.
+
+    Example:
+        >>> joint_batch_in_words(2, 32, can_be_constant=True)
+        "2 workers x 32 samples: a joint batch of 64; joint_batch='constant' keeps 32"
+    """
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    advice = f"; joint_batch='constant' keeps {batch_size}" if can_be_constant else ""
+    return f"{workers} x {batch_size} samples: a joint batch of {num_workers * batch_size}{advice}"
+
+
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
     """Return a copy of the user's config in which the global batch size is one worker's part of it.
 

@@ -11,10 +11,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from raysgd._arguments import checks
+from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery
+from raysgd.utils import BATCH_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class GroupSettings:
     recovery: str = "rejoin"
     min_workers: int = 1
     spare_workers: int = 0
-    resize_check_s: float | None = None
+    resize_check_s: ResizeCheck = AUTO
 
     def __post_init__(self) -> None:
         checks.refuse_text(use_local=self.use_local)
@@ -53,8 +55,7 @@ class GroupSettings:
             )
         self._check_counts()
         checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
-        if self.resize_check_s is not None:
-            checks.check_seconds("resize_check_s", self.resize_check_s, may_be_least=False)
+        _check_resize_check_s(self.resize_check_s)
 
     def _check_counts(self) -> None:
         checks.check_num_workers(
@@ -90,6 +91,17 @@ class GroupSettings:
                 )
 
 
+def _check_resize_check_s(value: Any) -> None:
+    if isinstance(value, str):
+        if value != AUTO:
+            raise ValueError(
+                f'`resize_check_s={value!r}`: allowed are "auto", a number of seconds, and None for groups that grow '
+                f"between calls only.{checks.did_you_mean(value, (AUTO,))}"
+            )
+    elif value is not None:
+        checks.check_seconds("resize_check_s", value, may_be_least=False)
+
+
 @dataclass(frozen=True)
 class ReplicaSettings:
     """What every replica is made from; a front end adds fields.
@@ -117,6 +129,11 @@ class ReplicaSettings:
     def config_for(self, num_workers: int) -> dict[str, Any]:
         """The config that the operator is passed, one of so many."""
         return self.batch_options.config_for(self.config, num_workers)
+
+    @property
+    def keeps_joint_batch(self) -> bool:
+        """Whether the joint batch does not depend on the number of workers."""
+        return self.batch_options.is_joint or BATCH_SIZE in self.config
 
     def __post_init__(self) -> None:
         checks.check_kind("recovery_options", self.recovery_options, Recovery)

@@ -87,8 +87,11 @@ class TFTrainer(ChangingTrainer):
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
-        resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
-            with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
+        resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
+            joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
+            at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
+            epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
+            room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         **unknown: Refused, with a guess at what was meant.
 
@@ -135,7 +138,7 @@ class TFTrainer(ChangingTrainer):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
-        resize_check_s: float | None = None,
+        resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         **unknown: Any,
     ) -> None:

@@ -23,6 +23,7 @@ from tests.fakes import (
     Raised,
     ShutDown,
     Stopper,
+    add,
     read,
     walk,
     walk_on,
@@ -523,6 +524,130 @@ def test_whoever_is_slow_is_waited_for_unless_workers_may_step_in_later() -> Non
     going_on.cluster.standby_is_slow = True
     assert going_on.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
     assert going_on.group.standby.num_coming == 1
+
+
+def four(keeps_joint_batch: bool = True, **options: Any) -> Trainer:
+    """Four workers, and new ones that are ready only when somebody waits for them."""
+    trainer = Trainer(
+        num_slots=4, max_workers=4, resize_check_s="auto", keeps_joint_batch=lambda: keeps_joint_batch, **options
+    )
+    trainer.cluster.standby_is_slow = True
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "num_workers"),
+    [
+        ({}, (1,), 3),
+        ({}, (1, 2), 3),  # two would have twice the share: one new worker is waited for
+        ({"keeps_joint_batch": False}, (1,), 4),
+        ({"min_workers": 4}, (1,), 4),
+        ({"use_local": True}, (1,), 3),
+    ],
+)
+def test_survivors_go_on_at_once_where_steps_stay_the_same_and_no_share_grows_by_more_than_a_half(
+    options: dict[str, Any], lost: tuple[int, ...], num_workers: int
+) -> None:
+    trainer = four(**options)
+    after = {rank: 2 for rank in range(4) if rank not in lost}
+    assert trainer.walk(5, Lost(lost, after=after)) == [5] * num_workers
+    assert trainer.kinds == ["rejoined"]
+
+
+def test_one_of_two_waits_but_not_where_a_spare_is_ready() -> None:
+    options: dict[str, Any] = {"max_workers": 2, "resize_check_s": "auto", "keeps_joint_batch": lambda: True}
+    waiting, with_spare = Trainer(num_slots=2, **options), Trainer(num_slots=3, num_spares=1, **options)
+    [spare] = with_spare.group.standby.ready
+    for trainer in (waiting, with_spare):
+        trainer.cluster.standby_is_slow = True
+        assert trainer.walk(5, Lost((1,), after={0: 2})) == [5, 5]
+    assert with_spare.group.replicas[1] is spare
+
+
+def test_replicas_that_cannot_go_on_in_place_wait_for_all() -> None:
+    trainer = four(renews=True)
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [5, 5, 5, 5]
+    assert trainer.kinds == ["rebuilt"]
+
+
+def test_a_smaller_group_looks_for_room_at_once_and_is_grown_into_when_a_worker_is_ready() -> None:
+    trainer = four()
+    trainer.cluster.num_slots = 3  # the slot of the lost worker is gone
+
+    def happens(second: int) -> None:
+        trainer.cluster.num_slots = 4
+        if second == 3:
+            trainer.group.standby.arrive()
+
+    trainer.during_calls(4, happens)
+    assert trainer.walk(9, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [9, 9, 9, 9]
+    assert trainer.kinds == ["rejoined", "grown"]
+
+
+def test_a_call_that_can_grow_inside_does_not_wait_for_workers_that_are_not_ready() -> None:
+    trainer = four()
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [5, 5, 5]
+    began = trainer.clock.now_s
+    assert trainer.walk(1) == [6, 6, 6]
+    assert trainer.clock.now_s == began
+    trainer.controller.run(Call(add, lambda worlds: [(1.0,)] * len(worlds), changes_state=True))
+    assert trainer.clock.now_s - began == pytest.approx(30, abs=1), "this one cannot be held"
+    trainer.group.standby.arrive()
+    assert trainer.walk(1) == [8, 8, 8, 8]
+
+
+def test_memory_that_runs_out_in_the_first_step_after_going_on_leads_to_waiting() -> None:
+    trainer = four()
+    began = Lost((1,), after={0: 2, 2: 2, 3: 2})
+    assert trainer.walk(5, began, Raised(None, MemoryError("no room")), max_retries=1) == [5, 5, 5, 5]
+    assert trainer.kinds == ["rejoined", "grown"]
+    event = trainer.controller.history.events[-1]
+    assert event.cause == "with 3 workers rank 0, 1, 2 raised MemoryError: no room"
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2})) == [10, 10, 10, 10], "they know better now"
+    assert trainer.kinds == ["rejoined", "grown", "rejoined"]
+
+
+def test_memory_that_runs_out_again_though_nobody_has_come_is_an_error() -> None:
+    trainer = four()
+    trainer.cluster.num_slots = 3
+    losses = Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError()), Raised(None, MemoryError())
+    with pytest.raises(MemoryError):
+        trainer.walk(5, *losses)
+    assert trainer.kinds[0] == "rejoined"
+
+
+@pytest.mark.parametrize(
+    ("options", "events"),
+    [
+        ({}, [Raised(None, MemoryError())]),
+        ({}, [Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, ValueError())]),
+        ({"keeps_joint_batch": False}, [Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError())]),
+    ],
+)
+def test_other_exceptions_are_the_users(options: dict[str, Any], events: list[Any]) -> None:
+    with pytest.raises((MemoryError, ValueError)):
+        four(**options).walk(5, *events)
+
+
+def test_memory_that_runs_out_steps_after_going_on_is_the_users_error() -> None:
+    trainer = four()
+
+    def wait(on_wait: Callable[[], None]) -> None:
+        for replica in trainer.group.replicas:
+            replica.num_done = 4 if trainer.kinds else replica.num_done
+        on_wait()
+
+    trainer.cluster.while_waiting = wait
+    with pytest.raises(MemoryError):
+        trainer.walk(9, Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError()))
+
+
+@pytest.mark.parametrize("stands", [Raised(0, ValueError("it cannot say how far it is")), Lost((0, 1, 2))])
+def test_where_nobody_can_wait_for_memory_all_start_anew(stands: Any) -> None:
+    trainer = four()
+    trainer.cluster.stands = deque([None, stands])
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2, 3: 2}), Raised(None, MemoryError())) == [5, 5, 5, 5]
+    assert len(trainer.cluster.groups) == 2
 
 
 # -------------------------------------------------------------------------------------------- between two calls

@@ -88,9 +88,16 @@ def test_the_text_says_what_there_is() -> None:
         assert part in text
 
 
+def test_a_joint_batch_that_follows_the_number_of_workers_is_told() -> None:
+    words = "2 workers x 32 samples: a joint batch of 64"
+    assert f"batch:      {words}\n" in str(replace(status(), joint_batch=words))
+    assert words in replace(status(), joint_batch=words).as_card("a trainer")
+
+
 def test_what_is_not_known_is_left_out() -> None:
     found = status(samples_per_s=None, heartbeats={0: Heartbeat(), 1: Heartbeat()})
     assert (found.straggler, found.data) == (None, None)
+    assert "batch:" not in str(found)
     assert "not measured yet" in str(found)
     assert "samples used" not in str(found)
 

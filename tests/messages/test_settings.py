@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import InvalidCountError
+from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.utils import BATCH_SIZE
 
 GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)
 
@@ -22,6 +24,7 @@ GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)
         ({"spare_workers": -1}, InvalidCountError, "`spare_workers=-1`"),
         ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
         ({"resize_check_s": 0}, ValueError, "`resize_check_s=0`"),
+        ({"resize_check_s": "atuo"}, ValueError, "`resize_check_s='atuo'`: allowed are .* Did you mean `auto`"),
         ({"use_local": "no"}, ValueError, "`use_local='no'`: need True or False"),
         ({"initialization_hook": "hook"}, TypeError, "`initialization_hook='hook'`"),
         ({"num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
@@ -30,6 +33,27 @@ GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)
 def test_a_value_is_refused_when_the_settings_are_made(changes: dict[str, Any], kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         replace(GROUP, **changes)
+
+
+def test_what_follows_a_loss_is_left_to_the_library_unless_the_user_says_it() -> None:
+    assert GROUP.resize_check_s == "auto"
+    assert [replace(GROUP, resize_check_s=each).resize_check_s for each in (None, 2.0)] == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        ({}, BatchOptions(), False),
+        ({BATCH_SIZE: 64}, BatchOptions(), True),
+        ({"batch_size": 64}, BatchOptions(), False),
+        ({}, BatchOptions("constant"), True),
+        ({}, BatchOptions(deterministic=True, num_shards=4), True),
+    ],
+)
+def test_a_joint_batch_that_was_named_does_not_depend_on_the_number_of_workers(
+    config: dict[str, int], options: BatchOptions, expected: bool
+) -> None:
+    assert ReplicaSettings(dict, config, batch_options=options).keeps_joint_batch is expected
 
 
 def test_settings_do_not_change_on_their_way_to_the_workers() -> None:

@@ -40,7 +40,6 @@ EXPLAINED = {
     "snapshot_pace.SnapshotRule.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "standby.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
     "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
-    "step_hold.StepHold.__init__: `now + (lifecycle.rules.resize_check_s or 0.0)` -> `now - (lifecycle.rules.resize_check_s or 0.0)`": _PACE,
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
     "types.Rendezvous: `32` -> `33`": "a longer secret is as good",
     "worker.WorkerProcess._prepare: `self._connection.load()` -> `pass`": "what is loaded in advance is else loaded when it is used",

@@ -91,7 +91,7 @@ class Simulation:
             view=self.cluster.view,
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel)),
             release_timeout_s=10.0,
-            rules=ElasticRules(schedule.resize_check_s, self._leaving),
+            rules=ElasticRules(schedule.resize_check_s, self._leaving, keeps_joint_batch=lambda: True),
             hooks=self.invariants.hooks,
         )
 

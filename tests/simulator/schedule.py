@@ -7,6 +7,7 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
 from raysgd.engine.shared.snapshot_pace import EverySeconds
 
 POINTS = {
@@ -116,7 +117,7 @@ class Schedule:
     is_large: bool = False
     has_halves: bool = False
     snapshot_every: int | None = None
-    resize_check_s: float | None = None
+    resize_check_s: ResizeCheck = None
     tells: bool = True
     heartbeat_s: float = 5.0
     use_local: bool = False
@@ -168,7 +169,7 @@ def drawn(seed: int) -> Schedule:
         is_large=rng.random() < 0.5,
         has_halves=rng.random() < 0.2,
         snapshot_every=rng.choice([None, None, 1, 2, 3]),
-        resize_check_s=rng.choice([None, 0.5, 2.0]),
+        resize_check_s=rng.choice([AUTO if seed % 3 == 0 else None, 0.5, 2.0]),
         tells=rng.random() < 0.75,
         heartbeat_s=rng.choice([3.0, 5.0, 10.0]),
         use_local=num_workers > 1 and rng.random() < 0.2,

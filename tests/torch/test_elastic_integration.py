@@ -102,6 +102,64 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, train
     assert (data.due, data.used) == (960, 960)
 
 
+def test_four_workers_with_a_constant_joint_batch_lose_one_and_go_on_at_once(
+    ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    config = {"num_samples": 960, "batch_size": 12, "step_s": 0.3, "slow_size": 3}
+    options: dict[str, Any] = {"num_workers": 4, "num_cpus_per_worker": 0.25, "joint_batch": "constant"}
+    trainer = TorchTrainer(training_operator_cls=Ledger, config=config, **options)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="step:3")
+    trainer.train()
+    status = trainer.status()
+    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("rejoined", 3), ("grown", 4)]
+    assert uses(trainer) == {1}
+    assert status.data is not None
+    assert (status.data.due, status.data.used) == (960, 960)
+    assert status.joint_batch == ""
+
+
+@pytest.mark.parametrize("joint_batch", ["per_worker", pytest.param("constant", marks=pytest.mark.soak)])
+def test_one_of_two_workers_waits_for_a_new_one(
+    joint_batch: Any, ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "raysgd")
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, joint_batch=joint_batch)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="step:3")
+    trainer.train()
+    status = trainer.status()
+    assert [(event.kind, event.new_size) for event in status.events[1:]] == [("rejoined", 2)]
+    assert uses(trainer) == {1}
+    words = "2 workers x 3 samples: a joint batch of 6; joint_batch='constant' keeps 3"
+    assert status.joint_batch == (words if joint_batch == "per_worker" else "")
+    assert caplog.text.count(words) == (joint_batch == "per_worker")
+
+
+class NeedsThree(Ledger):
+    """On fewer than three workers, its batches need more memory than there is."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.world_size < 3:
+            torch.empty(2**56, dtype=torch.uint8)
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("use_local", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_survivors_that_find_no_memory_for_their_shares_wait_for_a_new_worker(
+    use_local: bool, ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    options: dict[str, Any] = {"num_workers": 3, "num_cpus_per_worker": 0.25, "joint_batch": "constant"}
+    trainer = TorchTrainer(training_operator_cls=NeedsThree, use_local=use_local, **options)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="step:3")
+    trainer.train()
+    first, *others = [(event.kind, event.new_size) for event in trainer.status().events[1:]]
+    assert (first, others[-1][1]) == (("rejoined", 2), 3)
+    assert "DefaultCPUAllocator" in trainer.status().events[2].cause
+    assert uses(trainer) == {1}
+
+
 @pytest.mark.parametrize("recovery", ["rebuild", pytest.param("rejoin", marks=pytest.mark.soak)])
 def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
     recovery: str, ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path

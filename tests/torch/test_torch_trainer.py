@@ -157,7 +157,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "recovery": "rejoin",
         "min_workers": 1,
         "spare_workers": 0,
-        "resize_check_s": None,
+        "resize_check_s": "auto",
         "recovery_options": Recovery(),
         "step_options": StepOptions(),
         "_num_failures": 0,

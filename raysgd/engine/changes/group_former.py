@@ -75,23 +75,25 @@ class GroupFormer:
         group: The group that it comes from.
         scaling: Says how many are wanted, and how many needed.
         budget: What pays for going on; None for what costs nothing.
-        can_wait: Whether to wait for workers that are still being made ready, beyond those that are needed.
+        num_awaited: To wait, until they are so many, for workers that are still being made ready; 0: for those needed.
         nodes_to_avoid: Asks for the nodes that get no new worker.
         suspect: Told, with those who answer, that others of the group have gone silent.
         now: The time.
         on_wait: Called now and then while it waits.
         goes_on: Whether those who stay go on from the state that they have.
+        wait_s: How long to wait.
     """
 
     group: WorkerGroup
     scaling: ScalingPolicy
     budget: RetryBudget | None
-    can_wait: bool
+    num_awaited: int
     nodes_to_avoid: Callable[[], frozenset[str]]
     suspect: Callable[[Sequence[int]], None]
     now: Callable[[], float]
     on_wait: Callable[[], None]
     goes_on: bool = True
+    wait_s: float = STANDBY_WAIT_S
 
     def form(self, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
         """Lets those who stay leave the old group, and finds others to fill it up.
@@ -143,15 +145,15 @@ class GroupFormer:
         return NextGroup([], [], [])
 
     def _fill_up(self, next_group: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Lets others join, and waits for them: for all if `can_wait`, else for those that are needed.
+        """Lets others join, and waits for them: until they are `num_awaited`, and for those that are needed.
 
         Returns who is still there then.
 
         Raises:
             CannotForm: None of those who stay is left, or nothing pays for going on.
         """
-        group, deadline = self.group, self.now() + STANDBY_WAIT_S
-        num_awaited = self.scaling.max_workers if self.can_wait else self.scaling.min_workers
+        group, deadline = self.group, self.now() + self.wait_s
+        num_awaited = max(self.num_awaited, self.scaling.min_workers)
         while True:
             self._check_state(next_group)
             group.remove_workers([r for r in range(len(group)) if r not in next_group.staying and r not in group.gone])

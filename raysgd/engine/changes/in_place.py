@@ -6,6 +6,7 @@ Why survivors form a new group in place: ADR 9.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from raysgd._text.rank_words import listed
 from raysgd.engine.changes.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer, NextGroup, renew_without_lost
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.decisions.failures import Diagnosis, classify, words
+from raysgd.engine.decisions.failures import Diagnosis, classify, is_lack_of_memory, words
 from raysgd.engine.decisions.history import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, are_alike, takers
 from raysgd.engine.processes import replica_calls
@@ -33,20 +34,22 @@ class _Change:
         cause: Why, given the ranks that are lost.
         staying: Ranks that are to stay.
         began: When it began.
-        can_wait: Whether to wait for workers that are still starting.
+        num_awaited: To wait for workers that are still starting until they are so many.
         budget: What pays for it; None for what costs nothing.
         leaving: Ranks that leave in an orderly way.
         orphans: How far those are.
+        wait_s: How long to wait.
     """
 
     kind: EventKind
     cause: Callable[[Collection[int]], str]
     staying: Sequence[int]
     began: float
-    can_wait: bool
+    num_awaited: int
     budget: RetryBudget | None = None
     leaving: frozenset[int] = frozenset()
     orphans: tuple[Any, ...] = ()
+    wait_s: float = STANDBY_WAIT_S
 
     def to_rebuild(self, failed: CannotForm, gone: Collection[int]) -> CannotForm:
         """What became of it where the ranks cannot form a new group, with the words for the rebuild."""
@@ -66,6 +69,7 @@ class InPlaceChanges:
 
     def __init__(self, lifecycle: Lifecycle, growth: Growth, on_wait: Callable[[], None]) -> None:
         self._lifecycle, self._growth, self._on_wait = lifecycle, growth, on_wait
+        self._went_on_at: int | None = None  # with larger shares of the joint batch: steps of the call until then
 
     def rejoin(self, report: GroupReport, budget: RetryBudget, tell_stuck: Callable[[], None]) -> CannotForm | None:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
@@ -83,7 +87,33 @@ class InPlaceChanges:
         def cause(gone: Collection[int]) -> str:
             return words(classify(report), gone) + silent
 
-        return self._change(_Change("rejoined", cause, survivors, began, self._can_wait, budget))
+        return self._change(_Change("rejoined", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+
+    def is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
+        """Whether the survivors of a loss went on, and found no memory for their shares in the first step."""
+        if self._went_on_at is None or not is_lack_of_memory(diagnosis):
+            return False
+        ranks = diagnosis.ranks
+        signs = self._lifecycle.running.ask_beside("beside", replica_calls.sign_of_life, ranks=ranks)
+        return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
+
+    def wait_for_memory(self, report: GroupReport, tell_stuck: Callable[[], None]) -> CannotForm | None:
+        """Lets survivors that went on wait for new workers after all, as long as any are coming.
+
+        Returns:
+            Why only a rebuild is left; None when it worked.
+        """
+        lifecycle, diagnosis, began = self._lifecycle, classify(report), self._lifecycle.now()
+        lifecycle.num_short, self._went_on_at = len(lifecycle.running), None
+
+        def cause(gone: Collection[int]) -> str:
+            lost = f"lost rank {listed(gone)}; " if gone else ""
+            return f"{lost}with {lifecycle.num_short} workers {words(diagnosis)}"
+
+        logger.warning("%s; waiting for new workers", cause(()))
+        survivors, num_awaited = self._settled(report, tell_stuck), lifecycle.scaling.max_workers
+        self._growth.start_standby()  # also where no room was reserved
+        return self._change(_Change("grown", cause, survivors, began, num_awaited, wait_s=math.inf))
 
     def renew(self, report: GroupReport, tell_stuck: Callable[[], None]) -> GroupReport | None:
         """After a loss that replicas cannot go on from: keeps processes that are there, with new replicas in all.
@@ -93,7 +123,7 @@ class InPlaceChanges:
         Returns:
             The replicas' set-up answers; they have no state yet. None where only new workers are left.
         """
-        former = self._former(can_wait=self._can_wait, goes_on=False)
+        former = self._former(num_awaited=self._lifecycle.resizing.num_awaited, goes_on=False)
         try:
             next_group = former.form(self._to_keep(report, tell_stuck))
         except CannotForm as failed:
@@ -125,11 +155,6 @@ class InPlaceChanges:
         spec, standby = self._lifecycle.spec, self._lifecycle.running.standby
         has_standby = bool(standby.num_coming + standby.num_ready)
         return spec.renews or (spec.regroups and not spec.use_local and has_standby)
-
-    @property
-    def _can_wait(self) -> bool:
-        """Whether survivors of a loss wait for new workers: ADR 11."""
-        return self._lifecycle.rules.resize_check_s is None
 
     def lost_behind(self, diagnosis: Diagnosis) -> set[int]:
         """After a loss of which some saw only a connection break, and that nothing follows: who does not answer."""
@@ -165,14 +190,17 @@ class InPlaceChanges:
             cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
             staying=staying,
             began=lifecycle.now(),
-            can_wait=kind == "left",
+            num_awaited=lifecycle.scaling.max_workers if kind == "left" else 0,
             leaving=frozenset(range(len(group))) - frozenset(staying),
             orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
         )
         return self._change(change)
 
-    def grow(self) -> CannotForm | None:
+    def grow(self, num_awaited: int) -> CannotForm | None:
         """Between two calls: lets as many workers step in as there is room for.
+
+        Args:
+            num_awaited: To wait, as long as they are fewer, for those that are still being made ready.
 
         Returns:
             Why only a rebuild is left; None when it worked, or there was no one to step in.
@@ -180,7 +208,7 @@ class InPlaceChanges:
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         self._growth.start_standby()
         deadline = lifecycle.now() + STANDBY_WAIT_S
-        while standby.num_coming and lifecycle.now() < deadline:
+        while len(lifecycle.running) < num_awaited and standby.num_coming and lifecycle.now() < deadline:
             lifecycle.sleep(0.005)
             self._on_wait()
         standby.kill_unresponsive()
@@ -225,18 +253,18 @@ class InPlaceChanges:
         self._note(change, next_group, len(before), gone(range(len(lifecycle.running))))
         return None
 
-    def _former(self, budget: RetryBudget | None = None, can_wait: bool = True, goes_on: bool = True) -> GroupFormer:
+    def _former(self, num_awaited: int, budget: RetryBudget | None = None, **options: Any) -> GroupFormer:
         lifecycle = self._lifecycle
         return GroupFormer(
             lifecycle.running,
             lifecycle.scaling,
             budget,
-            can_wait=can_wait,
+            num_awaited=num_awaited,
             nodes_to_avoid=lambda: lifecycle.nodes_to_avoid,
             suspect=lifecycle.suspect,
             now=lifecycle.now,
             on_wait=self._on_wait,
-            goes_on=goes_on,
+            **options,
         )
 
     def _try_change(self, change: _Change) -> NextGroup:
@@ -245,8 +273,8 @@ class InPlaceChanges:
         Raises:
             CannotForm: No group can be formed.
         """
-        former, staying, without_state = self._former(change.budget, change.can_wait), change.staying, set[int]()
-        orphans = change.orphans
+        former = self._former(change.num_awaited, change.budget, wait_s=change.wait_s)
+        staying, without_state, orphans = change.staying, set[int](), change.orphans
         while True:
             next_group = former.form(staying, without_state)
             report = self._regroup(next_group, orphans)
@@ -257,7 +285,7 @@ class InPlaceChanges:
             had_state = [rank not in without_state for rank in next_group.staying]
             without_state = {o.rank for o in report.outcomes if not o.ok and not any(had_state[o.rank : o.rank + 1])}
             orphans = () if report.outcomes[0].ok and 0 in staying else orphans
-            former = replace(former, can_wait=False)
+            former = replace(former, num_awaited=0)
 
     def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:
         staying, joining, source = next_group.staying, next_group.joining, next_group.source
@@ -285,6 +313,9 @@ class InPlaceChanges:
         if change.budget is not None:
             change.budget.pay_for_rejoin(source.progress)
         kind: EventKind = "rejoined" if gone else change.kind
+        is_smaller = len(self._lifecycle.running) < self._lifecycle.scaling.max_workers
+        may_lack_memory = change.kind == "rejoined" and is_smaller and self._lifecycle.resizing.waits_for_memory
+        self._went_on_at = source.progress if may_lack_memory else None
         if kind != "grown" or len(self._lifecycle.running) > old_size:  # else nothing has changed: newcomers are dead
             self._lifecycle.record(kind, old_size, change.began, change.cause(gone), source.words)
         self._growth.owe_spares()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from raysgd.engine.decisions.history import EventKind, GroupHistory
 from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing
 from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
@@ -52,12 +53,14 @@ class ElasticRules:
     """How a group follows what happens in the cluster.
 
     Attributes:
-        resize_check_s: How often a running call looks for room to grow; None: growing waits for the next call.
+        resize_check_s: How often a running call looks for room to grow; "auto" and None as in `resizing`.
         leaving_nodes: Asks for the nodes that will go away soon.
+        keeps_joint_batch: Whether a step of fewer workers is the same step, for calls that survivors can continue.
     """
 
-    resize_check_s: float | None = None
+    resize_check_s: ResizeCheck = None
     leaving_nodes: Callable[[], frozenset[str]] = frozenset
+    keeps_joint_batch: Callable[[], bool] = lambda: False
 
 
 class Lifecycle:
@@ -77,6 +80,7 @@ class Lifecycle:
         starting: A group that is being started.
         facts: What the replicas said of themselves when they were set up, by rank.
         history: What happened to the workers so far.
+        num_short: With how many workers, at most, memory has run out; 0 if it never has.
     """
 
     def __init__(
@@ -101,12 +105,19 @@ class Lifecycle:
         self.group: WorkerGroup | None = None
         self.starting: WorkerGroup | None = None
         self.facts: list[Any] = []
+        self.num_short = 0
         self._suspected: dict[str, float] = {}
 
     @property
     def num_workers(self) -> int:
         """How many workers there are now; while there is no group, how many the next one is meant to have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
+
+    @property
+    def resizing(self) -> Resizing:
+        """How the number of workers changes, as of now."""
+        keeps_joint_batch = self.spec.regroups and self.rules.keeps_joint_batch()
+        return resizing(self.rules.resize_check_s, keeps_joint_batch, self.scaling.max_workers, self.num_short)
 
     @property
     def running(self) -> WorkerGroup:

@@ -80,7 +80,7 @@ class StepHold:
         self._lifecycle, self._growth = lifecycle, growth
         now = lifecycle.now()
         self._next_nodes = now + _NODES_S
-        self._next_growth = now + (lifecycle.rules.resize_check_s or 0.0)
+        self._next_growth = now
         self._margin = _MIN_MARGIN
         self._is_holding = False
         self.reason = ""
@@ -111,7 +111,7 @@ class StepHold:
         if now >= self._next_nodes:
             self._next_nodes = now + _NODES_S
             is_leaving = bool(lifecycle.leaving_nodes_in_use())
-        check_s, regroups = lifecycle.rules.resize_check_s, lifecycle.spec.regroups
+        check_s, regroups = lifecycle.resizing.check_s, lifecycle.spec.regroups
         if is_leaving or check_s is None or len(group) >= lifecycle.scaling.max_workers:
             return HoldFacts(is_leaving)
         is_due = now >= self._next_growth

@@ -20,6 +20,8 @@ _DEATHS = {
     "ActorUnavailableError": "out of reach",
 }
 _OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
+_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
+_NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
@@ -63,6 +65,19 @@ def failed_alike(report: GroupReport) -> bool:
     failures = [outcome.failure for outcome in report.outcomes]
     places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
     return None not in failures and len(places) == 1
+
+
+def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
+    """Whether memory ran out on each rank that failed, on a device or on its node, and the processes live."""
+    return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
+
+
+def _lacks_memory(fault: WorkerFault) -> bool:
+    """Whether an exception says so. PyTorch's are `RuntimeError`, of its own class or not; TensorFlow's has a class."""
+    if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
+        return True
+    is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
+    return is_runtime_error and any(phrase in fault.message for phrase in _NO_MEMORY)
 
 
 def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:

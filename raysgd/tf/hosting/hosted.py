@@ -105,6 +105,7 @@ class TFHosted(hosted.Hosted):
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
             has_validation=operator.validation_dataset is not None or self.has_own_validate,
+            keeps_joint_batch=self.settings.keeps_joint_batch or operator._raysgd.data.sharding == "global",
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:

@@ -192,6 +192,8 @@ class TorchHosted(hosted.Hosted):
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
             has_validation=validation is not None or self.has_own_validate,
+            keeps_joint_batch=self.settings.keeps_joint_batch,
+            batch_size=train.sampler.batch_size if isinstance(train, ShardedLoader) else None,
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 

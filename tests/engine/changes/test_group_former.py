@@ -25,12 +25,12 @@ class Scene:
         self.scaling = ScalingPolicy(3, min_workers)
         self.suspected: list[Sequence[int]] = []
 
-    def former(self, *, can_wait: bool = True, budget: RetryBudget | None = None) -> NextGroup:
+    def former(self, *, num_awaited: int = 3, budget: RetryBudget | None = None) -> NextGroup:
         former = GroupFormer(
             self.trainer.group,
             self.scaling,
             budget,
-            can_wait=can_wait,
+            num_awaited=num_awaited,
             nodes_to_avoid=frozenset,
             suspect=self.suspected.append,
             now=self.trainer.clock.monotonic,
@@ -51,7 +51,7 @@ def test_a_new_worker_joins_the_survivors_where_there_is_room() -> None:
 def test_survivors_that_do_not_wait_go_on_without_whoever_is_not_ready() -> None:
     scene = Scene()
     scene.trainer.cluster.standby_is_slow = True
-    assert scene.former(can_wait=False).joining == []
+    assert scene.former(num_awaited=0).joining == []
     assert scene.standby.num_coming == 1, "it is made ready meanwhile"
 
 

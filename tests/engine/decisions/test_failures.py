@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.engine.decisions.failures import classify, failed_alike, words
+from raysgd.engine.decisions.failures import classify, failed_alike, is_lack_of_memory, words
 from raysgd.engine.shared.types import Failure, FailureKind, GroupReport, Outcome
 from tests.fakes import failure, fault
 
@@ -50,6 +50,46 @@ def test_ranks_failed_alike_if_all_of_them_raised_at_the_same_line(
     failures = [place and Failure("user", fault(rank, location=place)) for rank, place in enumerate(places)]
     outcomes = tuple(Outcome(rank, failure=found or None) for rank, found in enumerate(failures))
     assert failed_alike(GroupReport(outcomes)) == expected
+
+
+class OutOfMemoryError(RuntimeError):
+    """As PyTorch's, for devices."""
+
+
+class ResourceExhaustedError(Exception):
+    """As TensorFlow's."""
+
+
+ON_CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([MemoryError()], True),
+        ([type("_ArrayMemoryError", (MemoryError,), {})("Unable to allocate 8 TiB")], True),
+        ([OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")], True),
+        ([RuntimeError("CUDA error: out of memory")], True),
+        ([RuntimeError(ON_CPU)], True),
+        ([ResourceExhaustedError("OOM when allocating tensor")], True),
+        ([MemoryError(), RuntimeError(ON_CPU)], True),
+        ([MemoryError(), ValueError("out of range")], False),
+        ([RuntimeError("the database is out of reach")], False),
+        ([ValueError("out of memory")], False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_exceptions(errors: list[Exception], expected: bool) -> None:
+    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    assert is_lack_of_memory(classify(GroupReport(tuple(outcomes)))) is expected
+
+
+def test_a_lack_of_memory_is_seen_where_the_exception_could_not_travel_and_not_beside_a_death() -> None:
+    unknown = Failure("user", replace(fault(0), error=None, type_name="OutOfMemoryError"))
+    text_only = Failure("user", replace(fault(1), error=None, type_name="RuntimeError", message=ON_CPU))
+    both = tuple(Outcome(rank, failure=each) for rank, each in enumerate((unknown, text_only)))
+    assert is_lack_of_memory(classify(GroupReport(both)))
+    dead = Outcome(2, failure=failure("died", 2))
+    assert not is_lack_of_memory(classify(GroupReport((*both, dead))))
 
 
 def test_ranks_that_raised_different_exceptions_at_one_line_did_not_fail_alike() -> None:
