@@ -84,8 +84,8 @@ def main() -> None:
     print("one process")
     with TorchTrainer(training_operator_cls=CountingOperator, use_local=True, **options) as trainer:
         alone, accuracy_alone = train(trainer, num_epochs)
-    # `resize_check_s`: after a loss go on at once with the others; a new worker steps in when it is ready.
-    options.update(num_workers=args.num_workers, resize_check_s=0.5)
+    # The joint batch is constant: after the loss the others go on at once, and a new worker steps in when it is ready.
+    options.update(num_workers=args.num_workers)
     with ray_running(args), TorchTrainer(training_operator_cls=CountingOperator, **options) as trainer:
         print(f"{args.num_workers} workers, undisturbed")
         undisturbed, _ = train(trainer, num_epochs)

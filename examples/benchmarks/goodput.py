@@ -38,7 +38,7 @@ PATIENCE = 3  # times the useful seconds; a contender that takes longer counts a
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
     f"{OWN}, going on": {"resize_check_s": 0.5},
-    f"{OWN}, new process": {},
+    f"{OWN}, new process": {"resize_check_s": None},
 }
 BARS = {
     (f"{OWN}, spare", 15): 0.93,

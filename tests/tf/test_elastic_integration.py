@@ -126,7 +126,7 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"folder": str(tmp_path), BATCH_SIZE: 6, "optimizer": "adam"}
-    trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=3, seed=1)
+    trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=3, seed=1, resize_check_s=None)
     trainers.append(trainer)
     trainer.train()
     pids = trainer.apply_all_workers(process_id)

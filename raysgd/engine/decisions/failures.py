@@ -73,7 +73,7 @@ def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Whether an exception says so. PyTorch's are `RuntimeError`, of its own class or not; TensorFlow's has a class."""
+    """Whether an exception says so. PyTorch raises `RuntimeError` or a class of it; TensorFlow has one class for it."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
