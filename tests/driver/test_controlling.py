@@ -11,20 +11,26 @@ import pytest
 from raysgd.driver import controlling
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.connection import NoConnection
+from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings
 
 
-def spec_of(use_gpu: bool, **options: Any) -> GroupSpec:
+def made_by(use_gpu: bool, **options: Any) -> Any:
+    """The arguments of the controller, and what stands for the controller itself."""
     settings = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0, **options)
     make_replica = ReplicaMaker(None, SimpleNamespace(use_gpu=use_gpu, recovery_options=Recovery()))
     with patch.object(controlling, "ElasticController") as made:
         controlling.make_controller(
             settings, make_replica, NoConnection(), 10.0, keeps_survivors=True, renews_survivors=True
         )
-    spec: GroupSpec = made.call_args.args[0]
+    return made
+
+
+def spec_of(use_gpu: bool, **options: Any) -> GroupSpec:
+    spec: GroupSpec = made_by(use_gpu, **options).call_args.args[0]
     return spec
 
 
@@ -43,3 +49,22 @@ def test_workers_get_what_the_placement_says() -> None:
     resources = spec_of(True, placement=placement, num_gpus_per_worker=0.5).resources
     assert resources.bundle() == {"CPU": 1, "GPU": 0.5, "fast_disk": 1, "accelerator_type:A100": 0.001}
     assert resources.runtime_env == {"env_vars": {"A": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"keeps_joint_batch": True}, True),
+        ({"keeps_joint_batch": False}, False),
+        ({"keeps_joint_batch": True, "epoch_obstacle": "`Own` overrides `train_epoch`"}, False),
+    ],
+)
+def test_what_follows_a_loss_goes_by_what_the_replicas_say_of_their_steps(
+    facts: dict[str, Any], expected: bool
+) -> None:
+    made = made_by(False)
+    rest = dict.fromkeys(("num_models", "num_optimizers", "seed"), 1)
+    told = RunnerFacts(**rest, train_data=None, validation_data=None, keeps_own_state=False, **facts)
+    made.return_value.facts = [told, told]
+    rules = made.call_args.kwargs["rules"]
+    assert (rules.resize_check_s, rules.keeps_joint_batch()) == ("auto", expected)

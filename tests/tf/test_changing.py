@@ -15,6 +15,8 @@ import pytest
 from raysgd.tf import TFTrainer
 from raysgd.tf.objects.learning_rates import differing
 from raysgd.tune.population import Population
+from raysgd.utils import BATCH_SIZE
+from tests.doors import controller_of
 from tests.tf.lab import largest_difference
 from tests.tf.models import Line, make_data, make_model
 
@@ -47,6 +49,22 @@ def is_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return left["epoch"] == right["epoch"] and not any(
         largest_difference(left, right, part) for part in ("models", "optimizers")
     )
+
+
+def test_what_a_step_depends_on_follows_the_config(make_local: Make) -> None:
+    trainer = make_local()
+    found = [controller_of(trainer).facts[0].keeps_joint_batch]
+    trainer.reset_config({**CONFIG, BATCH_SIZE: 8})
+    found.append(controller_of(trainer).facts[0].keeps_joint_batch)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_creator": make_model, "data_creator": make_data}, {"joint_batch": "constant"}]
+)
+def test_a_batch_of_all_workers_is_known_as_such(options: dict[str, Any], make_local: Make) -> None:
+    trainer = make_local(None if "model_creator" in options else Line, **options)
+    assert controller_of(trainer).facts[0].keeps_joint_batch
 
 
 class Counted(Line):

@@ -33,6 +33,7 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.arrays.rows import Rows
+from tests.doors import controller_of
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
     BatchNormOperator,
@@ -163,6 +164,37 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "_num_failures": 0,
         "_last_resize": -math.inf,
     }
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "options", "expected"),
+    [
+        (LinearOperator, {"config": {"batch_size": 7}}, (False, 7, None)),
+        (LinearOperator, {"config": {"batch_size": 7, BATCH_SIZE: 7}}, (True, 7, None)),
+        (LinearOperator, {"config": {"batch_size": 7}, "joint_batch": "constant"}, (True, 7, None)),
+        (
+            LinearOperator,
+            {"config": {"batch_size": 7}, "add_dist_sampler": False},
+            (False, None, "add_dist_sampler=False"),
+        ),
+        (OwnEpochOperator, {"config": {"batch_size": 7}}, (False, 7, "`OwnEpochOperator` overrides")),
+    ],
+)
+def test_the_driver_is_told_what_a_step_depends_on(
+    operator_cls: Any, options: dict[str, Any], expected: tuple[Any, ...], make_local: MakeTrainer
+) -> None:
+    [facts] = controller_of(make_local(operator_cls, **options)).facts
+    keeps_joint_batch, batch_size, obstacle = expected
+    assert (facts.keeps_joint_batch, facts.batch_size) == (keeps_joint_batch, batch_size)
+    assert facts.epoch_obstacle is None if obstacle is None else obstacle in facts.epoch_obstacle
+
+
+def test_a_single_worker_is_told_nothing_about_its_joint_batch(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "raysgd")
+    assert make_local().status().joint_batch == ""
+    assert "joint batch" not in caplog.text
 
 
 @pytest.mark.parametrize(
