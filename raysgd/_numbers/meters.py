@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from raysgd._numbers.tally import Flat, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,18 @@ class CapturedMetric(Protocol):
 
 
 CaptureObject = Callable[[Any], CapturedMetric]
+
+
+class FlatObjects(Protocol):
+    """Makes rows of numbers of what metric objects have seen."""
+
+    def flat(self, metric: Any) -> Flat | None:
+        """Return the state of a metric object, or of a captured one, as numbers; None where it has no fixed size."""
+        ...
+
+    def captured_like(self, metric: Any, flat: Flat) -> CapturedMetric | None:
+        """Return such a state of a metric object like this one; None where it is none of one like this."""
+        ...
 
 
 class AverageMeter:
@@ -140,6 +154,7 @@ class AverageMeterCollection:
         to_floats: Reads a list of tensors; called once for each summary. Default: `float` of each.
         capture_object: Takes the state out of a metric object and resets the object. Default: metric objects
             are refused.
+        flat_objects: Makes numbers of what metric objects have seen, for `tally`. Default: it leaves them out.
 
     Attributes:
         n: Sum of the weights of all updates.
@@ -150,9 +165,11 @@ class AverageMeterCollection:
         self,
         to_floats: ToFloats | None = None,
         capture_object: CaptureObject | None = None,
+        flat_objects: FlatObjects | None = None,
     ) -> None:
         self._to_floats = to_floats or _float_each
         self._capture_object = capture_object
+        self._flat_objects = flat_objects
         self._meters: dict[str, _NumberMeter | _ObjectMeter] = {}
         self._num_batches = 0
         self.held: list[tuple[dict[str, Any], int | float]] = []
@@ -231,6 +248,41 @@ class AverageMeterCollection:
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
+    def tally(self, coming: Mapping[str, Any] | None = None, n: int | float = 0) -> Tally:
+        """Return the running sums, those of batches that are held back included.
+
+        Args:
+            coming: The metrics of a batch that will be counted once its step is done; None without one.
+            n: As for `update`.
+        """
+        self._read_pending()
+        tally = Tally(float(self.n))
+        for name, meter in self._meters.items():
+            if isinstance(meter, _NumberMeter):
+                tally.sums[name] = meter.total, float(meter.count), float(meter.last)
+        for metrics, num_samples in (*self._held, *([] if coming is None else [(coming, n)])):
+            self._add_to(tally, metrics, num_samples)
+        return tally
+
+    def _add_to(self, tally: Tally, metrics: Mapping[str, Any], n: int | float) -> None:
+        """Add to a tally what `update` would count."""
+        tally.num_samples += float(n)
+        weight_of_batch = metrics.get(BATCH_WEIGHT, n)
+        for name, value in metrics.items():
+            if is_weight(name) or _is_metric_object(type(value)):
+                continue
+            total, count, _ = tally.sums.get(name, (0.0, 0.0, 0.0))
+            weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
+            tally.sums[name] = (total + number * weight if weight else total), count + weight, number
+
+    def summary_of(self, tally: Tally) -> MetricSummary:
+        """Return what a collection that counted so much would return as its summary."""
+        num_samples = tally.num_samples
+        values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
+        for name, (total, count, last) in tally.sums.items():
+            values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
+        return MetricSummary(values, {name: (total, count) for name, (total, count, _) in tally.sums.items()})
+
     def go_on_from(self, summary: MetricSummary) -> None:
         """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
         self._num_batches = max(self._num_batches, summary.get(BATCH_COUNT, 0))
@@ -249,6 +301,11 @@ class AverageMeterCollection:
     def skip_to(self, num_batches: int) -> None:
         """Say how many batches there were in total, including those that others counted."""
         self._num_batches = num_batches
+
+    @property
+    def names(self) -> Collection[Any]:
+        """What was measured so far."""
+        return self._meters.keys()
 
     @property
     def num_batches(self) -> int:
@@ -297,10 +354,11 @@ class _NumberMeter:
         self._count(number, self._checked(weight))
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Count what was summed up elsewhere, before it counts anything itself."""
+        """Count what was summed up elsewhere; the last value there counts where there is none here."""
         self.total += total
         self.count += count
-        self._last = last
+        if self._last is _UNREAD and not self.pending:
+            self._last = last
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""

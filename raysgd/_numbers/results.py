@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,54 @@ def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
         if name != NUM_SAMPLES:
             merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])
     return merged
+
+
+def with_lost(worker: WorkerMetrics, lost: Sequence[WorkerMetrics], known: Collection[Any]) -> WorkerMetrics:
+    """Return the metrics of a worker that also counts what other workers had averaged until they were lost.
+
+    What the user computed or removed stays as it is. So does a result that is none of the library's.
+
+    Args:
+        worker: The metrics of the worker.
+        lost: Those of the others.
+        known: What the worker has measured itself, before user code saw it.
+    """
+    if not worker.totals and not worker.objects and worker.values.get(NUM_SAMPLES) != 0:
+        return worker
+    values, totals, objects = dict(worker.values), dict(worker.totals), dict(worker.objects)
+    for each in lost:
+        for name in _missing(each.totals, totals, known):
+            values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), each.totals[name])
+        for name in _missing(each.objects, objects, known):
+            objects[name] = objects[name].merged_with([each.objects[name]]) if name in objects else each.objects[name]
+    values.update({name: _value_or(objects[name], values.get(name)) for name in objects})
+    if NUM_SAMPLES in values:
+        values[NUM_SAMPLES] = _total_samples([worker, *lost])
+    return WorkerMetrics(values, totals, objects)
+
+
+def _missing(names: Iterable[Any], standing: Collection[Any], known: Collection[Any]) -> list[Any]:
+    """Return those that still stand, or that the worker never had."""
+    return [name for name in names if name in standing or name not in known]
+
+
+def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
+    """Return a mean, and its sum and count."""
+    total, count = sum(total for total, weight in totals if weight), sum(weight for _, weight in totals)
+    return total / count if count else math.nan, (total, count)
+
+
+def _value_or(state: Any, otherwise: Any) -> Any:
+    """Return the value of a metric object, which may not have one yet."""
+    try:
+        return state.value()
+    except Exception:  # the merged metric is what counts, and computing that one raises
+        return otherwise
+
+
+def num_samples_of(worker: WorkerMetrics) -> Any:
+    """Return how many samples a worker counted; NaN if it does not count them."""
+    return _total_samples([worker])
 
 
 def _total_samples(workers: Sequence[WorkerMetrics]) -> Any:

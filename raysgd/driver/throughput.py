@@ -41,6 +41,7 @@ class Throughput:
         self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
         self._note(self._heartbeats)
         num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
+        num_samples += int(sum(each.num_inherited for each in answers))
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None
         self.report()
         if history.count("rejoined") > num_rejoins:
@@ -52,9 +53,10 @@ class Throughput:
         ledgers = [heartbeat.data for heartbeat in self._heartbeats.values() if heartbeat.data is not None]
         if ledgers and num_samples < ledgers[0].used:
             logger.warning(
-                "the metrics of this call cover only %s samples: those of the lost worker were lost with it. The "
-                "training did use its samples",
+                "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
+                "metrics was lost with them. The training did use their samples",
                 num_samples,
+                ledgers[0].used,
             )
 
     def report(self) -> None:

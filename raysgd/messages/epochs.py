@@ -42,7 +42,8 @@ class EpochAnswer:
 
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
     training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
-    all ranks have to do alike, where that is recorded.
+    all ranks have to do alike, where that is recorded; `num_inherited` how many samples of workers that are gone its
+    metrics count.
     """
 
     metrics: WorkerMetrics | None
@@ -52,6 +53,11 @@ class EpochAnswer:
     heartbeat: Heartbeat | None = None
     place: DataPosition | None = None
     joint_work: JointWork | None = None
+    num_inherited: float = 0
+
+
+INHERITED = "inherited_samples"
+"""In a worker's own result: how many of its samples were those of workers that were lost."""
 
 
 def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
@@ -61,7 +67,7 @@ def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         TypeError: An operator returned something that cannot be merged.
     """
     if not reduce_results:
-        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
+        return [_own_result(answer) for answer in answers]
     metrics = [answer.metrics for answer in answers if answer.metrics is not None]
     if len(metrics) < len(answers):
         strange = next(answer.returned for answer in answers if answer.metrics is None)
@@ -70,6 +76,13 @@ def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
             "dict of metrics, or pass `reduce_results=False` to get every worker's own."
         )
     return results.merge(metrics)
+
+
+def _own_result(answer: EpochAnswer) -> Any:
+    if answer.metrics is None:
+        return answer.returned
+    values = dict(answer.metrics.values)
+    return {**values, INHERITED: answer.num_inherited} if answer.num_inherited else values
 
 
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:

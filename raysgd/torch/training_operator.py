@@ -184,6 +184,8 @@ class TrainingOperator(BaseOperator):
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
         if weight is None and internals.weights.are_needed:
             internals.weights.look_at(target)
+        metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
+        internals.coming = metrics
         with internals.choice.acting_on_usual(required(self, "optimizer")):
             with self.timers.record("grad"):
                 if weight is None:
@@ -193,7 +195,7 @@ class TrainingOperator(BaseOperator):
             if internals.parallel.step.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
-        return {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
+        return dict(metrics)
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits a batch into inputs and target and brings them to the device."""

@@ -7,7 +7,7 @@ process, such as the time that it spent, stays with the replica.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -88,6 +88,10 @@ class Hosted(ABC):
     @abstractmethod
     def settle_in(self) -> None:
         """Called in another group when all ranks have the same state."""
+
+    def names_of_all(self, name: str) -> Collection[str] | None:
+        """What the ranks of the group are known by, each of which says its `name`; None where they do not tell."""
+        return None
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:

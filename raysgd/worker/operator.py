@@ -7,12 +7,12 @@ first version of the library are views on it, and assignments to those are refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._numbers.timers import TimerCollection
 from raysgd._text.once import Once
 from raysgd.engine.shared.types import World
@@ -61,6 +61,7 @@ class Internals:
         logged: What was passed to `log` since then.
         logged_outside: What was passed to it before a batch began.
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
+        lost: What ranks had measured in this call that are gone, on the rank that counts it.
         once: What was said already.
         callbacks: What runs around each step in this worker.
         place: Where the batch is that is trained on or evaluated.
@@ -75,6 +76,7 @@ class Internals:
         self.logged: dict[str, Any] = {}
         self.logged_outside: dict[str, Any] = {}
         self.meters_to_fill: AverageMeterCollection | None = None
+        self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
         self.place: Any = None

@@ -152,8 +152,7 @@ class ClassRunner(OperatorChanges):
             hosted.take_place(world)
             self._hand_over(handover)
             hosted.settle_in()
-            if world.rank == 0:
-                training.count(handover.orphans)
+            training.settle(hosted.names_of_all(training.name), handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from raysgd.worker.answering import CallAnswers
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
+from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.data.streams import Stream, WatchedBatches, redrawing
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall
@@ -32,6 +34,9 @@ class Training:
         answering: Makes the answers.
         copies: Takes snapshots between two steps.
         ledger: Where the time is booked.
+
+    Attributes:
+        name: What other ranks know this one by, in whatever group.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Training:
         self._inside = copies.inside
         self._ledger = ledger
         self._hold_number = 0
+        self.name = uuid.uuid4().hex
 
     def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, Stream]:
         """Begins a call, and finds the batches for it.
@@ -59,7 +65,7 @@ class Training:
         stream = loop.stream(request)
         self._answering.begin(hosted.operator, request.profile)
         self._inside.clear()
-        self._activity.run = EpochRun(loop.pass_index(stream), request.num_steps, loop.new_meters())
+        self._activity.run = self._new_run(loop.pass_index(stream), request.num_steps)
         return self._activity.run, stream
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
@@ -68,7 +74,7 @@ class Training:
         if run is None:  # nothing was begun yet when it broke off
             return self.go_through(*self.begin(request, share), request)
         if run.answer is not None:
-            return run.answer
+            return self._complete(run, run.answer)
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
             return self._finish(run, loop.results(run), request)
         return self.go_through(run, loop.stream(request), request)
@@ -88,6 +94,7 @@ class Training:
         began_at = stream.num_steps_taken - run.num_completed
         self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
+        internals.lost = tuple(run.rows.lost.values()) if self._counts_lost else ()
         forget(internals)
         try:
             with (
@@ -127,7 +134,15 @@ class Training:
         run.finish(answer)
         loop.end_call()
         self._ledger.end_call()
-        return answer
+        return self._complete(run, answer)
+
+    def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
+        """The answer with what ranks had measured that are gone, if this rank counts that."""
+        return run.with_lost(answer) if self._counts_lost else answer
+
+    @property
+    def _counts_lost(self) -> bool:
+        return self._hosted.world.rank == 0
 
     def _counting(self, operator: Any, loop: Loop) -> AbstractContextManager[None]:
         """What completes the metrics of batches: the loop itself, where no one else sees them first."""
@@ -205,12 +220,17 @@ class Training:
         self._activity.run = run
 
     def _run_like(self, state: RunState) -> EpochRun:
-        return EpochRun(state.epoch_idx, state.num_requested, self._hosted.loop.new_meters())
+        return self._new_run(state.epoch_idx, state.num_requested)
 
-    def count(self, parts: Iterable[RunState]) -> None:
-        """Counts what ranks had measured that are gone."""
-        if self._activity.run is not None:
-            self._activity.run.count(part.metrics for part in parts)
+    def _new_run(self, epoch_idx: int, num_steps: int | None) -> EpochRun:
+        return EpochRun(epoch_idx, num_steps, self._hosted.loop.new_meters, RankRows(self.name))
+
+    def settle(self, present: Collection[str], left: Iterable[RunState]) -> None:
+        """Goes on in another group: other ranks than those `present` are gone, some of which `left` in order."""
+        run = self._activity.run
+        if run is not None:
+            run.settle(present)
+            run.rows.lost.update((each.name, each.metrics) for each in left)
 
     def forget(self) -> None:
         """Forgets the call: the state is another one."""

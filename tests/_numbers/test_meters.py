@@ -528,3 +528,52 @@ def test_a_weight_of_a_metric_that_is_none_is_refused(wrong: Any) -> None:
 
     with pytest.raises(ValueError, match="`batch_weight_of_loss="):
         average()
+
+
+# ------------------------------------------------------------------------------------------------ tallies
+
+
+def summed(*batches: tuple[dict[str, Any], int]) -> AverageMeterCollection:
+    meters = AverageMeterCollection()
+    for metrics, n in batches:
+        meters.update(metrics, n)
+    return meters
+
+
+def test_a_tally_is_what_a_summary_of_the_same_batches_would_be() -> None:
+    meters = summed(({"loss": 0.5, "iou": FakeTensor(0.25)}, 32), ({"loss": FakeTensor(0.2), "tokens": 7}, 64))
+    found, expected = meters.summary_of(meters.tally()), meters.summary()
+    assert found == {name: value for name, value in expected.items() if name != "batch_count"}
+    assert found.totals == expected.totals
+
+
+def test_a_tally_has_batches_that_are_held_back_and_one_that_is_to_come_and_changes_nothing() -> None:
+    meters = summed(({"loss": 0.5}, 32))
+    meters.hold({"loss": FakeTensor(0.1), "batch_weight": 5}, 16)
+    coming = {"loss": FakeTensor(0.2), "batch_weight_of_loss": 3.0, "other": 2.0}
+    tally = meters.tally(coming, 8)
+    before = meters.summary()
+    assert before == {"batch_count": 1, "num_samples": 32, "loss": 0.5, "last_loss": 0.5}
+    meters.count_held()
+    meters.update(coming, 8)
+    after = meters.summary()
+    assert meters.summary_of(tally).totals == after.totals
+    assert (tally.num_samples, tally.sums["loss"][2]) == (56, 0.2)
+
+
+def test_a_batch_without_weight_is_left_out_of_a_tally_whatever_it_says() -> None:
+    meters = summed(({"loss": 1.0}, 4))
+    assert meters.tally({"loss": math.nan}, 0).sums["loss"][:2] == (4.0, 4.0)
+
+
+def test_sums_of_others_leave_the_last_value_as_it_is_seen_here() -> None:
+    meters, others = summed(({"loss": FakeTensor(3.0)}, 1)), summed(({"loss": 5.0, "iou": 1.0}, 3))
+    meters.go_on_from(others.summary())
+    assert meters.summary() == {
+        "batch_count": 1,
+        "num_samples": 4,
+        "loss": 4.5,
+        "last_loss": 3.0,
+        "iou": 1.0,
+        "last_iou": 1.0,
+    }

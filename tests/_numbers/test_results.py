@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysgd._numbers.results import WorkerMetrics, as_number, merge
+from raysgd._numbers.results import WorkerMetrics, as_number, merge, with_lost
 
 
 def plain(**values: Any) -> WorkerMetrics:
@@ -194,3 +194,36 @@ class TestMetrics:
     def test_a_count_that_is_not_there_is_missed_by_its_name(self) -> None:
         with pytest.raises(AttributeError, match="no 'epoch'; it has 'num_samples', 'val_loss'"):
             _ = merge([WorkerMetrics({"num_samples": 12, "val_loss": 0.5})]).epoch
+
+
+# ------------------------------------------------------------------------------------------------ lost workers
+
+
+def test_what_lost_workers_had_averaged_counts_as_if_the_worker_had_seen_it() -> None:
+    own, lost = averaged(2, loss=(4.0, 2)), [averaged(3, loss=(9.0, 3)), averaged(5, loss=(5.0, 5), iou=(1.0, 4))]
+    found = with_lost(own, lost, {"loss"})
+    assert found.values == {"num_samples": 10, "loss": 1.8, "iou": 0.25}
+    assert merge([found, own]) == merge([own, *lost, own])
+    assert own.values == {"num_samples": 2, "loss": 2.0}
+
+
+def test_what_user_code_computed_or_removed_is_not_changed_by_lost_workers() -> None:
+    own = WorkerMetrics({"num_samples": 2, "loss": 7.0, "mine": 1.0, "iou": 0.5}, {"iou": (1.0, 2)})
+    found = with_lost(own, [averaged(2, loss=(4.0, 2), gone=(1.0, 2), iou=(2.0, 2))], {"loss", "gone", "iou"})
+    assert found.values == {"num_samples": 4, "loss": 7.0, "mine": 1.0, "iou": 0.75}
+
+
+def test_a_result_that_is_none_of_the_librarys_stays_as_it_is() -> None:
+    own = plain(num_samples=2, loss=1.0)
+    assert with_lost(own, [averaged(2, loss=(4.0, 2))], {"loss"}) is own
+
+
+def test_a_worker_that_never_had_a_sample_counts_those_of_lost_workers() -> None:
+    found = with_lost(plain(num_samples=0, epoch=1), [averaged(2, loss=(4.0, 2))], ())
+    assert found.values == {"num_samples": 2, "epoch": 1, "loss": 2.0}
+
+
+def test_metric_objects_of_lost_workers_are_merged() -> None:
+    own = WorkerMetrics({"num_samples": 1, "hits": 3}, objects={"hits": Counter(3)})
+    lost = WorkerMetrics({"num_samples": 2, "hits": 4}, objects={"hits": Counter(4)})
+    assert with_lost(own, [lost], {"hits"}).values == {"num_samples": 3, "hits": 7}

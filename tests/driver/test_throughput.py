@@ -54,4 +54,4 @@ def test_samples_whose_metrics_were_lost_are_named_in_the_log(
     used: int, num_rejoins: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     after_a_call(Controller([30, 50], used, num_rejoins))
-    assert ("cover only 80 samples" in caplog.text) is is_told
+    assert ("cover 80 of 100 samples" in caplog.text) is is_told

@@ -274,17 +274,16 @@ class InPlaceChanges:
             CannotForm: No group can be formed.
         """
         former = self._former(change.num_awaited, change.budget, wait_s=change.wait_s)
-        staying, without_state, orphans = change.staying, set[int](), change.orphans
+        staying, without_state = change.staying, set[int]()
         while True:
             next_group = former.form(staying, without_state)
-            report = self._regroup(next_group, orphans)
+            report = self._regroup(next_group, change.orphans)
             if report.ok:
                 self._lifecycle.facts = list(report.values)
                 return next_group
             staying = self._survivors_of(report, next_group)
             had_state = [rank not in without_state for rank in next_group.staying]
             without_state = {o.rank for o in report.outcomes if not o.ok and not any(had_state[o.rank : o.rank + 1])}
-            orphans = () if report.outcomes[0].ok and 0 in staying else orphans
             former = replace(former, num_awaited=0)
 
     def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:

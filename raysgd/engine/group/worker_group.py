@@ -263,7 +263,7 @@ class WorkerGroup:
 
         def join(rendezvous: Rendezvous) -> dict[int, Any]:
             return {
-                rank: worker.submit("regroup", members.worlds[rank], rendezvous, handover.for_rank(rank))
+                rank: worker.submit("regroup", members.worlds[rank], rendezvous, handover)
                 for rank, worker in enumerate(members.workers)
             }
 

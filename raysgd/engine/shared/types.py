@@ -195,7 +195,7 @@ class StateHandover:
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.
         takers: The ranks whose state is another one, or none yet, in the order in which they pass it on.
-        orphans: How far the ranks were that left in an orderly way; rank 0 counts what they had measured.
+        orphans: How far the ranks were that left in an orderly way, and what they had measured.
     """
 
     source: int = 0
@@ -215,10 +215,6 @@ class StateHandover:
             return node != home, node, rank
 
         return replace(self, takers=tuple(sorted(self.takers, key=place)))
-
-    def for_rank(self, rank: int) -> StateHandover:
-        """What this rank has to know of it."""
-        return self if rank == 0 else replace(self, orphans=())
 
 
 @dataclass(frozen=True)

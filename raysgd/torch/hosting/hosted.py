@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +35,15 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.advice import with_advice
 from raysgd.torch.step.schedulers import IdleSchedulers
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
-from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.data.epoch_run import METRICS, EpochRun
+from raysgd.worker.data.rank_rows import Part
 from raysgd.worker.operator import Internals, take_place
 from raysgd.worker.state.putting_back import MOST_BYTES, putting_back
 from raysgd.worker.time.ledger import Ledger
@@ -263,6 +265,9 @@ class TorchHosted(hosted.Hosted):
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return handover.receive(source, takers, self.operator.device)
 
+    def names_of_all(self, name: str) -> Collection[str] | None:
+        return names_of_all(name) if self.world.is_distributed else {name}
+
     def settle_in(self) -> None:
         self.parallel.reform()  # for what is frozen by now, which a new worker has just heard
 
@@ -281,6 +286,7 @@ class TorchHosted(hosted.Hosted):
             noting = internals.loss_calls.on(
                 internals.criterion, internals.weights.note, only_labels=not internals.weights.are_needed
             )
+            self._open_rows(run, stream)
             with self.parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
@@ -290,7 +296,21 @@ class TorchHosted(hosted.Hosted):
                 idle.warn(self.operator, internals.once)
         finally:
             internals.weights.end_call()
+            self.parallel.rows.close_call()
             self.parallel.step.close_call()
+
+    def _open_rows(self, run: EpochRun, stream: Any) -> None:
+        """Lets the ranks tell each other what they have measured, where others could go on without one."""
+        if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
+            return
+        operator, counted = self.operator, self.internals.counted_by_stock_loop
+        rungs = ("train_epoch", "train_batch")
+        is_stock = not any(overrides(operator, name) or name in vars(operator) for name in rungs)
+
+        def read() -> dict[str, Part]:
+            return {METRICS: run.part_of_row(*(counted() if is_stock else (None, 0)))}
+
+        self.parallel.rows.open_call(run.rows.name, read, lambda rows: run.rows.note(run.num_completed, rows))
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
@@ -378,7 +398,7 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
     if not world.is_distributed or settings.parallel == "none":
         return NoParallel(has_others=world.is_distributed)
     if settings.parallel == "ddp":
-        return DDP()
+        return DDP(tells_rows=device.type == "cpu")  # elsewhere it would wait for the device
     from raysgd.torch.parallel.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
 
     return FSDP(device, world.size, settings.fsdp_options)

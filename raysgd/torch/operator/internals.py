@@ -64,6 +64,7 @@ class TorchInternals(Internals):
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
         followed: The entries of the config that they followed when it changed last.
+        coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
     context: OperatorContext
@@ -81,6 +82,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, step, closures, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
+        self.coming: Mapping[str, Any] | None = None
         self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
         self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
 
@@ -189,6 +191,14 @@ class TorchInternals(Internals):
             set_apart(self)
         if self.place is not None:
             self.place.amounts = []
+        self.coming = None
+
+    def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
+        """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
+        if self.coming is None or (self.place is not None and self.place.is_padding):
+            return None, 0
+        metrics = self.with_counts({**self.logged, **self.coming}, None)
+        return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
 
     def note_amount(self, comparison: Comparison) -> None:
         """Note what a mean in an evaluation is over."""
@@ -222,7 +232,9 @@ class TorchInternals(Internals):
     def mean_over_workers(self, name: str, metrics: Mapping[str, Any]) -> float | None:
         """The mean of a metric over all workers, each of which has to ask; None where no worker has it."""
         own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
-        total, count = self.sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
+        own = getattr(metrics, "totals", {}).get(name, own)
+        counted = [own, *(each.totals.get(name, (0.0, 0.0)) for each in self.lost)]
+        total, count = self.sum_over_workers(*map(sum, zip(*counted, strict=True)))
         return total / count if count else None
 
     def sum_over_workers(self, *values: float) -> list[float]:

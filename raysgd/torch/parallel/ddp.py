@@ -58,12 +58,16 @@ class _Wrapping:
 
 
 class DDP(NoParallel):
-    """`DistributedDataParallel` around every model that has something to train."""
+    """`DistributedDataParallel` around every model that has something to train.
+
+    Args:
+        tells_rows: See `NoParallel`.
+    """
 
     synchronizes = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tells_rows: bool = False) -> None:
+        super().__init__(tells_rows=tells_rows)
         self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
         self._wrapped: list[_Wrapping] = []
         self._armed: set[int] = set()

@@ -69,7 +69,7 @@ def register(
     elif is_armed:
         # Only this decides, not the number of ranks or what was before: all ranks must do the same.
         goes_at_once = _goes_at_once(model)
-        if parallel.weights_in_hook or parallel.times_exchanges or goes_at_once:
+        if parallel.weights_in_hook or parallel.times_exchanges or parallel.rows.is_used or goes_at_once:
             model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _average)
 
 
@@ -98,7 +98,15 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     future = allreduce_hook(state.process_group or dist.group.WORLD, bucket)  # type: ignore[arg-type]
-    return parallel.exchanges.track(future, bucket.is_last())
+    tracked = parallel.exchanges.track(future, bucket.is_last())
+    _exchange_rows_beside(parallel, bucket)
+    return tracked
+
+
+def _exchange_rows_beside(parallel: NoParallel, bucket: Any) -> None:
+    if bucket.is_last():
+        with parallel.exchanges.noting():
+            parallel.rows.exchange_beside_gloo()
 
 
 def _record(state: _HookState, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
@@ -111,6 +119,8 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     gradients = bucket.buffer()
     try:
         with parallel.exchanges.timed(group):
+            if bucket.is_last():
+                parallel.rows.exchange()
             group.add_up(gradients.numpy())
     except Exception as error:
         parallel.exchanges.note(error)
@@ -173,5 +183,9 @@ def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.future
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     elif not parallel.times_exchanges:
-        return function(state.state, bucket)
-    return parallel.exchanges.track(function(state.state, bucket), bucket.is_last())
+        future = function(state.state, bucket)
+        _exchange_rows_beside(parallel, bucket)
+        return future
+    future = parallel.exchanges.track(function(state.state, bucket), bucket.is_last())
+    _exchange_rows_beside(parallel, bucket)
+    return future

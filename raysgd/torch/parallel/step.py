@@ -157,6 +157,7 @@ class BatchStep:
         self.left_out: set[int] = set()
         self._ended_in: dict[int, int] = {}  # the batch that an optimizer was last asked to step for, by identity
         self._used_in: int | None = None  # the batch of the last backward pass
+        self._exchanged_in: int | None = None  # that of the last exchange
         self._index = self._num_batches = 0
         self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
         self._drawn: DrawnAhead[_Terms] = DrawnAhead()
@@ -213,6 +214,11 @@ class BatchStep:
         self.fraction, self.seed_of_step = fraction, seed_of_step
         if self.shards is not None:
             self.shards.begin_batch(is_first, seed)
+
+    def begin_exchange(self) -> bool:
+        """Says that gradients are exchanged; returns whether it is the first time in this batch, the last of a step."""
+        is_first, self._exchanged_in = self._exchanged_in != self._num_batches, self._num_batches
+        return is_first and self.is_boundary
 
     def end_forward(self) -> None:
         """Says that a backward pass follows, in which ranks wait for each other. The first one of a batch counts."""

@@ -29,6 +29,7 @@ from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.step import BatchStep, accept
+from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.stream_clock import StreamClock
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
@@ -46,6 +47,7 @@ class NoParallel:
 
     Args:
         has_others: Whether there are other ranks, whose loss would matter.
+        tells_rows: Whether ranks tell each other in each step what they have measured.
 
     Attributes:
         synchronizes: Whether every step involves all ranks.
@@ -53,6 +55,7 @@ class NoParallel:
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
+        rows: What the ranks tell each other in each step.
         record: What was done in the call that all ranks have to do alike.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
@@ -60,8 +63,9 @@ class NoParallel:
     synchronizes = False
     is_sharded = False
 
-    def __init__(self, has_others: bool = True) -> None:
+    def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.step = BatchStep()
+        self.rows = StepRows(self.step, tells_rows)
         self._has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()

@@ -126,6 +126,7 @@ class Gradients:
         if step.is_boundary:
             self._parallel.record.note("gradients were exchanged")
             with self._parallel.exchanges.noting():
+                self._parallel.rows.exchange()
                 step.shards.add_up(parameters, step.seed_of_step)
             self._parallel.exchanges.count(True)
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
+from raysgd._numbers.tally import Tally
 from raysgd.messages.epochs import EpochAnswer
+from raysgd.worker.data.rank_rows import Part, RankRows
+
+METRICS = "metrics"
+"""The part of a rank's row that has the running sums of its metrics."""
 
 
 class HeldAtBoundary(BaseException):
@@ -82,7 +88,10 @@ class RunState:
         num_requested: How many steps the call is to take; None for the rest of the pass.
         is_exhausted: Whether no step is left, though perhaps what follows the last one.
         is_finished: Whether nothing of the call is left to do.
-        metrics: What was measured so far by the rank that says so; None where that does not travel.
+        name: What the rank is known by that says so.
+        metrics: What it measured so far; None where that does not travel.
+        others: What other ranks had measured by then, by name, as far as it knows; nothing where that does not travel.
+        lost: What ranks had measured that are gone.
     """
 
     num_steps: int
@@ -90,7 +99,10 @@ class RunState:
     num_requested: int | None
     is_exhausted: bool = False
     is_finished: bool = False
+    name: str = ""
     metrics: MetricSummary | None = None
+    others: Mapping[str, MetricSummary] = field(default_factory=dict)
+    lost: Mapping[str, MetricSummary] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"after {self.num_steps} steps"
@@ -103,16 +115,19 @@ class EpochRun:
     Attributes:
         epoch_idx: The pass that it began with.
         num_steps: How many steps to take; None for the rest of the pass.
-        meters: What the stock loop measures.
+        new_meters: Makes what the stock loop measures with.
+        rows: What all ranks have told of what they measured.
         num_steps_before: Steps completed before the stream was opened as it is now.
         answer: Set once it is finished.
         is_finished: Whether nothing is left to do, though perhaps by another rank's account.
         is_exhausted: Whether no step is left, as of the last `detach`.
+        meters: What the stock loop measures with.
     """
 
     epoch_idx: int
     num_steps: int | None
-    meters: AverageMeterCollection
+    new_meters: Callable[[], AverageMeterCollection]
+    rows: RankRows
     num_steps_before: int = 0
     answer: EpochAnswer | None = None
     is_finished: bool = False
@@ -120,6 +135,9 @@ class EpochRun:
     gate: Gate = field(default_factory=Gate)
     _stream: Steps | None = None
     _began_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.meters = self.new_meters()
 
     def attach(self, stream: Steps) -> None:
         """Takes its batches from `stream` from here on."""
@@ -160,10 +178,21 @@ class EpochRun:
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """What another rank, or another process later, needs to go on."""
-        metrics = self.meters.summary() if with_metrics else None
+        """What another rank, or another process later, needs to go on.
+
+        Args:
+            with_metrics: Whether this rank will be gone then. Else others go on beside it.
+        """
         return RunState(
-            self.num_completed, self.epoch_idx, self.num_steps, self._has_no_step_left, self.is_finished, metrics
+            self.num_completed,
+            self.epoch_idx,
+            self.num_steps,
+            self._has_no_step_left,
+            self.is_finished,
+            self.rows.name,
+            metrics=self.meters.summary() if with_metrics else None,
+            others={} if with_metrics else self._told,
+            lost=dict(self.rows.lost),
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
@@ -173,10 +202,48 @@ class EpochRun:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Goes on from where another rank is; what this one has measured stays."""
+        """Goes on from where another rank is. What this one has measured stays, unless that one knows of more."""
+        own = state.others.get(self.rows.name)
+        if own is not None and self.num_completed < state.num_steps:
+            self.meters = self.new_meters()
+            self.meters.go_on_from(own)
         self._stream = None
         self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
         self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
         self.num_steps = state.num_requested
         self.answer = None
         self.meters.skip_to(state.num_steps)
+        self.rows.lost.update(state.lost)
+        self.rows.settle(state.num_steps, state.others, state.others)
+
+    def part_of_row(self, coming: Mapping[str, Any] | None, num_samples: Any) -> Part:
+        """What this rank tells the others in a step: its running sums, and what it measured of the batch of the step.
+
+        Args:
+            coming: That, so far as it is known yet; None if it is not.
+            num_samples: The samples of that batch.
+        """
+        tally = self.meters.tally(coming, num_samples)
+        return tally.layout, tally.numbers
+
+    @property
+    def _told(self) -> dict[str, MetricSummary]:
+        """What all ranks had measured as of the last completed step."""
+        rows = self.rows.as_of(self.num_completed).items()
+        return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
+
+    def _read(self, row: Any) -> MetricSummary:
+        return self.meters.summary_of(Tally.of(*row.part(METRICS)))
+
+    def settle(self, present: Collection[str] | None) -> None:
+        """Goes on in another group, of these ranks: of others there is what they had told, which nobody counts yet."""
+        told = self._told
+        self.rows.settle(self.num_completed, told, told if present is None else present)
+
+    def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
+        """The answer of the rank that counts what ranks had measured that are gone."""
+        lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
+        if not lost or answer.metrics is None:
+            return answer
+        metrics = with_lost(answer.metrics, lost, self.meters.names)
+        return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))

@@ -104,9 +104,3 @@ def test_a_state_enters_each_node_once_beginning_with_that_of_its_source() -> No
     worlds = [World(rank, len(nodes), node_rank=node) for rank, node in enumerate(nodes)]
     handover = StateHandover(source=2, takers=(0, 3, 1, 4, 5, 6)).by_node(worlds)
     assert handover == StateHandover(2, (1, 6, 0, 4, 3, 5))
-
-
-def test_only_rank_0_is_told_how_far_those_were_that_left() -> None:
-    handover = StateHandover(1, (0, 2), orphans=("a", "b"))
-    assert handover.for_rank(0) == handover
-    assert [handover.for_rank(rank) for rank in (1, 2)] == [StateHandover(1, (0, 2))] * 2
