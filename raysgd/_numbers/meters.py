@@ -51,7 +51,7 @@ CaptureObject = Callable[[Any], CapturedMetric]
 
 
 class FlatObjects(Protocol):
-    """Makes rows of numbers of what metric objects have seen."""
+    """Makes rows of numbers of what metric objects have seen, and lets them forget."""
 
     def flat(self, metric: Any) -> Flat | None:
         """Return the state of a metric object, or of a captured one, as numbers; None where it has no fixed size."""
@@ -59,6 +59,10 @@ class FlatObjects(Protocol):
 
     def captured_like(self, metric: Any, flat: Flat) -> CapturedMetric | None:
         """Return such a state of a metric object like this one; None where it is none of one like this."""
+        ...
+
+    def remember_all(self, metrics: Iterable[Any]) -> Callable[[], None]:
+        """Remember what metric objects have seen; return what lets them forget the rest."""
         ...
 
 
@@ -170,6 +174,7 @@ class AverageMeterCollection:
         self._to_floats = to_floats or _float_each
         self._capture_object = capture_object
         self._flat_objects = flat_objects
+        self._forget_rest: Callable[[], None] | None = None
         self._meters: dict[str, _NumberMeter | _ObjectMeter] = {}
         self._num_batches = 0
         self.held: list[tuple[dict[str, Any], int | float]] = []
@@ -219,9 +224,19 @@ class AverageMeterCollection:
         for metrics, n in held:
             self.update(metrics, n)
 
+    def note_boundary(self) -> None:
+        """Say that what metric objects have seen by now counts, whatever becomes of the batches that follow."""
+        live = [meter.live for meter in self._meters.values() if isinstance(meter, _ObjectMeter)]
+        metrics = [metric for metric in live if metric is not None]
+        objects = self._flat_objects if metrics else None
+        self._forget_rest = None if objects is None else objects.remember_all(metrics)
+
     def drop_held(self) -> None:
-        """Forget what was held back: these batches do not count."""
+        """Forget what was held back, and what metric objects have seen since the last boundary: it does not count."""
         self.held.clear()
+        if self._forget_rest is not None:
+            self._forget_rest()
+            self._forget_rest = None
 
     def summary(self) -> MetricSummary:
         """Return batch count, number of samples, and for each metric its mean and its last value.
@@ -260,7 +275,9 @@ class AverageMeterCollection:
         for name, meter in self._meters.items():
             if isinstance(meter, _NumberMeter):
                 tally.sums[name] = meter.total, float(meter.count), float(meter.last)
-        for metrics, num_samples in (*self._held, *([] if coming is None else [(coming, n)])):
+            elif self._flat_objects is not None and (flat := meter.flat(self._flat_objects)) is not None:
+                tally.objects[name] = flat
+        for metrics, num_samples in (*self.held, *([] if coming is None else [(coming, n)])):
             self._add_to(tally, metrics, num_samples)
         return tally
 
@@ -281,7 +298,16 @@ class AverageMeterCollection:
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
         for name, (total, count, last) in tally.sums.items():
             values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
-        return MetricSummary(values, {name: (total, count) for name, (total, count, _) in tally.sums.items()})
+        objects = {name: state for name, flat in tally.objects.items() if (state := self._captured(name, flat))}
+        values.update({name: _local_value(name, state) for name, state in objects.items()})
+        return MetricSummary(values, {name: (total, count) for name, (total, count, _) in tally.sums.items()}, objects)
+
+    def _captured(self, name: Any, flat: Flat) -> CapturedMetric | None:
+        """Return what another metric object has seen that is like the one of this name here."""
+        meter = self._meters.get(name)
+        if not isinstance(meter, _ObjectMeter) or self._flat_objects is None:
+            return None
+        return meter.captured_like(flat, self._flat_objects)
 
     def go_on_from(self, summary: MetricSummary) -> None:
         """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
@@ -298,6 +324,15 @@ class AverageMeterCollection:
             assert isinstance(holder, _ObjectMeter)
             holder.add_captured(state)
 
+    def correct(self, summary: MetricSummary) -> None:
+        """Count what `summary` says instead of what was counted. Metric objects that it does not have go on."""
+        for name, meter in list(self._meters.items()):
+            if isinstance(meter, _NumberMeter) or name in summary.objects:
+                meter.drop()
+                del self._meters[name]
+        self.n = 0
+        self.go_on_from(summary)
+
     def skip_to(self, num_batches: int) -> None:
         """Say how many batches there were in total, including those that others counted."""
         self._num_batches = num_batches
@@ -306,6 +341,11 @@ class AverageMeterCollection:
     def names(self) -> Collection[Any]:
         """What was measured so far."""
         return self._meters.keys()
+
+    @property
+    def object_names(self) -> list[Any]:
+        """What metric objects measure of it."""
+        return [name for name, meter in self._meters.items() if isinstance(meter, _ObjectMeter)]
 
     @property
     def num_batches(self) -> int:
@@ -360,6 +400,9 @@ class _NumberMeter:
         if self._last is _UNREAD and not self.pending:
             self._last = last
 
+    def drop(self) -> None:
+        """Nothing: nobody else has what was counted."""
+
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
         numbers = iter(floats)
@@ -405,13 +448,47 @@ class _NumberMeter:
 class _ObjectMeter:
     """The metric object last seen under one name, and what was captured of it so far."""
 
-    __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
+    __slots__ = ("_capture", "_captured", "_flat", "_live", "_name", "weight_name")
 
     def __init__(self, name: str, capture: CaptureObject) -> None:
         self._name, self.weight_name = name, weight_of(name)
         self._capture = capture
         self._live: Any = None
         self._captured: CapturedMetric | None = None
+        self._flat: tuple[CapturedMetric, Flat | None] | None = None  # of what was captured
+
+    @property
+    def live(self) -> Any:
+        """The object, if it was seen since it was captured last."""
+        return self._live
+
+    def drop(self) -> None:
+        """Let the object forget what it has seen."""
+        if self._live is not None:
+            self._capture(self._live)
+
+    def flat(self, objects: FlatObjects) -> Flat | None:
+        """Return what was captured and what the object has seen since, as numbers; None if that has no fixed size."""
+        states = [] if self._captured is None else [self._flat_of_captured(self._captured, objects)]
+        states += [] if self._live is None else [objects.flat(self._live)]
+        flats = [state for state in states if state is not None]
+        if len(flats) < len(states):
+            return None
+        layout = tuple((meaning, len(numbers)) for meaning, numbers in flats)
+        return layout, [number for _, numbers in flats for number in numbers]
+
+    def _flat_of_captured(self, state: CapturedMetric, objects: FlatObjects) -> Flat | None:
+        if self._flat is None or self._flat[0] is not state:
+            self._flat = state, objects.flat(state)
+        return self._flat[1]
+
+    def captured_like(self, flat: Flat, objects: FlatObjects) -> CapturedMetric | None:
+        """Return what `flat` of another one said; None where that one is another kind of metric."""
+        like, (layout, numbers), states = self._live if self._captured is None else self._captured, flat, []
+        for meaning, length in layout:
+            states.append(objects.captured_like(like, (meaning, numbers[:length])))
+            numbers = numbers[length:]
+        return states[0].merged_with(states[1:]) if states and None not in states else None
 
     def add(self, value: Any, weight: int | float) -> None:
         if not _is_metric_object(type(value)):

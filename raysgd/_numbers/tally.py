@@ -34,7 +34,7 @@ class Tally:
     @property
     def layout(self) -> tuple[Any, ...]:
         """What the numbers mean."""
-        objects = ((name, layout, len(numbers)) for name, (layout, numbers) in self.objects.items())
+        objects = ((name, meaning, len(numbers)) for name, (meaning, numbers) in self.objects.items())
         return tuple(self.sums), tuple(objects)
 
     @property

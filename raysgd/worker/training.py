@@ -152,6 +152,7 @@ class Training:
     def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         loop.note_boundary()
+        run.meters.note_boundary()
         self._ledger.commit()
         if not can_resume:
             return
@@ -223,7 +224,7 @@ class Training:
         return self._new_run(state.epoch_idx, state.num_requested)
 
     def _new_run(self, epoch_idx: int, num_steps: int | None) -> EpochRun:
-        return EpochRun(epoch_idx, num_steps, self._hosted.loop.new_meters, RankRows(self.name))
+        return EpochRun(epoch_idx, num_steps, self._hosted.loop.new_meters(), RankRows(self.name))
 
     def settle(self, present: Collection[str], left: Iterable[RunState]) -> None:
         """Goes on in another group: other ranks than those `present` are gone, some of which `left` in order."""

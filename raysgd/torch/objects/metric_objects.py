@@ -11,17 +11,22 @@ merged there.
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raysgd._imports.optional import require
+from raysgd._numbers.tally import Flat
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+MAX_NUMBERS = 4096
+"""Larger states are not told in each step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +79,58 @@ def capture(metric: Metric) -> MetricState:
     return state
 
 
+def flat(metric: Metric | MetricState) -> Flat | None:
+    """Return the state of a metric as numbers; None where it may grow, or is large."""
+    joined = _joined(metric.parts) if isinstance(metric, MetricState) else metric
+    layout, numbers = list[Any](), list[float]()
+    for inner in _metrics_in(joined):
+        states = {name: getattr(inner, name) for name in inner._defaults}
+        if not all(isinstance(state, torch.Tensor) and not state.is_complex() for state in states.values()):
+            return None
+        layout.append(tuple((name, tuple(state.shape), state.dtype) for name, state in states.items()))
+        numbers.append(float(inner._update_count))
+        if sum(state.numel() for state in states.values()) + len(numbers) > MAX_NUMBERS:
+            return None
+        for state in states.values():
+            numbers += state.detach().reshape(-1).double().tolist()
+    return tuple(layout), numbers
+
+
+def captured_like(metric: Metric | MetricState, flat: Flat) -> MetricState | None:
+    """Return such a state, of a metric like this one; None where it is none of such a metric."""
+    clone = _cleared_copy(metric.parts[0] if isinstance(metric, MetricState) else metric)
+    (layout, numbers), inner_metrics = flat, list(_metrics_in(clone))
+    if [{*inner._defaults} for inner in inner_metrics] != [{name for name, _, _ in states} for states in layout]:
+        return None
+    for inner, states in zip(inner_metrics, layout, strict=True):
+        inner._update_count, numbers = int(numbers[0]), numbers[1:]
+        for name, shape, dtype in states:
+            size = math.prod(shape)
+            setattr(inner, name, torch.tensor(numbers[:size], dtype=torch.float64).reshape(shape).to(dtype))
+            numbers = numbers[size:]
+    return MetricState((clone,))
+
+
+def _cleared_copy(metric: Metric) -> Metric:
+    _prepare_for_copying(metric)
+    clone = _disconnected_copy(metric)
+    clone.reset()
+    return clone
+
+
 def remember(*holders: Any) -> Callable[[], None]:
     """Remember what the metrics among the attributes of some objects have seen; return what lets them forget the rest.
 
     A metric that was reset in between has nothing to forget. Metrics in modules, lists, tuples and dicts are found.
     """
     metrics = _held_by([vars(holder) for holder in holders]) if "torchmetrics" in sys.modules else {}
-    kept = [(metric, _contents(metric)) for metric in metrics.values()]
+    return remember_all(metrics.values())
+
+
+def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
+    """Remember what some metrics have seen, and the metrics inside them; return what lets them forget the rest."""
+    inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
+    kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
 
     def forget_the_rest() -> None:
         for metric, contents in kept:

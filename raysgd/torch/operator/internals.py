@@ -13,10 +13,9 @@ from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollec
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
-from raysgd.torch.objects import hyperparameters
+from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import Comparison, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
-from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
@@ -197,7 +196,7 @@ class TorchInternals(Internals):
         """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
         if self.coming is None or (self.place is not None and self.place.is_padding):
             return None, 0
-        metrics = self.with_counts({**self.logged, **self.coming}, None)
+        metrics = self._weighted({**self.logged, **self.coming})
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
 
     def note_amount(self, comparison: Comparison) -> None:
@@ -207,8 +206,12 @@ class TorchInternals(Internals):
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         metrics = super().completed(metrics, batch)
+        return self._weighted(metrics) if isinstance(metrics, Mapping) else metrics
+
+    def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         amounts = [] if self.place is None else self.place.amounts
-        if not amounts or not isinstance(metrics, Mapping) or BATCH_WEIGHT in metrics:
+        if not amounts or BATCH_WEIGHT in metrics:
             return metrics
         losses = [name for name in _LOSSES if name in metrics]
         return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(amounts))), **metrics}
@@ -219,7 +222,7 @@ class TorchInternals(Internals):
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
 
     def new_meters(self) -> AverageMeterCollection:
-        return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
+        return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
         """What the stock `predict_batch` returns."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
 from raysgd._numbers.tally import Tally
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.worker.data.rank_rows import Part, RankRows
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
 """The part of a rank's row that has the running sums of its metrics."""
@@ -115,18 +118,17 @@ class EpochRun:
     Attributes:
         epoch_idx: The pass that it began with.
         num_steps: How many steps to take; None for the rest of the pass.
-        new_meters: Makes what the stock loop measures with.
+        meters: What the stock loop measures with.
         rows: What all ranks have told of what they measured.
         num_steps_before: Steps completed before the stream was opened as it is now.
         answer: Set once it is finished.
         is_finished: Whether nothing is left to do, though perhaps by another rank's account.
         is_exhausted: Whether no step is left, as of the last `detach`.
-        meters: What the stock loop measures with.
     """
 
     epoch_idx: int
     num_steps: int | None
-    new_meters: Callable[[], AverageMeterCollection]
+    meters: AverageMeterCollection
     rows: RankRows
     num_steps_before: int = 0
     answer: EpochAnswer | None = None
@@ -135,9 +137,6 @@ class EpochRun:
     gate: Gate = field(default_factory=Gate)
     _stream: Steps | None = None
     _began_at: int = 0
-
-    def __post_init__(self) -> None:
-        self.meters = self.new_meters()
 
     def attach(self, stream: Steps) -> None:
         """Takes its batches from `stream` from here on."""
@@ -205,8 +204,7 @@ class EpochRun:
         """Goes on from where another rank is. What this one has measured stays, unless that one knows of more."""
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
-            self.meters = self.new_meters()
-            self.meters.go_on_from(own)
+            self.meters.correct(own)
         self._stream = None
         self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
         self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
@@ -245,5 +243,14 @@ class EpochRun:
         lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
         if not lost or answer.metrics is None:
             return answer
+        self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
+
+    def _tell_what_is_missing(self, lost: Sequence[WorkerMetrics]) -> None:
+        for name in self.meters.object_names:
+            if any(num_samples_of(each) and name not in each.objects for each in lost):
+                logger.warning(
+                    "metric `%s` does not cover what lost workers had seen: its state may grow, or is large",
+                    name,
+                )

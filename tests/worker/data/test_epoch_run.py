@@ -163,7 +163,7 @@ def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
 
 
 def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
-    run = EpochRun(0, 5, AverageMeterCollection, RankRows("a"))
+    run = EpochRun(0, 5, AverageMeterCollection(), RankRows("a"))
     assert run.gate.propose(2, lambda: 1)
     run.gate.settle(True)
     run.detach()
@@ -215,7 +215,7 @@ def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
 
 
 def a_run(num_steps: int | None = None) -> EpochRun:
-    return EpochRun(2, num_steps, AverageMeterCollection, RankRows("a"))
+    return EpochRun(2, num_steps, AverageMeterCollection(), RankRows("a"))
 
 
 def begun(run: EpochRun, stream: TorchBatchStream) -> Iterator[Any]:
@@ -335,7 +335,7 @@ def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
     first.detach()
     state = first.state(with_metrics=False)
     assert state == RunState(num_steps=3, epoch_idx=2, num_requested=8, name="a")
-    second = EpochRun(0, None, AverageMeterCollection, RankRows("b"))
+    second = EpochRun(0, None, AverageMeterCollection(), RankRows("b"))
     second.take_over(state)
     assert (second.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
     assert second.meters.num_batches == 3

@@ -1,0 +1,183 @@
+"""The metrics of a call that lost workers cover all samples that trained the weights.
+
+Covers `raysgd.torch.parallel.step_rows`, which needs a group of several processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import Recovery, testing
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.torch import TorchTrainer
+from tests.run_if import RunIf
+from tests.torch.ledger import Ledger, uses
+
+pytestmark = pytest.mark.integration
+
+NUM_STEPS = 20
+NUM_SAMPLES = 12 * NUM_STEPS
+OPTIONS: dict[str, Any] = {"num_cpus_per_worker": 0.5, "seed": 3, "resize_check_s": 600.0}
+MODES: dict[str, Any] = {"deterministic": True}, {"joint_batch": "constant"}
+
+
+class WithObjects(Ledger):
+    """Metrics of all kinds; `config["in_forward"]` says when objects are told of a batch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        from torchmetrics import MeanSquaredError, SpearmanCorrCoef
+        from torchmetrics.classification import BinaryConfusionMatrix
+
+        super().setup(config)
+        self.mse, self.signs, self.ranks = MeanSquaredError(), BinaryConfusionMatrix(), SpearmanCorrCoef()
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        predicted = output[0].detach()
+        self.mse.update(predicted, target)
+        self.signs.update((predicted > 0).int(), (target > 0).int())
+        self.log("mse", self.mse)
+        self.log("signs", self.signs)
+        self.log("mean_target", target.mean())
+        if self.config.get("grows"):
+            self.ranks.update(predicted.reshape(-1), target.reshape(-1))
+            self.log("ranks", self.ranks)
+        return output, loss
+
+
+class OwnBatch(Ledger):
+    """Reports what is known of a batch only when it is done: how many samples, and the sum of their numbers."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        metrics = super().train_batch(batch, batch_info)
+        return {"number": batch[1].double().mean(), "one": 1.0, "num_samples": metrics["num_samples"]}
+
+
+def in_peace_and_with_kills(
+    operator_cls: type[Ledger], kills: dict[int, Any], num_workers: int = 3, **options: Any
+) -> tuple[TorchTrainer, Any, Any]:
+    """What a call returns without kills and with them: the step before which each happens, and the rank."""
+    batch_size = 12 if options.get("joint_batch") == "constant" else 12 // num_workers
+    config = {"num_samples": NUM_SAMPLES, "batch_size": batch_size, **options.pop("config", {})}
+    trainer = TorchTrainer(
+        training_operator_cls=operator_cls, num_workers=num_workers, config=config, **{**OPTIONS, **options}
+    )
+    before = trainer.state_dict()
+    in_peace = trainer.train()
+    trainer.load_state_dict(before)
+    for step, rank in kills.items():
+        testing.kill_worker(trainer, rank, at=f"step:{step}")
+    return trainer, in_peace, trainer.train()
+
+
+def losses(trainer: TorchTrainer) -> list[str]:
+    """What became of each loss of workers."""
+    return [event.kind for event in trainer.status().events if event.is_loss]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], is_exact: bool) -> None:
+    assert found["num_samples"] == expected["num_samples"] == NUM_SAMPLES
+    names = [name for name in expected if name != "batch_count" and not name.startswith("last_")]
+    for name in names:
+        in_single_precision = name in ("mse", "signs")  # what torchmetrics adds up
+        expected_sums = torch.tensor(expected[name], dtype=torch.float64)
+        tolerance = 1e-12 if is_exact and not in_single_precision else 1e-6
+        torch.testing.assert_close(
+            torch.tensor(found[name], dtype=torch.float64), expected_sums, rtol=tolerance, atol=0.0, msg=name
+        )
+
+
+@RunIf(modules=["torchmetrics"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: next(iter(mode)))
+def test_after_several_losses_metrics_are_those_of_the_undisturbed_run(ray_cluster: None, mode: dict[str, Any]) -> None:
+    chance = random.Random(str(mode))
+    first, second = sorted(chance.sample(range(1, NUM_STEPS), 2))
+    kills = {first: 2, second: chance.choice([0, 1])}
+    trainer, in_peace, with_kills = in_peace_and_with_kills(WithObjects, kills, **mode)
+    with trainer:
+        assert losses(trainer) == ["rejoined"] * 2, kills
+        assert uses(trainer) == {1}
+        assert_same(with_kills, in_peace, is_exact="deterministic" in mode)
+
+
+@RunIf(modules=["torchmetrics"])
+def test_what_was_not_told_is_named_and_the_lost_workers_samples_are_marked(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"joint_batch": "constant", "config": {"grows": True}}
+    trainer, in_peace, _ = in_peace_and_with_kills(WithObjects, {}, 2, **options)
+    with trainer:
+        testing.kill_worker(trainer, 0, at="step:5")
+        own, *others = trainer.train(reduce_results=False)
+        assert losses(trainer) == ["rejoined"]
+        assert not others
+        assert (own["num_samples"], own["inherited_samples"]) == (NUM_SAMPLES, 5 * 6)
+        assert own["mean_target"] == pytest.approx(in_peace["mean_target"], rel=1e-6)
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["over the mesh", "over gloo"])
+def test_of_a_train_batch_of_the_users_the_last_batch_of_each_lost_rank_may_be_missing(
+    ray_cluster: None, is_large: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kills, options = {6: 1, 13: 0}, {"joint_batch": "constant", "config": {"is_large": is_large}}
+    trainer, in_peace, with_kills = in_peace_and_with_kills(OwnBatch, kills, **options)
+    with trainer:
+        assert losses(trainer) == ["rejoined"] * 2
+        assert uses(trainer) == {1}
+        assert in_peace["num_samples"] == NUM_SAMPLES
+        assert with_kills["num_samples"] == NUM_SAMPLES - 4 - 6
+        assert with_kills["one"] == 1.0
+        total = with_kills["number"] * with_kills["num_samples"]
+        assert total == pytest.approx(round(total), abs=1e-6)
+        assert f"cover {NUM_SAMPLES - 10} of {NUM_SAMPLES} samples" in caplog.text
+
+
+class DiesAtTheEnd(WorkerCallback):
+    """Ends the process of rank 0 when it has taken its last step, and has not answered."""
+
+    def __init__(self, note: Path) -> None:
+        self._note = note
+
+    def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+        if operator.world_rank == 0 and self._note.exists():
+            self._note.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_that_die_at_any_other_time_lose_nothing_either(ray_cluster: None, tmp_path: Path) -> None:
+    note = tmp_path / "rank 0 dies at the end"
+    options = {"joint_batch": "constant", "resize_check_s": None}
+    trainer, in_peace, with_kills = in_peace_and_with_kills(Ledger, {5: 2}, **options)
+    with trainer:
+        assert losses(trainer) == ["rejoined"]
+        assert trainer.num_workers == 3, "a new worker stepped in"
+        assert_same(with_kills, in_peace, is_exact=False)
+
+        testing.kill_worker(trainer, 2, at="step:7")
+        testing.kill_worker(trainer, 0, at="rejoin")
+        assert trainer.train()["num_samples"] == NUM_SAMPLES
+
+        note.touch()
+        [row] = trainer.fit(1, callbacks=[DiesAtTheEnd(note)])
+        assert row["num_samples"] == NUM_SAMPLES
+        assert not note.exists()
+        assert uses(trainer) == {3}
+
+
+def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_cluster: None) -> None:
+    options = {"joint_batch": "constant", "recovery_options": Recovery(snapshot_every_n_steps=2)}
+    trainer, in_peace, with_kills = in_peace_and_with_kills(
+        Ledger, {4: 2, 16: [0, 1]}, **options, config={"step_s": 0.1}
+    )
+    with trainer:
+        events = [event for event in trainer.status().events if event.is_loss]
+        assert [event.kind for event in events] == ["rejoined", "rebuilt"]
+        assert events[1].detail.startswith("from a snapshot inside the call, after ")
+        assert_same(with_kills, in_peace, is_exact=False)
