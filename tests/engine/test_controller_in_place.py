@@ -847,6 +847,16 @@ def test_a_call_is_held_to_leave_a_node_and_gone_on_with_by_the_rest() -> None:
     assert len(trainer.cluster.groups) == 1
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_those_measured_who_left_is_handed_on_again_where_another_one_dies_over_it(lost: int) -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    trainer.cluster.num_slots = 2
+    trainer.during_calls(4, lambda second: trainer.leaving.add("b") if second == 2 else None)
+    trainer.cluster.regroups = deque([Lost((lost,))])
+    assert trainer.walk(9, max_retries=0) == [9, 9]
+    assert [handover.orphans for handover in trainer.group.handovers] == [(2,), (2,)], "two steps of the one that left"
+
+
 def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot_of_that_very_step() -> None:
     trainer = Trainer(nodes=["a", "a", "b"])
 

@@ -153,6 +153,7 @@ class SimReplica:
         self.is_whole = True
         self.is_poisoned = False
         self.run: Run | None = None
+        self.orphans: tuple[Any, ...] = ()
         self.is_walking = False
         self.hold_number = 0
         self.copies = PendingCopies()
@@ -194,7 +195,7 @@ class SimReplica:
     def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
         assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"
         self.state, self.is_whole = shared_state, True
-        self.run = None
+        self.run, self.orphans = None, ()
         self.inside.clear()
 
     def restore_inside(self, shared_state: State, own_state: Any, first: Any, parts: Iterable[Any]) -> None:
@@ -231,9 +232,7 @@ class SimReplica:
             yield from self.around.point("taking", self)
             self._take_over(*(yield from self.connection.receive("handover")))
             yield from self.around.point("taken", self)
-        if world.rank == 0 and self.run is not None:
-            for part in handover.orphans:
-                self.run.count(part[3])
+        self.orphans = handover.orphans
         self.around.check_formed(self, handover)
         return self.setup()
 
@@ -293,6 +292,9 @@ class SimReplica:
         if run is None:
             return (yield from self.walk(call, num_steps))
         assert run.call == call, f"call {call} goes on inside call {run.call}"
+        for part in self.orphans if self.world.rank == 0 else ():
+            run.count(part[3])
+        self.orphans = ()
         if run.answer is not None:
             return run.answer
         if run.is_finished:

@@ -1122,6 +1122,15 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     assert equal(runner.state()["models"], whole.state()["models"])
 
 
+def test_what_a_rank_measured_that_left_is_counted_once_though_the_group_was_formed_twice(process_group: None) -> None:
+    runner, leaving = survivor(), survivor()
+    held_after(runner, 3)
+    handover = StateHandover(orphans=(held_after(leaving, 3).part.progress,))
+    for _ in range(2):
+        runner.regroup(ALONE, handover)
+    assert values(resume(runner))["num_samples"] == 3 * 2 * 2 + 8
+
+
 @pytest.mark.parametrize("num_steps", [1, 3, 5])
 def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: None, num_steps: int) -> None:
     whole, first, second = survivor(), survivor(), survivor()
