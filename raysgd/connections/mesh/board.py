@@ -92,6 +92,12 @@ class Board:
         """Removes `key` for all; returns whether it had a value here."""
         return self._write(PeerMessage(_DELETE, key))
 
+    def forget(self, prefix: str, but: str) -> None:
+        """Removes all keys that begin with `prefix` from this rank's copy alone, except those that begin with `but`."""
+        with self._has_changed:
+            for key in [each for each in self._values if each.startswith(prefix) and not each.startswith(but)]:
+                del self._values[key]
+
     def _write(self, message: PeerMessage) -> bool:
         """Returns whether there was a value before."""
         with self._has_changed:  # sent under the lock: all see the changes of one rank in the same order

@@ -37,9 +37,8 @@ class RankStatements:
         Args:
             hear: Called with each word of another rank, in another thread if that comes later.
         """
-        if self._number:
-            self._board.delete(self._key(self.rank))
         self._number += 1
+        self._board.forget(_KEY, but=self._key())  # each rank for itself: a message would wake all others
         self._board.watch(self._key(), hear)
         for word in self._heard().values():  # of ranks that were faster
             hear(word)

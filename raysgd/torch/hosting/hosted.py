@@ -314,8 +314,12 @@ class TorchHosted(hosted.Hosted):
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
-        self.parallel.match(self.internals.registered.wrapped)
-        self.internals.weights.agree(self.internals.sum_over_workers)
+        internals, parallel = self.internals, self.parallel
+        votes = internals.weights.votes()
+        sums = parallel.match(internals.registered.wrapped, votes)
+        if sums is None:  # no exchange that they could go along with
+            sums = internals.sum_over_workers(*votes) if votes and parallel.synchronizes else [*map(float, votes)]
+        internals.weights.agree(sums)
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:

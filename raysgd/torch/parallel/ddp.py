@@ -115,7 +115,7 @@ class DDP(NoParallel):
         wrapped.__dict__.update(kept)
         self._register_hook(wrapped, each.options)
 
-    def match(self, models: Sequence[torch.nn.Module]) -> None:
+    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float]:
         """Builds wrappers again whose model trains something else than when they were made.
 
         The ranks ask each other first: one that builds alone would wait for the others for ever.
@@ -125,7 +125,7 @@ class DDP(NoParallel):
         parameters = {id(model): tuple(model.parameters()) for model in models if id(model) in ours}
         here = [each for each in self._wrapped if id(each.model) in parameters]
         everything = [parameter for part in parameters.values() for parameter in part]
-        fits = self._agree([each.fits(parameters[id(each.model)]) for each in here], everything)
+        fits, sums = self._agree([each.fits(parameters[id(each.model)]) for each in here], everything, votes)
         super().match(models)
         for each in (each for each, fits_everywhere in zip(here, fits, strict=True) if not fits_everywhere):
             obstacle = ddp_hooks.obstacle(each.model, each.options)
@@ -137,24 +137,28 @@ class DDP(NoParallel):
             self._build_anew(each, init_sync=True)
         covered = {id(parameter) for each in here for parameter in each.covered}
         self._uncovered = [parameter for parameter in everything if id(parameter) not in covered]
+        return sums
 
-    def _agree(self, fits: list[bool], parameters: Iterable[torch.nn.Parameter]) -> list[bool]:
-        """Of each wrapper, whether all ranks say that it fits.
+    def _agree(
+        self, fits: list[bool], parameters: Iterable[torch.nn.Parameter], votes: Sequence[bool]
+    ) -> tuple[list[bool], list[float]]:
+        """Of each wrapper, whether all ranks say that it fits; and the sums of their votes.
 
         Raises:
             ValueError: The ranks train different parameters.
         """
         flags = bytes(parameter.requires_grad for parameter in parameters)
         own = zlib.crc32(flags) >> 8  # short, so that sums of squares are exact
-        numbers = torch.tensor([own, own**2, *fits], device=_reachable())
+        numbers = torch.tensor([own, own**2, *votes, *fits], device=_reachable())
         self.all_sum(numbers)
         total, squares, *counts = numbers.tolist()
+        sums, counts = counts[: len(votes)], counts[len(votes) :]
         if squares * dist.get_world_size() != total**2:  # they are equal if all that was added up is
             raise ValueError(
                 "The workers have frozen different parameters (`requires_grad`), so their gradients do not fit "
                 "together: freeze and unfreeze the same parameters on all of them, whatever the rank."
             )
-        return [count == dist.get_world_size() for count in counts]
+        return [count == dist.get_world_size() for count in counts], sums
 
     def _check_step(self, came_through: Callable[[], None]) -> None:
         came_through()

@@ -9,7 +9,7 @@ batches count by labels in the first pass over the data, and later if some were 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +65,16 @@ class BatchWeights:
         """The option of the trainer that rules weights out."""
         return "deterministic=True" if self._parallel.step.shards is not None else self._parallel.weights_obstacle
 
-    def agree(self, sum_over_workers: Callable[[float], list[float]]) -> None:
-        """Agree with the other ranks whether the next batches count by labels; all ranks have to ask."""
-        if self._may_count and not self._is_told:
-            own = float(self._is_first or bool(self._differ) or len(self._num_each) > 1)
-            self._count_by_labels((sum_over_workers(own)[0] if self._parallel.synchronizes else own) > 0)
+    def votes(self) -> list[bool]:
+        """Return whether this rank wants the next batches to count by labels; nothing where all ranks know it."""
+        if not self._may_count or self._is_told:
+            return []
+        return [self._is_first or bool(self._differ) or len(self._num_each) > 1]
+
+    def agree(self, votes: Sequence[float]) -> None:
+        """Let the next batches count by labels if any rank wants it: these are the sums of all ranks' votes."""
+        if votes:
+            self._count_by_labels(votes[0] > 0)
 
     def note(self, comparison: Comparison) -> None:
         """Take notice of what the criterion compares."""

@@ -50,3 +50,32 @@ def test_in_a_broken_group_no_rank_waits(ranks: list[RankStatements]) -> None:
     ranks[1].interrupt()
     assert ranks[0].await_all(1000) == {2: b"the last"}
     ranks[0].say(b"not heard")
+
+
+def test_words_of_pieces_of_work_that_are_over_are_forgotten_and_no_message_says_so() -> None:
+    boards = boards_of(2)
+    ranks = [RankStatements(rank, 2, board, board.interrupt) for rank, board in enumerate(boards)]
+    boards[0].put("a key of others", b"stays")
+    for _ in range(3):
+        for words in ranks:
+            words.begin(lambda word: None)
+        for words in ranks:
+            words.say(b"done")
+        for words in ranks:
+            assert words.await_all(20)
+    ranks[0].begin(lambda word: None)
+    assert (len(boards[0]), len(boards[1])) == (1, 3), "the second rank has not begun yet"
+    for board in boards:
+        board.close()
+
+
+def test_a_word_for_a_piece_of_work_that_this_rank_has_not_begun_is_kept_until_then() -> None:
+    boards, heard = boards_of(2), list[bytes]()
+    ranks = [RankStatements(rank, 2, board, board.interrupt) for rank, board in enumerate(boards)]
+    ranks[1].begin(heard.append)
+    ranks[1].say(b"early")
+    boards[0].wait(["raysgd/words/1/1"], 20)
+    ranks[0].begin(heard.append)
+    assert heard == [b"early"]
+    for board in boards:
+        board.close()

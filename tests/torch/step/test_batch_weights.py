@@ -30,9 +30,9 @@ class Bench:
         self.weights, self.others = BatchWeights(self.parallel, Once()), others
         self.num_agreements = 0
 
-    def sum(self, own: float) -> list[float]:
-        self.num_agreements += 1
-        return [own + self.others]
+    def sums(self, votes: list[bool]) -> list[float]:
+        self.num_agreements += len(votes)
+        return [own + self.others for own in votes]
 
     def train(self, criterion: Any, *targets: Any, epoch_idx: int = 0, given: Any = None) -> list[float | None]:
         """What the batches of a call count by."""
@@ -40,7 +40,7 @@ class Bench:
         step.open_call(1)
         self.weights.begin_call(criterion, epoch_idx)
         with calls.on(criterion, self.weights.note):
-            self.weights.agree(self.sum)
+            self.weights.agree(self.sums(self.weights.votes()))
             for target in targets:
                 step.begin(1.0, 4, 8)
                 calls.call(criterion, SCORES, target)
