@@ -53,8 +53,6 @@ class TFFeed(feed.Feed):
         self._seed = seed
         self._num_joint = num_joint
         self._passes: dict[str, Passes] = {}
-        self._of_call: tuple[str | None, TFBatchStream | None] = (None, None)
-        self._made: dict[str, tuple[str | None, Any]] = {}
 
     @property
     def train_passes(self) -> Passes:
@@ -66,24 +64,12 @@ class TFFeed(feed.Feed):
             self._passes[name] = Passes(getattr(self._operator_of(), name))
         return self._passes[name]
 
-    def training(self, request: EpochRequest) -> TFBatchStream:
-        """The stream to train on: over the data of the request if it has some, else over the train dataset."""
-        if request.shard_key is not None:
-            return self._stream_of_call(request)
-        stream: TFBatchStream = super().training(request)
-        return stream
-
-    def _stream_of_call(self, request: EpochRequest) -> TFBatchStream:
-        """One that continues where the last call with the same data stopped."""
-        self.epoch += 1
-        key, stream = self._of_call
-        if stream is None or key != request.shard_key:
-            source, operator = self._source_of_call("train", request, training=True), self._operator_of()
-            stream = TFBatchStream(
-                source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
-            )
-            self._go_to_place(stream, self.data_of_call["train"])
-            self._of_call = request.shard_key, stream
+    def _open_call(self, request: EpochRequest) -> TFBatchStream:
+        source, operator = self._source_of_call("train", request, training=True), self._operator_of()
+        stream = TFBatchStream(
+            source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
+        )
+        self._go_to_place(stream, self.data_of_call["train"])
         return stream
 
     def _go_to_place(self, stream: TFBatchStream, share: Any) -> None:
@@ -96,7 +82,7 @@ class TFFeed(feed.Feed):
             stream.resume(place.pass_index, place.consumed)
 
     def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Any:
-        """Where the batches of data of a call come from."""
+        """Return where the batches of data of a call come from."""
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
         if not isinstance(share, WholeShare):
@@ -110,17 +96,8 @@ class TFFeed(feed.Feed):
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
         return TFDividedSource(Passes(dataset), sharding, world, pads=training)
 
-    def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """The dataset that the share for a call makes, once for all calls that use it."""
-        key, dataset = self._made.get(name, (None, None))
-        if key != request.shard_key:
-            dataset = call_data.made(self.data_of_call[name].data, self._world.is_distributed)
-            self._made[name] = request.shard_key, dataset
-        return dataset
-
-    def close(self) -> None:
-        super().close()
-        self._of_call = None, None
+    def _make(self, name: str) -> Any:
+        return call_data.made(self.data_of_call[name].data, self._world.is_distributed)
 
     def _open_training(self, request: EpochRequest) -> TFBatchStream:
         source, operator = self._source("train_dataset", training=True), self._operator_of()

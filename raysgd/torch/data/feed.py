@@ -73,15 +73,10 @@ class TorchFeed(feed.Feed):
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
         self._order_before: int | None = None
-        self._of_call: tuple[str | None, TorchBatchStream | None] = (None, None)
-        self._loaders: dict[str, tuple[str | None, Any]] = {}
 
     def training(self, request: EpochRequest) -> TorchBatchStream:
-        """The stream to train on: over the data of the request if it has some, else over the train loader."""
-        if request.shard_key is not None:
-            return self._stream_of_call(request)
         stream: TorchBatchStream = super().training(request)
-        if isinstance(stream.source, DividedLoaderSource):
+        if stream is self.train_stream and isinstance(stream.source, DividedLoaderSource):
             self._prepare_check(stream.source)
             self._prepare_counts(stream.source)
         return stream
@@ -96,23 +91,18 @@ class TorchFeed(feed.Feed):
             balancing = Balancing(self._rank, self._world_size, self._parallel.exchanges.own_s, self._start_sum())
             source.follow(balancing)
 
-    def _stream_of_call(self, request: EpochRequest) -> TorchBatchStream:
-        """One that continues where the last call with the same data stopped."""
-        self.epoch += 1
-        key, stream = self._of_call
-        if stream is None or key != request.shard_key:
-            source = self._source_of_call("train", request, training=True)
-            stream = TorchBatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
-            self._go_to_place(stream, self.data_of_call.get("train"))
-            self._of_call = request.shard_key, stream
+    def _open_call(self, request: EpochRequest) -> TorchBatchStream:
+        source = self._source_of_call("train", request, training=True)
+        stream = TorchBatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
+        self._go_to_place(stream, self.data_of_call.get("train"))
         return stream
 
     def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> LoaderSource:
-        """Where the batches of data of a call come from."""
+        """Return where the batches of data of a call come from."""
         share = self.data_of_call[name]
         data: Any = _DataOfCall(share)
         if isinstance(share, WholeShare):
-            loader = self._made(name, request, share)
+            loader = self.made_of_call(name, request)
             data = call_data.divided(loader, World(self._rank, self._world_size), training, self._joint)
             if isinstance(data, ShardedLoader):
                 source = DividedLoaderSource(data, call_data.seed_of(loader, request.seed))
@@ -121,14 +111,9 @@ class TorchFeed(feed.Feed):
                 return source
         return self._plain_source(data, lockstep=True) if training else LoaderOncePerCall(data)
 
-    def _made(self, name: str, request: EpochRequest, share: WholeShare) -> Any:
-        """What a share makes, once for all calls that use it."""
-        key, loader = self._loaders.get(name, (None, None))
-        if key != request.shard_key:
-            data = share.data
-            loader = data.make(self.collate_fn(name)) if isinstance(data, call_data.DatasetLoader) else data.make()
-            self._loaders[name] = request.shard_key, loader
-        return loader
+    def _make(self, name: str) -> Any:
+        data = self.data_of_call[name].data
+        return data.make(self.collate_fn(name)) if isinstance(data, call_data.DatasetLoader) else data.make()
 
     def collate_fn(self, name: str) -> Any:
         """What makes a batch of samples in the loader under "train" or "validation", or else in the other one."""
@@ -147,10 +132,6 @@ class TorchFeed(feed.Feed):
     def ray_loader(self, name: str) -> RayLoader | None:
         loader = getattr(self._data_of(name), "loader", None)
         return loader if isinstance(loader, RayLoader) else None
-
-    def close(self) -> None:
-        super().close()
-        self._of_call = None, None
 
     def _open_training(self, request: EpochRequest) -> TorchBatchStream:
         source = self._source("train", request.seed, lockstep=True)

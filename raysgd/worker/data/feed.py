@@ -35,10 +35,20 @@ class Feed(ABC):
         self.data_of_call: dict[str, Any] = {}
         self.validation = LeftoverBatches(self._open_validation)
         self._to_resume: Mapping[str, Any] | None = None
+        self._of_call: tuple[str | None, Any] = (None, None)
+        self._made: dict[str, tuple[str | None, Any]] = {}
 
     @abstractmethod
     def _open_training(self, request: EpochRequest) -> Any:
         """A stream over the registered train data."""
+
+    @abstractmethod
+    def _open_call(self, request: EpochRequest) -> Any:
+        """Return a stream over train data that the request has brought along."""
+
+    @abstractmethod
+    def _make(self, name: str) -> Any:
+        """Return the loader or dataset that this worker's share under "train" or "validation" makes."""
 
     @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
@@ -81,11 +91,30 @@ class Feed(ABC):
             self.train_stream = None
 
     def training(self, request: EpochRequest) -> Any:
-        """The stream to train on."""
+        """Return the stream to train on: over data of the request if it has some, else over the registered data."""
+        if request.shard_key is not None:
+            return self._stream_of_call(request)
         if self.train_stream is None:
             self.train_stream = self._open_training(request)
             self._resume(self.train_stream)
         return self.train_stream
+
+    def _stream_of_call(self, request: EpochRequest) -> Any:
+        """Return one that continues where the last call with the same data stopped."""
+        self.epoch += 1
+        key, stream = self._of_call
+        if stream is None or key != request.shard_key:
+            stream = self._open_call(request)
+            self._of_call = request.shard_key, stream
+        return stream
+
+    def made_of_call(self, name: str, request: EpochRequest) -> Any:
+        """Return what the share for a call makes, once for all calls that use it."""
+        key, made = self._made.get(name, (None, None))
+        if key != request.shard_key:
+            made = self._make(name)
+            self._made[name] = request.shard_key, made
+        return made
 
     def is_divided(self, stream: Any) -> bool:
         """Whether a stream is over registered data that the library divides."""
@@ -135,6 +164,7 @@ class Feed(ABC):
     def close(self) -> None:
         """Drops the streams and all that they hold."""
         self.train_stream = None
+        self._of_call = None, None
         self.validation.drop()
 
     def _resume(self, stream: Any) -> None:
