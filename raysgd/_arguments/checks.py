@@ -27,7 +27,7 @@ _PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all t
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number, also one of numpy's, which search algorithms hand out."""
+    """Return whether it is a whole number, also one of numpy's, which search algorithms hand out."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -48,7 +48,7 @@ def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, also one of numpy's, and neither infinite nor NaN."""
+    """Return whether it is a number, also one of numpy's, and neither infinite nor NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

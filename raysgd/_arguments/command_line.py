@@ -1,4 +1,4 @@
-"""What the example modules share when they are run with `python -m`: arguments, and a connection to Ray."""
+"""Arguments of the example modules that are run with `python -m`, and their connection to Ray."""
 
 from __future__ import annotations
 

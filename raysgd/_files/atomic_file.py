@@ -97,7 +97,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """When it was written to, or, if it is a folder, anything directly in it."""
+    """Return when it was written to, or, if it is a folder, anything directly in it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:

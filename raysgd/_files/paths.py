@@ -1,4 +1,4 @@
-"""What paths may be where only a disk will do: those of files that this machine can open."""
+"""Checks of paths where only a disk will do: this machine has to be able to open them."""
 
 from __future__ import annotations
 

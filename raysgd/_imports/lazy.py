@@ -14,7 +14,6 @@ from typing import Any
 def lazy_names(
     package: str,
     modules: Mapping[str, str],
-    not_here: Mapping[str, str] | None = None,
     submodules: Collection[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package.
@@ -22,14 +21,10 @@ def lazy_names(
     Args:
         package: Its `__name__`.
         modules: For each name the module that defines it; `module:name` where that has another name there.
-        not_here: For names that users of the old library look for here, what to use instead.
         submodules: Modules of the package that are imported when they are first used as its attributes.
     """
-    instead = not_here or {}
 
     def find(name: str) -> Any:
-        if name in instead:
-            raise ImportError(instead[name])  # of an `AttributeError`, `from ... import` would swallow the words
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
         if name not in modules:

@@ -74,7 +74,7 @@ def install_command(extra: str, *options: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """What an extra of the installed raysgd installs beside raysgd; nothing if that is not installed."""
+    """Return what an extra of the installed raysgd installs beside raysgd; nothing if that is not installed."""
     lines = [line.partition(";") for line in _declared()]
     mark = re.compile(rf"""extra == ["']{extra}["']""")
     named = [name.strip() for name, _, marker in lines if mark.search(marker)]

@@ -141,7 +141,7 @@ def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
 
 
 def _is_last_value(name: str, worker: WorkerMetrics) -> bool:
-    """Whether it stands beside a metric whose last value it is; other metrics may have a name like that."""
+    """Return whether it stands beside a metric whose last value it is; other metrics may have a name like that."""
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker.values and name not in worker.totals
 
 

@@ -41,7 +41,7 @@ _HANDLERS = cast("dict[int, _Handler]", pickle._Unpickler.dispatch)
 
 @dataclass(frozen=True)
 class Function:
-    """What a pickle may call."""
+    """A function that a pickle may call."""
 
     call: Callable[..., Any]
 
@@ -141,7 +141,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         self._keys = KeyChecks()
 
     def load(self) -> Any:
-        """What the pickle holds.
+        """Return what the pickle holds.
 
         Raises:
             NotPlainError: It needs something else to be loaded.
@@ -152,7 +152,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for."""
+        """Return what a name stands for."""
         full_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full_name in self._known:
             return self._known[full_name]
@@ -337,7 +337,7 @@ def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Return how protocol 2 writes bytes."""
     require(type(text) is str and encoding == "latin1", "bytes in another form")
     return bytes(text, "latin1")
 

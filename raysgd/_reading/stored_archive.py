@@ -1,4 +1,4 @@
-"""Where the members of a zip archive lie, for archives that are neither compressed nor trusted.
+"""The members of zip archives that are neither compressed nor trusted: where they lie in the file.
 
 The archives of this library, and those of `torch.save`, store their members as they are. So what is read can never be
 larger than the file, and a file that says otherwise is refused before anything is allocated for it.
@@ -27,7 +27,7 @@ _ENCRYPTED = 1
 
 @dataclass(frozen=True)
 class ArchiveMember:
-    """Where the content of a member lies in the file."""
+    """The place of a member's content in the file."""
 
     start: int
     num_bytes: int
@@ -68,7 +68,7 @@ def members(archive: memoryview, num_comment_bytes: int = 0) -> dict[str, Archiv
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the directory says of a member: `start` is that of the header in front of it."""
+    """An entry of the directory: `start` is that of the header in front of the member."""
 
     name: str
     start: int
@@ -130,7 +130,7 @@ def _wide_numbers(extra: memoryview) -> tuple[int, ...]:
 
 
 def _member(archive: memoryview, entry: _Entry) -> ArchiveMember:
-    """Where the content of a member begins: behind its own header, which has its name too."""
+    """Return where the content of a member begins: behind its own header, which has its name too."""
     fields = _unpacked(_MEMBER, archive, entry.start)
     num_name, num_extra = fields[-2:]
     name = _slice(archive, entry.start + _MEMBER.size, num_name)

@@ -284,7 +284,7 @@ def _itself(value: Any) -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """How a tensor pickles itself, on the CPU.
+    """Return how a tensor pickles itself, on the CPU.
 
     Raises:
         ValueError: It is one worker's part of a divided tensor.
@@ -298,19 +298,19 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Whether `value` is a tensor whose contents are its elements in memory; others pickle themselves."""
+    """Return whether `value` is a tensor whose contents are its elements in memory; others pickle themselves."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie one behind the other in host memory, as they are."""
+    """Return whether the tensor's elements lie one behind the other in host memory, as they are."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """What two mentions of one tensor share. Empty tensors have no address, so each stands for itself."""
+    """Return what two mentions of one tensor share. Empty tensors have no address, so each stands for itself."""
     if tensor.numel() == 0:
         return id(tensor)
     return (

@@ -17,6 +17,6 @@ class Once:
         self._first: dict[Hashable, object] = {}
 
     def is_first(self, key: Hashable) -> bool:
-        """Whether this is the first call for `key`."""
+        """Return whether this is the first call for `key`."""
         mark = object()
         return self._first.setdefault(key, mark) is mark  # one operation: of two threads one wins

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: a dict, a folder, or an object reference; each can be read as a dict and as files."""
+"""The contents of checkpoints: a dict, a folder, or an object reference; each can be read as a dict and as files."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Content(Protocol):
         """All of it, in a folder that is there."""
 
     def metadata(self) -> dict[str, Any]:
-        """What its user has noted beside it."""
+        """Return what its user has noted beside it."""
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Notes it, instead of what there was."""
 
     def portable(self) -> Content:
-        """What goes to another process, perhaps on another machine."""
+        """Return what goes to another process, perhaps on another machine."""
 
 
 class DictContent:

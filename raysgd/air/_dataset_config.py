@@ -1,4 +1,4 @@
-"""What becomes of each dataset of a run: the configs of a trainer, with those of a user over them."""
+"""`DatasetConfig`: the treatment of each dataset of a run, by a trainer's configs with those of a user over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 @dataclass
 class DatasetConfig:
-    """What becomes of one dataset. None leaves a field to the trainer's own config, and then to its default.
+    """The treatment of one dataset. None leaves a field to the trainer's own config, and then to its default.
 
     Attributes:
         fit: Whether the preprocessor is fit on it. Default: False; of `train`, True.
@@ -69,7 +69,7 @@ _DATASET_DEFAULTS = DatasetConfig(False, False, False, True, False, _GIB, False,
 def merge_dataset_configs(
     own: Mapping[str, DatasetConfig], given: Mapping[str, DatasetConfig] | None
 ) -> dict[str, DatasetConfig]:
-    """What `DatasetConfig.merge` does."""
+    """Return what `DatasetConfig.merge` does."""
     merged = dict(own)
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"`dataset_config={given!r}`: need a dict of names and `DatasetConfig`s.")
@@ -86,7 +86,7 @@ def merge_dataset_configs(
 def validated_dataset_configs(
     config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]
 ) -> dict[str, DatasetConfig]:
-    """What `DatasetConfig.validated` does."""
+    """Return what `DatasetConfig.validated` does."""
     filled = {name: each.fill_defaults() for name, each in config.items()}
     fit = [name for name, each in filled.items() if each.fit]
     if len(fit) > 1:

@@ -26,7 +26,7 @@ EXTRA_FILES_KEY = "_ray_additional_checkpoint_files"
 
 
 def folder_as_dict(folder: Path) -> dict[str, Any]:
-    """What a folder holds, as a dict, without the metadata.
+    """Return what a folder holds, as a dict, without the metadata.
 
     Raises:
         FileNotFoundError: There is no such folder.

@@ -16,7 +16,7 @@ from raysgd.storage import Folder
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What a function can ask about its run, and what its worker needs to store checkpoints.
+    """The facts that a function can ask about its run, and that its worker needs to store checkpoints.
 
     Attributes:
         folder: The folder of the trial.

@@ -1,4 +1,4 @@
-"""How many workers a run has, and what each of them needs. Search spaces of Ray Tune are left alone."""
+"""`ScalingConfig`: the number of workers of a run, and what each needs. Search spaces of Ray Tune are left alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 
 @dataclass(eq=False)
 class ScalingConfig:
-    """How many workers a run has, and what each of them needs.
+    """The number of workers of a run, and what each of them needs.
 
     Example:
         >>> ScalingConfig(num_workers=2).total_resources
@@ -150,7 +150,7 @@ class ScalingConfig:
         return [self.trainer_bundle, *(self.worker_bundle for _ in range(num_workers))]
 
     def as_placement_group_factory(self) -> PlacementGroupFactory:
-        """What Ray Tune reserves for a trial: a bundle for the trial, then one for each worker.
+        """Return what Ray Tune reserves for a trial: a bundle for the trial, then one for each worker.
 
         Of a range it reserves the least workers, without which the run cannot start.
         """
@@ -181,7 +181,7 @@ class ScalingConfig:
     # ------------------------------------------------------------------------------------------------------ comparison
 
     def __eq__(self, other: object) -> bool:
-        """Whether both need the same: the same bundles, placed in the same way."""
+        """Return whether both need the same: the same bundles, placed in the same way."""
         return isinstance(other, ScalingConfig) and self._needs() == other._needs()
 
     __hash__ = None  # type: ignore[assignment]  # it can be changed
@@ -196,7 +196,7 @@ class ScalingConfig:
 
 
 def is_open(value: Any) -> bool:
-    """Whether Ray Tune still has to choose the value: a grid, or a space to sample from."""
+    """Return whether Ray Tune still has to choose the value: a grid, or a space to sample from."""
     if isinstance(value, Mapping):
         return set(value) == {"grid_search"}
     return any(owner.__module__.startswith("ray.tune.") for owner in type(value).__mro__)

@@ -244,7 +244,7 @@ class Checkpoint:
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """What it is made from and its data: `local_path`, `data_dict`, `uri` or `object_ref`."""
+        """Return what it is made from and its data: `local_path`, `data_dict`, `uri` or `object_ref`."""
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
@@ -258,7 +258,7 @@ class Checkpoint:
         return self.to_dict().get(PREPROCESSOR_KEY) if folder.has(DICT_FILE) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """What was noted with `set_metadata` and `update_metadata`."""
+        """Return what was noted with `set_metadata` and `update_metadata`."""
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Checkpoint:
         self._content.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same folder; a checkpoint in memory equals only itself."""
+        """Return whether both are the same folder; a checkpoint in memory equals only itself."""
         if not isinstance(other, Checkpoint) or self.uri is None:
             return self is other
         return self.uri == other.uri

@@ -1,4 +1,4 @@
-"""What a run is configured with: how many workers, which data, what is kept, and what happens when it fails.
+"""Configs of a run: the number of workers, the data, what is kept, and what happens when it fails.
 
 All configs check what they are given when you make them. `ScalingConfig` leaves search spaces of Ray Tune alone.
 """
@@ -25,7 +25,7 @@ MIN = "min"
 
 @dataclass
 class CheckpointConfig:
-    """Which checkpoints of a run stay in its folder.
+    """The rule that says which checkpoints of a run stay in its folder.
 
     Attributes:
         num_to_keep: How many; None for all. With 0 none is written: the latest one is kept in memory only.
@@ -65,7 +65,7 @@ def _check_count(name: str, value: Any, allowed: str) -> None:
 
 @dataclass
 class FailureConfig:
-    """What happens when a run fails.
+    """The rule for failures of a run.
 
     Attributes:
         max_failures: How often the run is started again, from its last checkpoint; -1 for any number of times. The
@@ -94,7 +94,7 @@ class FailureConfig:
 
 @dataclass
 class SyncConfig:
-    """How files get to the storage. Accepted as the old library had it.
+    """The way of files to the storage. Accepted as the old library had it.
 
     A run writes to its `storage_path` directly, so nothing is copied at intervals: the other fields than `upload_dir`
     have no effect.
@@ -127,7 +127,7 @@ class SyncConfig:
 
 @dataclass
 class RunConfig:
-    """Where a run writes, what it keeps, and when it stops.
+    """The place where a run writes, what it keeps, and when it stops.
 
     Attributes:
         name: The name of the run's folder; None for the trainer's class and the time.

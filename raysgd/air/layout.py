@@ -1,4 +1,4 @@
-"""Where a run of `fit()` keeps its files: the folder of the experiment, in it one folder for the trial.
+"""The folders of a run of `fit()`: that of the experiment, and in it one for the trial.
 
     <storage>/<name>/                               the experiment: trainer.pkl, run.json
       <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
@@ -151,7 +151,7 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
 
 
 def storage_of(run_config: Any) -> Folder:
-    """Where runs with such a `RunConfig` have their folders."""
+    """Return where runs with such a `RunConfig` have their folders."""
     place = run_config.storage_path or DEFAULT_STORAGE
     return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
 

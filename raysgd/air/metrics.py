@@ -44,7 +44,7 @@ FILLED_IN = (
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         iteration: The number of reports.
@@ -122,7 +122,7 @@ class MetricsFiller:
         }
 
     def initial(self) -> dict[str, Any]:
-        """What is known before the first report."""
+        """Return what is known before the first report."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ Kept = tuple[Checkpoint, dict[str, Any]]
 
 @dataclass
 class Result:
-    """What a run has come to.
+    """The result of a run.
 
     Attributes:
         metrics: What rank 0 reported last, with the values that every report has; None if it never did.
@@ -145,7 +145,7 @@ class Result:
 
 
 def _quality(value: Any, mode: str) -> tuple[bool, float]:
-    """What to sort by for the best to be last; NaN, and what is no number, come first."""
+    """Return what to sort by for the best to be last; NaN, and what is no number, come first."""
     if not isinstance(value, Real) or math.isnan(value):
         return False, 0.0
     return True, float(value) if mode == MAX else -float(value)

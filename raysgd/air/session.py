@@ -1,4 +1,4 @@
-"""What a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
+"""The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
 They serve functions that `fit` runs as well as functions that `Trainer.run` runs. Outside a run they warn once and
 return a default, so you can call your function by itself.
@@ -98,7 +98,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 
 class TrainContext:
-    """Where the function runs: which worker of how many, in which trial. See `get_context`."""
+    """The place where the function runs: which worker of how many, in which trial. See `get_context`."""
 
     def get_world_size(self) -> int:
         """The number of workers; 1 outside a run."""
@@ -133,7 +133,7 @@ class TrainContext:
         return _of_trial("get_trial_id", lambda facts: facts.id)
 
     def get_trial_resources(self) -> Any:
-        """What the trial and its workers were given, as Ray Tune describes it."""
+        """Return what the trial and its workers were given, as Ray Tune describes it."""
         return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
 
     def get_trial_dir(self) -> str | None:
@@ -141,7 +141,7 @@ class TrainContext:
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """What the trainer was given as `metadata`."""
+        """Return what the trainer was given as `metadata`."""
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
@@ -164,7 +164,7 @@ get_metadata = _context.get_metadata
 
 
 def get_context() -> TrainContext:
-    """Where the function runs: `get_context().get_world_rank()` and so on."""
+    """Return where the function runs: `get_context().get_world_rank()` and so on."""
     return _context
 
 

@@ -132,15 +132,15 @@ class FitTrialView:
         return str(path) if self.num_failures and path.exists() else None
 
     def get_error(self) -> str | None:
-        """What went wrong, in words; None when nothing did."""
+        """Return what went wrong, in words; None when nothing did."""
         return Path(self.error_file).read_text(encoding="utf-8") if self.error_file else None
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint."""
+        """Return whether there is a checkpoint."""
         return self.checkpoint is not None
 
     def is_finished(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self.status in (self.TERMINATED, self.ERROR)
 
     def set_status(self, status: str) -> None:
@@ -160,7 +160,7 @@ class FitTrialView:
 
 
 class _Location:
-    """Where a trial runs, in the words of Ray's progress reporters."""
+    """The place where a trial runs, in the words of Ray's progress reporters."""
 
     def __init__(self, hostname: Any, pid: Any) -> None:
         self.hostname = hostname

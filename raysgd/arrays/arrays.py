@@ -67,7 +67,7 @@ class Arrays:
 
 
 def is_frame(data: Any) -> bool:
-    """Whether it is a data frame of pandas."""
+    """Return whether it is a data frame of pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
@@ -88,7 +88,7 @@ def check_columns(feature_columns: Any, data: Any) -> None:
 
 
 def is_of_arrays(data: Any) -> bool:
-    """Whether it is an array or tensor, or a tuple or dict of such."""
+    """Return whether it is an array or tensor, or a tuple or dict of such."""
     if isinstance(data, tuple):
         return bool(data) and all(map(is_of_arrays, data))
     if isinstance(data, Mapping):

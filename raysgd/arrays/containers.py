@@ -1,4 +1,4 @@
-"""What `predict` returns its results in: the same kind of container as the data came in."""
+"""Containers for the results of `predict`: of the same kind as the data came in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one joint batch is divided over workers by uneven shares: arithmetic on counts, without any data.
+"""Division of one joint batch over workers by uneven shares: arithmetic on counts, without any data.
 
 A joint batch of any size goes over any number of workers. Each worker has one run of its samples, lower ranks first.
 Above a cap a worker takes its run in several batches, whose gradients add up to one step. No batch has a single sample
@@ -147,7 +147,7 @@ def check_speeds(speeds: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """How joint batches are divided.
+    """The division of joint batches.
 
     Attributes:
         joint_size: Samples of a full joint batch, all workers together.

@@ -26,7 +26,7 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What becomes of rows: see `RayBatches`."""
+    """The form of batches that rows become: see `RayBatches`."""
 
     batch_size: int | None
     feature_columns: Columns
@@ -121,7 +121,7 @@ class RayBatches:
         return replace(self, batch_size=size)
 
     def shares(self, num_workers: int) -> list[RayShare]:
-        """What each worker reads, by rank. All of them have to read at the same time."""
+        """Return what each worker reads, by rank. All of them have to read at the same time."""
         if num_workers == 1:
             iterators = [self._ordered(self.dataset).iterator()]
         else:
@@ -174,7 +174,7 @@ Convert = Callable[[Mapping[str, Any], BatchForm], Any]
 
 
 class RayLoader:
-    """What an operator registered, once the driver has given this worker its share.
+    """The loader of a registered dataset, once the driver has given this worker its share.
 
     Args:
         batches: What was registered, with its batch size.
@@ -214,7 +214,7 @@ def ray_batches(data: Any) -> RayBatches | None:
 
 
 def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
-    """What of these the driver has to divide, as it needs to know it."""
+    """Return what of these the driver has to divide, as it needs to know it."""
     return {
         name: replace(loader.batches, transform=None)
         for name, loader in loaders.items()

@@ -1,4 +1,4 @@
-"""What all front ends do with datasets of Ray Data."""
+"""Checks of datasets of Ray Data, for all front ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_of_ray(dataset: Any) -> bool:
-    """Whether it is a dataset of Ray Data."""
+    """Return whether it is a dataset of Ray Data."""
     return hasattr(dataset, "streaming_split")
 
 
@@ -21,7 +21,7 @@ def with_own_options(dataset: Any) -> Any:
 
 
 def are_cpus_free() -> bool:
-    """Whether there is a CPU for the tasks of Ray Data; if not, the log says what follows."""
+    """Return whether there is a CPU for the tasks of Ray Data; if not, the log says what follows."""
     import ray
 
     if ray.available_resources().get("CPU", 0) >= 1:

@@ -34,14 +34,14 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """How many bytes the arrays in it have; lists count as if each entry were a number."""
+    """Return how many bytes the arrays in it have; lists count as if each entry were a number."""
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))
 
 
 def rows_of(leaf: Any) -> int | None:
-    """How many rows a leaf has; None where it has none."""
+    """Return how many rows a leaf has; None where it has none."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None

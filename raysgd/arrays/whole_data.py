@@ -18,7 +18,7 @@ from raysgd.utils import BATCH_SIZE
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where in the data a call stopped, for any number of workers.
+    """The place in the data where a call stopped, for any number of workers.
 
     Attributes:
         pass_index: Index of the pass.
@@ -31,7 +31,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class WholeShare:
-    """What every worker is given: all of the data, and where to begin.
+    """The share of every worker: all of the data, and where to begin.
 
     Attributes:
         data: Has a method `make()` that returns a loader or a dataset of the framework.
@@ -57,7 +57,7 @@ class Creator:
     batch_size: int | None
 
     def make(self) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         return self.function(self.config, self.batch_size)
 
 
@@ -67,7 +67,7 @@ def creator_of(dataset: Any, config: Mapping[str, Any]) -> Creator | None:
 
 
 def is_creator(dataset: Any) -> bool:
-    """Whether a dataset is a function that makes one."""
+    """Return whether a dataset is a function that makes one."""
     return callable(dataset) and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__")
 
 

@@ -1,4 +1,4 @@
-"""What worker callbacks find in an operator, under names that user code does not take."""
+"""Access of worker callbacks to an operator, under names that user code does not take."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def rank_of(operator: Any) -> int:
 
 
 def is_sharded(operator: Any) -> bool:
-    """Whether each worker has only a part of the models."""
+    """Return whether each worker has only a part of the models."""
     return bool(operator._raysgd.parallel.is_sharded)
 
 
 def index_of(operator: Any, optimizer: Any) -> int:
-    """Which of the registered optimizers it is."""
+    """Return which of the registered optimizers it is."""
     return next((index for index, each in enumerate(optimizers_of(operator)) if each is optimizer), 0)
 
 

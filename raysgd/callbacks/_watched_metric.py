@@ -69,7 +69,7 @@ class WatchedMetric:
         return float(value)
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value is better than another one, by more than `min_delta`. NaN is never better."""
+        """Return whether a value is better than another one, by more than `min_delta`. NaN is never better."""
         if math.isnan(value):
             return False
         if other is None:

@@ -21,7 +21,7 @@ Weights = list[dict[str, Any]]
 
 
 class AveragedWeights(Callback):
-    """What `EMA` and `SWA` share: how to get at the averages, which are alike in all workers.
+    """The base of `EMA` and `SWA`: gets at the averages, which are alike in all workers.
 
     Floating-point buffers, such as the statistics of batch norms, are averaged as well; other buffers are copied. For
     `TorchTrainer`, but not with `parallel="fsdp"`.

@@ -77,7 +77,7 @@ class Callback:
         """Called once at the end, whatever the end is. `error` is what ended the run, if something did."""
 
     def worker_callback(self) -> WorkerCallback | None:
-        """What runs in each worker, if this callback needs something there."""
+        """Return what runs in each worker, if this callback needs something there."""
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
@@ -85,7 +85,7 @@ class Callback:
         return None
 
     def state_dict(self) -> Any:
-        """What this callback needs to go on in another run: plain data, as JSON has it."""
+        """Return what this callback needs to go on in another run: plain data, as JSON has it."""
         return None
 
     def load_state_dict(self, state: Any) -> None:

@@ -252,7 +252,7 @@ class Checkpointing(Callback):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Which checkpoints there are."""
+        """Return which checkpoints there are."""
         return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ class Checkpointing(Callback):
         self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode(), sealed=True)
 
     def _indexed(self) -> list[SavedCheckpoint]:
-        """What the folder says is in it; nothing where there is no such file, or it is damaged."""
+        """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""
         assert self._folder is not None
         try:
             return _read(json.loads(self._folder.read(INDEX_FILE)))

@@ -22,7 +22,7 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """What all loggers share: they open a sink when the run begins, write each result to it, and close it at the end.
+    """The base of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
 
     Args:
         sink: Where results go.

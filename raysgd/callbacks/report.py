@@ -73,7 +73,7 @@ class HTMLReport(Callback):
             self._write(run, "finished")
 
     def path(self, run: Run) -> Path:
-        """Where the report of a run is."""
+        """Return where the report of a run is."""
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
@@ -91,7 +91,7 @@ class HTMLReport(Callback):
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> RunFacts:
-    """What there is to tell of a run besides its history."""
+    """Return what there is to tell of a run besides its history."""
     return RunFacts(
         name=str(run.name),
         state=state,

@@ -45,7 +45,7 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         level: "ok"; "note": it works, but not all of it; "problem": training would fail.
@@ -100,7 +100,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:
-    """Whether this Python is supported.
+    """Return whether this Python is supported.
 
     >>> check_python((3, 11)).level, check_python((3, 7)).level
     ('ok', 'problem')
@@ -152,7 +152,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_gpus() -> CheckResult:
-    """Whether PyTorch imports, and sees the GPUs of this machine."""
+    """Return whether PyTorch imports, and sees the GPUs of this machine."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
@@ -176,7 +176,7 @@ def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
 
 
 def check_ports() -> CheckResult:
-    """Whether processes can connect to each other over the address that workers use."""
+    """Return whether processes can connect to each other over the address that workers use."""
     try:
         address = _own_address()
         with socket.create_server((address, 0)) as server:
@@ -200,7 +200,7 @@ def _own_address() -> str:
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
-    """Whether there is shared memory for Ray's objects and the processes of data loaders."""
+    """Return whether there is shared memory for Ray's objects and the processes of data loaders."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -281,7 +281,7 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Whether two workers have room in a cluster with these resources."""
+    """Return whether two workers have room in a cluster with these resources."""
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
@@ -329,7 +329,7 @@ def run_self_test() -> CheckResult:
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
-    """How long each part took, and whether the weights are those of one process."""
+    """Return how long each part took, and whether the weights are those of one process."""
     from raysgd.cli.self_test import trained_weights
 
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What the folder of a run says: read from its files, without running or trusting anything in them.
+"""The status of a run, read from the files in its folder, without running or trusting anything in them.
 
 Three kinds of folders are known: that of `fit()` in the style of Ray AIR (or the folder above it, of the experiment),
 the `logdir` of a `raysgd.train.Trainer`, and the folder of `TorchTrainer.fit` and `TFTrainer.fit`.
@@ -38,7 +38,7 @@ class NotARunError(ValueError):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run has come to.
+    """The status of a run.
 
     Attributes:
         folder: Where its files are.
@@ -188,7 +188,7 @@ def _last_call(history: Mapping[str, Any], now: Callable[[], float]) -> str:
 
 
 def _text(folder: Folder, name: str) -> str:
-    """What is in a file; nothing where there is none."""
+    """Return what is in a file; nothing where there is none."""
     try:
         return folder.read(name).decode(errors="replace")
     except FileNotFoundError:
@@ -196,7 +196,7 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _json(folder: Folder, name: str) -> Any:
-    """What a file of JSON says; None where it is not whole."""
+    """Return what a file of JSON says; None where it is not whole."""
     try:
         return json.loads(_text(folder, name))
     except (ValueError, RecursionError):
@@ -267,7 +267,7 @@ def _last_sign(at: Any, now: Callable[[], float]) -> str:
 
 
 def _ago(at: float, now: Callable[[], float]) -> str:
-    """How long ago something was, in the largest unit.
+    """Return how long ago something was, in the largest unit.
 
     >>> _ago(0, lambda: 7500)
     '2 h old'

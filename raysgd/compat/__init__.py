@@ -1,4 +1,4 @@
-"""What keeps programs for the old library running where the code they import has a new name or place.
+"""Support for programs of the old library where the code they import has a new name or place.
 
 `install` lets them run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate` rewrites them.
 `paths.py` has the one table of old and new names; `names.py` lists names that the old library had in other modules.

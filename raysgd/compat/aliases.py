@@ -92,7 +92,7 @@ class _OldNames(MetaPathFinder, Loader):
 
 
 def _is_rays(name: str) -> bool:
-    """Whether Ray has a package of this name, between `ray` and the names of the old library."""
+    """Return whether Ray has a package of this name, between `ray` and the names of the old library."""
     parent, _, _ = name.rpartition(".")
     if not parent:
         return True

@@ -36,7 +36,7 @@ def undo() -> None:
 
 
 class _Redirected:
-    """What an import statement calls."""
+    """The function that import statements call."""
 
     def __init__(self, folder: Path, paths: Paths) -> None:
         self._folder = folder
@@ -74,11 +74,11 @@ class _Redirected:
         return _RayView(name, module, self) if self.leads_away_below(name) else module
 
     def leads_away(self, name: str) -> bool:
-        """Whether the program sees something else under this name than Ray's, or below it."""
+        """Return whether the program sees something else under this name than Ray's, or below it."""
         return name in self._modules or self.leads_away_below(name)
 
     def leads_away_below(self, name: str) -> bool:
-        """Whether it does below this name."""
+        """Return whether it does below this name."""
         return self._paths.is_package(name)
 
     def _is_own(self, importer: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Where the names of the old library are now, or why they are gone. This is the one table.
+"""The one table of the old library's names: where each is now, or why it is gone.
 
 `raysgd migrate` rewrites programs by it, `raysgd.compat.install` lets them run unchanged by it, and the tables of
 `docs/migration.md` are made of it.
@@ -231,7 +231,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class NewPlace:
-    """What became of an old name.
+    """The new place of an old name, or the reason why it is gone.
 
     Attributes:
         old: The name, with its module.
@@ -260,7 +260,7 @@ class Paths:
         self._others = {*_RENAMED, *_GONE}
 
     def find(self, old: str) -> NewPlace | None:
-        """What became of a dotted name; None for one that is not of the old library.
+        """Return what became of a dotted name; None for one that is not of the old library.
 
         A name of a class's attribute is found by its class.
         """
@@ -274,7 +274,7 @@ class Paths:
         return None
 
     def is_package(self, old: str) -> bool:
-        """Whether something of the old library is below this name."""
+        """Return whether something of the old library is below this name."""
         return old in self._packages
 
     def modules(self) -> Iterator[tuple[str, str]]:

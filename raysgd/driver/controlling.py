@@ -37,7 +37,7 @@ def make_controller(
     keeps_survivors: bool,
     renews_survivors: bool,
 ) -> ElasticController:
-    """What keeps the workers alive, as the trainer's arguments ask for it.
+    """Return what keeps the workers alive, as the trainer's arguments ask for it.
 
     Args:
         settings: How many workers there are, and what each of them gets.

@@ -1,4 +1,4 @@
-"""What class-based trainers do with epochs: `train`, `validate`, `test`, `fit`, `epochs`, and their history."""
+"""Methods of class-based trainers for epochs: `train`, `validate`, `test`, `fit`, `epochs`, and their history."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raysgd.messages.settings import GroupSettings
 
 
 class FitMethods(ABC):
-    """What a trainer has that trains in epochs; `ClassTrainer` completes it."""
+    """The methods of a trainer that trains in epochs; `ClassTrainer` completes it."""
 
     _calls: EpochCalls
     _recorder: CallRecorder

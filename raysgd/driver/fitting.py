@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What `fit` and `epochs` are asked, checked. The docstring of `fit` says what each field means.
+    """The arguments of `fit` and `epochs`, checked. The docstring of `fit` says what each field means.
 
     Raises:
         InvalidCountError: A count is out of range.

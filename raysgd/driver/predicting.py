@@ -36,7 +36,7 @@ _LARGE_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of `predict` asks, besides the data.
+    """The options of a call of `predict`.
 
     Attributes:
         info: For the operator.
@@ -69,7 +69,7 @@ def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
 
 
 class RoundSize:
-    """How many batches a worker gets in a round: enough that few rounds are needed, and not more than fit in memory.
+    """The number of batches of a worker in a round: enough that few rounds are needed, and no more than fit in memory.
 
     Attributes:
         num_batches: For each worker, in the next round.
@@ -160,7 +160,7 @@ class PredictionRounds:
         return PredictRequest(self._key, asked.info, has_target, done + first, done, num_workers, total, is_last)
 
     def _shares(self, num_workers: int) -> list[Any] | None:
-        """What every worker needs of the data, put once for all of them."""
+        """Return what every worker needs of the data, put once for all of them."""
         if self._source.share is None:
             return None
         return placed_once(self._place, [self._source.share] * num_workers)

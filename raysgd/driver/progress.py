@@ -1,4 +1,4 @@
-"""How far a running call is, told in the driver to those who listen: workers only count."""
+"""The progress of a running call, for those who listen in the driver: workers only count."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProgressListeners:
 
 
 def progress_of(controller: ElasticController) -> CallProgress | None:
-    """How far rank 0 is in a running call; None if it does not answer at once.
+    """Return how far rank 0 is in a running call; None if it does not answer at once.
 
     A heartbeat must not wait for the answer: that reads metrics, which may wait for the device, and that for a rank.
     """
@@ -76,7 +76,7 @@ def progress_of(controller: ElasticController) -> CallProgress | None:
 
 
 def end_of(kind: ProgressKind, info: Mapping[str, Any], answer: EpochAnswer) -> CallProgress:
-    """How far a call is that has returned."""
+    """Return how far a call is that has returned."""
     values = answer.metrics.values if answer.metrics is not None else {}
     numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
     loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")

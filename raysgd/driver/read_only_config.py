@@ -8,7 +8,7 @@ from raysgd._text.secrets import masked
 
 
 class ReadOnlyConfig(dict[str, Any]):
-    """What `trainer.config` returns: a copy, which is no use to change. Change `dict(config)` instead."""
+    """A copy of a config, as `trainer.config` returns it, which refuses changes. Change `dict(config)` instead."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

@@ -86,6 +86,6 @@ class _SaveJob:
         self.write: Write
 
     def state(self) -> State:
-        """What the file is to hold; from now on there is something that writes it."""
+        """Return what the file is to hold; from now on there is something that writes it."""
         state, self.write = self._make()
         return state

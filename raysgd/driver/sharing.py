@@ -36,7 +36,7 @@ class SharePlacement:
     use_local: bool
 
     def __call__(self, rank: int, share: Any) -> Any:
-        """What to send to the rank."""
+        """Return what to send to the rank."""
         if self.use_local and rank == 0:
             return share
         import ray

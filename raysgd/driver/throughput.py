@@ -1,4 +1,4 @@
-"""How fast a trainer is, and what its last training call measured: for `status`, for Ray's metrics, for the log."""
+"""The speed of a trainer, and what its last training call measured: for `status`, for Ray's metrics, for the log."""
 
 from __future__ import annotations
 

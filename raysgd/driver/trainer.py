@@ -1,4 +1,4 @@
-"""What the class-based front ends have in common: calls on all operators, results, and the end of a trainer."""
+"""`ClassTrainer`: what both class-based front ends have, such as calls on all operators, predictions, and the end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ClassTrainer(FitMethods):
 
     @abstractmethod
     def _make_connection(self) -> Connection:
-        """What connects the workers."""
+        """Return what connects the workers."""
 
     @property
     @abstractmethod
@@ -106,11 +106,11 @@ class ClassTrainer(FitMethods):
         """How long to wait for resources."""
 
     def _settings_to_send(self) -> ReplicaSettings:
-        """What the replicas are made from, as something that other processes can use."""
+        """Return what the replicas are made from, as something that other processes can use."""
         return self._settings
 
     def _make_controller(self) -> ElasticController:
-        """What keeps the workers alive, as the trainer's arguments ask for it."""
+        """Return what keeps the workers alive, as the trainer's arguments ask for it."""
         self._replicas.settings = self._settings_to_send()
         return make_controller(
             self._group_settings,
@@ -140,11 +140,11 @@ class ClassTrainer(FitMethods):
 
     @abstractmethod
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
-        """What all workers are given alike of data of a call; None for data of another kind."""
+        """Return what all workers are given alike of data of a call; None for data of another kind."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Where the batches come from, and what the results are returned in."""
+        """Return where the batches come from, and what the results are returned in."""
 
     def predict(
         self,
@@ -283,7 +283,7 @@ class ClassTrainer(FitMethods):
         self.shutdown(force=error is not None)
 
     def status(self) -> TrainerStatus:
-        """How the trainer is doing: workers, throughput, where the time went, data, losses, last snapshot.
+        """Return how the trainer is doing: workers, throughput, where the time went, data, losses, last snapshot.
 
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.

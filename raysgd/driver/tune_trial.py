@@ -25,7 +25,7 @@ _CONFIG_FILE = "trial.json"
 
 @dataclass(frozen=True)
 class TrialStepResult:
-    """What one step of a trial came to.
+    """The result of one step of a trial.
 
     Attributes:
         metrics: What was reported; None where nothing new was.
@@ -41,7 +41,7 @@ class TrialStepResult:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """What a trial knows of itself.
+    """The identity of a trial, and its place.
 
     Attributes:
         logdir: Its folder on the node where it runs.
@@ -57,7 +57,7 @@ class TrialInfo:
 
 
 class TuneTrial(Protocol):
-    """What trains in a trial. All methods run in the process of the trial, one after the other."""
+    """A training as a trial. All methods run in the process of the trial, one after the other."""
 
     def step(self) -> TrialStepResult:
         """Trains until there is something to report, or until the end."""
@@ -90,9 +90,9 @@ def require_tune(purpose: str) -> Any:
         raise MissingTuneError(str(error)) from error
 
 
-def reservation(bundles: Bundles, strategy: str = "PACK", *, purpose: str = "a trial") -> Any:
-    """What Tune reserves for a trial, as it wants it: the first bundle is for the trial itself."""
-    return require_tune(purpose).PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
+def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
+    """Return what Tune reserves for a trial, as it wants it: the first bundle is for the trial itself."""
+    return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
 
 
 def make_trainable(
@@ -242,7 +242,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was written with another config. Where nothing was noted, it counts as the same."""
+    """Return whether a checkpoint was written with another config. Where nothing was noted, it counts as the same."""
     try:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -251,7 +251,7 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON brings back as it was: of other objects only their class counts."""
+    """Return what JSON brings back as it was: of other objects only their class counts."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""What was measured, epoch by epoch: numbers, text, cards and charts."""
+"""Measurements, epoch by epoch: as numbers, text, cards and charts."""

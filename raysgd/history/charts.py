@@ -15,6 +15,9 @@ from raysgd.history import readable
 
 NUM_COLORS = 6
 
+_CHART_SIZE = 360, 210
+_TIME_LINE_WIDTH = 1080
+
 _LARGEST = 1e100
 _MOST_DOTS = 200
 _MOST_POINTS = 600
@@ -68,7 +71,7 @@ class Axis:
     last: float
 
     def place(self, value: float) -> str:
-        """Where a value is, in pixels."""
+        """Return where a value is, in pixels."""
         share = (value - self.low) / (self.high - self.low)
         return f"{self.first + share * (self.last - self.first):.1f}"
 
@@ -84,8 +87,9 @@ def _key(series: Series) -> str:
     return f'<span class="key"><i class="c{series.color % NUM_COLORS}"></i>{safe(series.name)}</span>'
 
 
-def line_chart(series: Sequence[Series], x_label: str = "epoch", width: int = 360, height: int = 210) -> str:
-    """Lines over whole numbers such as epochs."""
+def line_chart(series: Sequence[Series]) -> str:
+    """Draw lines over epochs."""
+    width, height = _CHART_SIZE
     points = [point for each in series for point in each.points if _can_be_drawn(point)]
     if not points:
         return '<p class="nothing">no finite values yet</p>'
@@ -105,15 +109,13 @@ def line_chart(series: Sequence[Series], x_label: str = "epoch", width: int = 36
         f'<text class="ink" x="{x.place(value)}" y="{height - 20}" text-anchor="middle">{value:g}</text>'
         for value in ticks_x
     ]
-    parts.append(
-        f'<text class="ink" x="{(left + width) / 2:.0f}" y="{height - 4}" text-anchor="middle">{x_label}</text>'
-    )
-    parts += [_line(each, x, y, x_label) for each in series]
+    parts.append(f'<text class="ink" x="{(left + width) / 2:.0f}" y="{height - 4}" text-anchor="middle">epoch</text>')
+    parts += [_line(each, x, y) for each in series]
     told = ", ".join(each.name for each in series)
-    return _svg(width, height, f"{told} by {x_label}", parts)
+    return _svg(width, height, f"{told} by epoch", parts)
 
 
-def _line(series: Series, x: Axis, y: Axis, x_label: str) -> str:
+def _line(series: Series, x: Axis, y: Axis) -> str:
     color = f"c{series.color % NUM_COLORS}"
     runs: list[list[tuple[float, float]]] = [[]]
     for point in series.points:
@@ -129,7 +131,7 @@ def _line(series: Series, x: Axis, y: Axis, x_label: str) -> str:
         return "".join(parts) + f"<title>{safe(series.name)}</title>"
     radius = 3 if len(series.points) <= 40 else 1.5
     for px, py in (point for run in runs for point in run):
-        told = f"{series.name} = {readable.number(float(py))} at {x_label} {px:g}"
+        told = f"{series.name} = {readable.number(float(py))} at epoch {px:g}"
         parts.append(
             f'<circle class="dot {color}" cx="{x.place(px)}" cy="{y.place(py)}" r="{radius}">'
             f"<title>{safe(told)}</title></circle>"
@@ -137,19 +139,16 @@ def _line(series: Series, x: Axis, y: Axis, x_label: str) -> str:
     return "".join(parts)
 
 
-def time_line(
-    spans: Sequence[Span], marks: Sequence[Mark], workers: Sequence[tuple[float, int]], width: int = 1080
-) -> str:
-    """What ran when, how fast it was, how many workers were at work, and what happened to them.
+def time_line(spans: Sequence[Span], marks: Sequence[Mark], workers: Sequence[tuple[float, int]]) -> str:
+    """Return what ran when, how fast it was, how many workers were at work, and what happened to them.
 
     Args:
         spans: The calls; those with a level are drawn at their height in the lane of the throughput.
         marks: The events.
         workers: From which second on how many workers were at work.
-        width: Of the picture.
     """
     end = max([span.end for span in spans] + [mark.at for mark in marks] + [1e-3])
-    lanes = _Lanes(Axis(0.0, end, 92.0, width - 14.0), width)
+    lanes = _Lanes(Axis(0.0, end, 92.0, _TIME_LINE_WIDTH - 14.0))
     marks_height = 26.0 if marks else 4.0
     parts = [lanes.calls(spans, marks_height)]
     top = marks_height + 34
@@ -159,14 +158,14 @@ def time_line(
     parts.append(part)
     parts.append(lanes.times(end, top))
     parts += [lanes.mark(mark, top) for mark in marks]
-    return _svg(width, int(top + 24), "what happened when", parts)
+    return _svg(_TIME_LINE_WIDTH, int(top + 24), "what happened when", parts)
 
 
 class _Lanes:
     """The lanes of a time line, one below the other."""
 
-    def __init__(self, x: Axis, width: int) -> None:
-        self._x, self._width = x, width
+    def __init__(self, x: Axis) -> None:
+        self._x = x
 
     def calls(self, spans: Sequence[Span], top: float) -> str:
         bars = [
@@ -275,22 +274,22 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def whole_ticks(low: float, high: float, count: int = 8) -> list[float]:
-    """At most about `count` whole values inside a range.
+def whole_ticks(low: float, high: float) -> list[float]:
+    """Return at most about 8 whole values inside a range.
 
     Example:
         >>> whole_ticks(1, 4), whole_ticks(1, 30)
         ([1, 2, 3, 4], [5, 10, 15, 20, 25, 30])
     """
-    step = max(1, math.ceil(_round_step((high - low) / count))) if high > low else 1
+    step = max(1, math.ceil(_round_step((high - low) / 8))) if high > low else 1
     return [value for value in range(math.ceil(low), math.floor(high) + 1) if not value % step]
 
 
-def time_ticks(end: float, count: int = 9) -> list[float]:
-    """At most about `count` round moments from 0 to `end` seconds."""
+def time_ticks(end: float) -> list[float]:
+    """Return at most about 9 round moments from 0 to `end` seconds."""
     if end < 4:
         return [value for value in nice_ticks(0.0, end, 6) if value <= end]
-    step = next((each for each in _TIME_STEPS if end / each <= count), 86400.0 * math.ceil(end / 86400 / count))
+    step = next((each for each in _TIME_STEPS if end / each <= 9), 86400.0 * math.ceil(end / 86400 / 9))
     return [index * float(step) for index in range(int(end / step) + 1)]
 
 

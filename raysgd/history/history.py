@@ -44,7 +44,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """How much a history has of each kind."""
+    """The numbers of rows, records and events in a history."""
 
     rows: int = 0
     records: int = 0
@@ -180,12 +180,12 @@ class History(Sequence[dict[str, Any]]):
         return plain(content)
 
     def to_json(self) -> str:
-        """What `as_data` returns, as text."""
+        """Return what `as_data` returns, as text."""
         return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """What `to_json` wrote. Metrics that are null become NaN.
+        """Return what `to_json` wrote. Metrics that are null become NaN.
 
         Raises:
             ValueError: It is something else.

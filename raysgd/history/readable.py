@@ -78,12 +78,12 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
+    """Return whether it is a number that can be drawn."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Whether an entry of a row is a metric to look at: a number that is neither a count nor a last value."""
+    """Return whether an entry of a row is a metric to look at: a number that is neither a count nor a last value."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
     return is_number and not is_count and not name.startswith(_LAST)
@@ -107,7 +107,7 @@ def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str,
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """What to tell of a metric that there is not.
+    """Return what to tell of a metric that there is not.
 
     Example:
         >>> unknown("val_los", ["val_loss", "lr"])

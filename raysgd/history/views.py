@@ -152,7 +152,7 @@ def _epoch(row: Mapping[str, Any], number: int) -> float:
 
 
 def _base(name: str) -> str:
-    """What a metric of training and its sister of validation have in common."""
+    """Return what a metric of training and its sister of validation have in common."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 

@@ -77,7 +77,7 @@ def install(*, force: bool = False, dry_run: bool = False) -> None:
 
 
 def find_target() -> recipe.Target:
-    """What this environment needs Horovod built for."""
+    """Return what this environment needs Horovod built for."""
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if importlib.util.find_spec("torch") is None:
         missing.insert(0, "torch")

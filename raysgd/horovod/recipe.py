@@ -174,7 +174,7 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """What is appended to the version of what we build. It differs whenever anything does that matters."""
+    """Return what is appended to the version of what we build. It differs whenever anything does that matters."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -185,12 +185,12 @@ def cache_key(target: Target, environment: Mapping[str, str]) -> str:
 
 
 def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Where wheels are kept: `RAYSGD_CACHE`, else the user's cache folder."""
+    """Return where wheels are kept: `RAYSGD_CACHE`, else the user's cache folder."""
     return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """What the build needs and this machine lacks, each with what to do about it.
+    """Return what the build needs and this machine lacks, each with what to do about it.
 
     Args:
         has_command: Whether a command can be run.

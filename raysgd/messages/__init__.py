@@ -1,1 +1,1 @@
-"""What the driver and the workers of class-based trainers send each other."""
+"""Messages between the driver and the workers of class-based trainers."""

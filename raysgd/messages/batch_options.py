@@ -1,4 +1,4 @@
-"""What a trainer is told about joint batches; frozen, plain, checked when it is made."""
+"""Options for joint batches; frozen, plain, checked when they are made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOINT = ("per_worker", CONSTANT)
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How large the joint batch is, and how it is divided.
+    """The size of the joint batch, and how it is divided.
 
     Attributes:
         joint_batch: "per_worker": each worker's batch has the size of its loader, so the joint batch follows the number
@@ -91,7 +91,7 @@ class BatchOptions:
         return "`deterministic=True`" if self.deterministic else ""
 
     def joint_size(self, size: Any, num_workers: int) -> int:
-        """How many samples a step has that is to have `size`, on so many workers."""
+        """Return how many samples a step has that is to have `size`, on so many workers."""
         if self.is_constant:
             return check_joint_size(size)
         return split_batch_size(size, self.num_shards if self.deterministic else num_workers).effective

@@ -1,4 +1,4 @@
-"""How a global batch size is divided over a group of workers.
+"""Division of a global batch size over a group of workers.
 
 The user names one batch size for the whole group; each worker gets an equal part. Everything here derives
 from the value the user *asked for*: a group that shrinks from 4 to 3 workers and grows back to 4 has lost

@@ -38,7 +38,7 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class EpochAnswer:
-    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
+    """The answer of a worker: metrics, or whatever else the operator returned, and how many batches were drawn.
 
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
     training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that

@@ -1,4 +1,4 @@
-"""What a replica that was set up says of itself."""
+"""Facts about a replica that was set up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysgd.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """What the driver wants to know about a replica that was set up.
+    """The facts about a replica that the driver wants to know.
 
     Attributes:
         num_models: How many models are registered, and so on.

@@ -11,7 +11,7 @@ from raysgd._text.rank_words import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """What one rank has done in a call.
+    """The work of one rank in a call.
 
     Attributes:
         counts: How often it did what.

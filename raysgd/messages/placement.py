@@ -1,4 +1,4 @@
-"""Where workers go, and in what environment they run there, as users say it."""
+"""The placement of workers, and the environment that they run in, as users say it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRATEGIES = ("PACK", "SPREAD")
 
 @dataclass(frozen=True)
 class Placement:
-    """What workers need beside CPUs and GPUs, and how they are placed. The trainers' docstrings say what each means.
+    """The needs of workers beside CPUs and GPUs, and their placement. The trainers' docstrings say what each means.
 
     Raises:
         ValueError, TypeError: A value cannot work.
@@ -62,7 +62,7 @@ class Placement:
         return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}))
 
     def packs(self, by_default: bool) -> bool:
-        """Whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.
+        """Return whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.
 
         >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
         (True, False, True)

@@ -103,7 +103,7 @@ class _NoSteps:
 
 
 class PredictionPlace:
-    """Where a replica is in a prediction, which says how far it is; stands in the place of a stream.
+    """The place of a replica in a prediction, which says how far it is; stands in the place of a stream.
 
     Attributes:
         num_steps_taken: Batches done by all workers, as far as this one can tell.
@@ -133,7 +133,7 @@ def outputs_of(
     place: PredictionPlace,
     plain: Callable[..., Any],
 ) -> list[Any]:
-    """What the operator's `predict_batch` returns for each batch, as arrays.
+    """Return what the operator's `predict_batch` returns for each batch, as arrays.
 
     Args:
         operator: The operator.

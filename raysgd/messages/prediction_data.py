@@ -1,4 +1,4 @@
-"""Where the batches of a prediction come from: arrays, frames, Ray Data and iterators, which need no framework."""
+"""Sources for the batches of a prediction: arrays, frames, Ray Data and iterators, which need no framework."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PredictionSource(Protocol):
         """Consecutive pieces as something that a worker can be sent."""
 
     def nbytes(self, piece: Any) -> int:
-        """How many bytes travel for a piece."""
+        """Return how many bytes travel for a piece."""
 
     def close(self) -> None:
         """Lets go of what is open."""
@@ -166,7 +166,7 @@ class BatchSource:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """How the rows of some data become batches.
+    """The way in which the rows of some data become batches.
 
     Attributes:
         batch_size: Rows in a batch, where the data do not say it.
@@ -243,7 +243,7 @@ def _batches_of_ray(batches: RayBatches, batch_size: int) -> Iterator[Any]:
 
 
 def refuse(data: Any, kinds: str) -> TypeError:
-    """What to raise about data of an unknown kind."""
+    """Return what to raise about data of an unknown kind."""
     hint = ""
     if isinstance(data, list):
         hint = " For the rows in a list pass `numpy.asarray(data)`, for the batches in it `iter(data)`."

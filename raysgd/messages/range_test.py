@@ -25,7 +25,7 @@ Loss = tuple[float, float]
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What `find_lr` is asked. Its docstring says what each field means.
+    """The arguments of `find_lr`. Its docstring says what each field means.
 
     Raises:
         ValueError: A value cannot work.

@@ -1,4 +1,4 @@
-"""What the class-based trainers accept alike: checked once, when it is made, and passed on whole.
+"""Settings that both class-based trainers accept: checked once, when they are made, and passed on whole.
 
 A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs three places: the signature and
 docstring of the trainer, a field here or there with its check, and the code that uses it.
@@ -21,7 +21,7 @@ from raysgd.utils import BATCH_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """How many workers there are, what each of them gets, and what follows the loss of one.
+    """The number of workers, what each of them gets, and what follows the loss of one.
 
     The front ends' docstrings say what each field means.
 
@@ -104,7 +104,7 @@ def _check_resize_check_s(value: Any) -> None:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What every replica is made from; a front end adds fields.
+    """The settings that every replica is made from; a front end adds fields.
 
     Attributes:
         training_operator_cls: The operator class.

@@ -32,7 +32,7 @@ def _new() -> Any:
 
 
 class SentContent:
-    """What a file is made of, with its checksum once all of it was sent. Each attempt to send it begins at the start.
+    """The content of a file, with its checksum once all of it was sent. Each attempt to send it begins at the start.
 
     Args:
         content: The same, without.
@@ -112,7 +112,7 @@ def list_of(checksums: Mapping[str, str]) -> bytes:
 
 
 def listed_in(content: bytes) -> dict[str, str]:
-    """What a list says.
+    """Return what a list says.
 
     Raises:
         OSError: It is not one.

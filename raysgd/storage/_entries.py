@@ -39,7 +39,7 @@ class Store:
     patience: RetryLimit = field(default_factory=RetryLimit)
 
     def entry(self, inside: str) -> Entry:
-        """What is at a path in it."""
+        """Return what is at a path in it."""
         opened = self.ask(f"open `{masked(child_of(self.uri, inside))}`", self._opened)
         return Entry(self, opened, joined(opened.base, inside), inside)
 
@@ -49,7 +49,7 @@ class Store:
         return _filesystems.opened(self.uri, self.patience.total_s)
 
     def ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """What the store answers, tried again where that helps; its errors in our words."""
+        """Return what the store answers, tried again where that helps; its errors in our words."""
         try:
             return self.patience.call(attempt, doing)
         except Exception as error:
@@ -95,7 +95,7 @@ class Entry:
         self.store.ask(f"make the folder `{self.shown}`", partial(self.opened.make, self.path))
 
     def is_a(self, kind: str) -> bool:
-        """Whether there is one of this kind, "File" or "Directory"."""
+        """Return whether there is one of this kind, "File" or "Directory"."""
         attempt = partial(self.opened.filesystem.get_file_info, [self.path])
         [info] = self.store.ask(f"look at `{self.shown}`", attempt)
         return bool(info.type == getattr(_fs().FileType, kind))
@@ -152,7 +152,7 @@ class Entry:
         return [(_from(top, path), is_file) for path, is_file in found if path != top]
 
     def missing(self) -> FileNotFoundError:
-        """What to raise where it does not exist."""
+        """Return what to raise where it does not exist."""
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.shown)
 
     def delete_file(self) -> None:

@@ -108,7 +108,7 @@ def opened(uri: str, limit_s: float = 60.0) -> OpenedLocation:
 
 
 def _is_built_in(uri: str) -> bool:
-    """Whether this build of PyArrow has the file system."""
+    """Return whether this build of PyArrow has the file system."""
     kinds = {"gs": "GcsFileSystem", "gcs": "GcsFileSystem", "s3": "S3FileSystem"}
     try:
         getattr(require("pyarrow.fs", "storage", _PURPOSE), kinds.get(scheme_of(uri) or "", "FileSystem"))
@@ -128,7 +128,7 @@ def _native(uri: str, limit_s: float) -> OpenedLocation:
 
 
 def _encoded(store: str) -> str:
-    """What names a store, as PyArrow reads it: keys may have slashes, and the scheme is in small letters."""
+    """Return what names a store, as PyArrow reads it: keys may have slashes, and the scheme is in small letters."""
     scheme, _, rest = store.partition("://")
     user, at, bucket = rest.rpartition("@")
     return f"{scheme.lower()}://{quote(unquote(user), safe=':')}{at}{bucket}"

@@ -57,7 +57,7 @@ _LASTING_WORDS = re.compile(
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a failure may be over when it is tried again.
+    """Return whether a failure may be over when it is tried again.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -103,7 +103,7 @@ class RetryLimit:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> T:
-        """What `attempt()` returns, tried again while it fails in a way that may pass.
+        """Return what `attempt()` returns, tried again while it fails in a way that may pass.
 
         Raises:
             Exception: What the last attempt raised.
@@ -145,7 +145,7 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """What stands behind such an error: the one that the store raised, unless that shows a key."""
+    """Return what stands behind such an error: the one that the store raised, unless that shows a key."""
     return None if has_secret(str(error)) else error
 
 

@@ -1,4 +1,4 @@
-"""What is in a folder of this machine, and copies of single files."""
+"""Trees of files in a folder of this machine, and copies of single files."""
 
 from __future__ import annotations
 

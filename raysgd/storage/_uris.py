@@ -41,7 +41,7 @@ def checked_text(name: str, location: Any) -> str:
 
 
 def scheme_of(text: str) -> str | None:
-    """What stands before `://`; None for a path.
+    """Return what stands before `://`; None for a path.
 
     >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
     ('s3', None)
@@ -51,7 +51,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def is_local(text: str) -> bool:
-    """Whether a location is on a disk of this machine."""
+    """Return whether a location is on a disk of this machine."""
     return scheme_of(text) in (None, *LOCAL_SCHEMES)
 
 

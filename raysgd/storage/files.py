@@ -73,7 +73,7 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_uri(location: Any) -> bool:
-    """Whether this is a URI, also one that went through `pathlib`; that of a local file is one too."""
+    """Return whether this is a URI, also one that went through `pathlib`; that of a local file is one too."""
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 

@@ -1,4 +1,4 @@
-"""What every folder can do, on a disk or in a store."""
+"""`Folder`: the interface of every folder, on a disk or in a store."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Folder(ABC):
 
     @abstractmethod
     def exists(self) -> bool:
-        """Whether there is such a folder."""
+        """Return whether there is such a folder."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -130,7 +130,7 @@ class Folder(ABC):
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Return whether there is a file of this name."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -174,7 +174,7 @@ class Folder(ABC):
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Where one or several processes put what becomes `name`. Use a name once.
+        """Return where one or several processes put what becomes `name`. Use a name once.
 
         In a store, files that are uploaded there have to stay as they are: `download` compares their checksums.
         """

@@ -94,7 +94,7 @@ class CreatorOperator(TrainingOperator):
 
     @staticmethod
     def results_of(logs: Mapping[str, Any]) -> dict[str, Any]:
-        """What `train` returns for what Keras reported last."""
+        """Return what `train` returns for what Keras reported last."""
         return {f"train_{name}": value for name, value in logs.items()}
 
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class CreatorOperator(TrainingOperator):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
-        """What stops all ranks at one step; none where no callback that ranks have acts on steps."""
+        """Return what stops all ranks at one step; none where no callback that ranks have acts on steps."""
         group = self._raysgd.context.synchronizer.group
 
         def is_anyone(is_this_one: bool) -> bool:

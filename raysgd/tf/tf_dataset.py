@@ -87,7 +87,7 @@ class _Column:
         self._kind = tf.as_dtype(np.float32 if kind is None else kind)
 
     def spec(self) -> Any:
-        """What `tf.data` is told about it."""
+        """Return what `tf.data` is told about it."""
         import tensorflow as tf
 
         return tf.TensorSpec([None, *self._shape], self._kind)

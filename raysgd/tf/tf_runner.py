@@ -68,5 +68,5 @@ class TFRunner(ClassRunner):
         return [serializing.model_to_json(models[0], registered.optimizers[0], loss, registered.metrics)]
 
     def input_spec(self) -> Any:
-        """What the train dataset yields."""
+        """Return what the train dataset yields."""
         return self.operator.train_dataset.element_spec

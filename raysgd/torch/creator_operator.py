@@ -115,7 +115,7 @@ def _one_at_a_time() -> Any:
 
 
 def _is_multiple(component: Any) -> bool:
-    """Whether `component` holds several objects."""
+    """Return whether `component` holds several objects."""
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 

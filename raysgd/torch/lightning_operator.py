@@ -259,7 +259,7 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        """What `optimizer.step(closure)` does when the module calls it."""
+        """Return what `optimizer.step(closure)` does when the module calls it."""
         loss = closure() if closure is not None else None
         if closure is not None and loss is None and self._module.automatic_optimization:
             return None  # the module left this batch out
@@ -399,7 +399,7 @@ class LightningOperator(TrainingOperator):
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module's `on_save_checkpoint` puts into a checkpoint."""
+        """Return what the module's `on_save_checkpoint` puts into a checkpoint."""
         checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint

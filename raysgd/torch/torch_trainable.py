@@ -123,7 +123,7 @@ class TrialRequest:
         return {**found, "use_gpu": self._use_gpu if use_gpu in ("auto", None) else bool(use_gpu)}
 
     def bundles(self, tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-        """What Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
+        """Return what Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
         found = self.resources(tune_config)
         num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
         beside = Placement(*(found.get(name) for name in _BESIDE))

@@ -38,11 +38,11 @@ class TrainingIterator:
         raise StopIteration
 
     def is_finished(self) -> bool:
-        """Whether the function has ended everywhere, or the run was given up."""
+        """Return whether the function has ended everywhere, or the run was given up."""
         return self._is_finished
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """What the function returned, by rank; None when the run was given up.
+        """Return what the function returned, by rank; None when the run was given up.
 
         Args:
             force: Whether to let a function that still runs come to its end, without its reports. Otherwise the result

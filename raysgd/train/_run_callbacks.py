@@ -93,5 +93,5 @@ class RunCallbacks:
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What the function reported, without what the library adds for its own callbacks."""
+    """Return what the function reported, without what the library adds for its own callbacks."""
     return {name: value for name, value in metrics.items() if name not in _RESERVED}

@@ -21,7 +21,7 @@ _FOLDER = "raysgd"
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What every trial does.
+    """The plan that every trial follows.
 
     Attributes:
         make_trainer: Makes a trainer that writes into a folder.

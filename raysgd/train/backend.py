@@ -1,4 +1,4 @@
-"""How the workers of a function-based trainer are connected: the plug-in interface, and what it stands on.
+"""The plug-in interface for connections between the workers of a function-based trainer.
 
 A plug-in is a `BackendConfig`, which users make, and a `Backend`, whose methods run in the driver and reach the workers
 through a `WorkerGroup`. What has to run in the workers before anything else, a process group that is joined by all
@@ -72,12 +72,12 @@ class Backend:
 
     @staticmethod
     def explain(error: Exception) -> Exception:
-        """What is raised for an exception of the function, in the worker: the same, or one that says more."""
+        """Return what is raised for an exception of the function, in the worker: the same, or one that says more."""
         return error
 
 
 class BackendConfig:
-    """What users choose a backend with. By itself it connects nothing: the workers run side by side."""
+    """The config with which users choose a backend. By itself it connects nothing: the workers run side by side."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -85,7 +85,7 @@ class BackendConfig:
         return Backend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        """What connects the workers from within, as part of their start."""
+        """Return what connects the workers from within, as part of their start."""
         return NoConnection()
 
 
@@ -126,7 +126,7 @@ class PlacedConnection(Connection):
         self.inner.join(rendezvous, world, even_alone=True)
 
     def variables(self, rendezvous: Rendezvous, world: World) -> dict[str, str]:
-        """What is set before joining."""
+        """Return what is set before joining."""
         variables = {}
         if self.shares_gpus and world.node_gpu_ids:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(world.node_gpu_ids)

@@ -179,7 +179,7 @@ class BaseTrainer(ABC):
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Whether there is a run in this folder that `restore` can continue.
+        """Return whether there is a run in this folder that `restore` can continue.
 
         Args:
             path: The folder with the run's name, or its URI.

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def construct_path(path: str | Path, parent: str | Path) -> Path:
-    """Where `path` is: absolute ones and those in the home folder stay, others are under `parent`.
+    """Return where `path` is: absolute ones and those in the home folder stay, others are under `parent`.
 
     >>> construct_path("a", "/b").as_posix()
     '/b/a'

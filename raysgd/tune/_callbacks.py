@@ -59,7 +59,7 @@ class CallsInTrials:
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """What the callbacks of each running trial need to go on in a sweep that is restored."""
+        """Return what the callbacks of each running trial need to go on in a sweep that is restored."""
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

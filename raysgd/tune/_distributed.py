@@ -23,7 +23,7 @@ _running: list[Callable[..., Any]] = []  # in a worker: the function, while it r
 
 @dataclass(frozen=True)
 class WorkersOfTrial:
-    """What each trial reserves.
+    """The workers that each trial reserves.
 
     Attributes:
         num_workers: How many workers it has.
@@ -111,7 +111,7 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
 
 
 def is_distributed_trainable() -> bool:
-    """Whether this process is a worker that runs the function of a trial."""
+    """Return whether this process is a worker that runs the function of a trial."""
     return bool(_running)
 
 

@@ -16,7 +16,7 @@ Space = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Exploration:
-    """How much a config is changed.
+    """The extent to which a config is changed.
 
     Attributes:
         resample_probability: How often an entry is drawn again from its space instead.
@@ -89,7 +89,7 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Whether an entry is drawn, and not simply a value."""
+    """Return whether an entry is drawn, and not simply a value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 

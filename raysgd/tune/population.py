@@ -236,7 +236,7 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
 
 
 def _at_the_same_time(function: Callable[[Any], Any], values: Sequence[Any]) -> tuple[list[Any], list[BaseException]]:
-    """What a function returns for each value, None where it raised; and what it raised."""
+    """Return what a function returns for each value, None where it raised; and what it raised."""
     with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
         futures = [threads.submit(function, value) for value in values]
     found = [future.exception() for future in futures]

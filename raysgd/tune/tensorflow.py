@@ -48,6 +48,6 @@ def DistributedTrainableCreator(
 
 
 def get_num_workers() -> int:
-    """How many workers there are, as `TF_CONFIG` says; 1 where it is not set."""
+    """Return how many workers there are, as `TF_CONFIG` says; 1 where it is not set."""
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     return len(config.get("cluster", {}).get("worker", [None]))

@@ -131,7 +131,7 @@ class Tuner:
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Whether there is a sweep in this folder that `restore` can continue."""
+        """Return whether there is a sweep in this folder that `restore` can continue."""
         return bool(tune_trial.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
 
 

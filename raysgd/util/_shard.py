@@ -14,7 +14,7 @@ _MOST_CALLS = 64  # at a time, where their number is left open
 
 
 class ShardStage(Protocol):
-    """What becomes of the elements of a shard."""
+    """One stage that the elements of a shard go through."""
 
     def __call__(self, elements: Iterator[Any], /) -> Iterable[Any]:
         """The elements that follow."""
@@ -22,7 +22,7 @@ class ShardStage(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Where the elements come from, and the stages that they go through.
+    """The source of elements, and the stages that they go through.
 
     Attributes:
         source: Makes an iterator over what the stages begin with.

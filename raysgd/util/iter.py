@@ -73,7 +73,7 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 
 
 class _Stages:
-    """What can be done to elements, of one shard or of many."""
+    """Stages for elements, of one shard or of many."""
 
     def _then(self: StagesT, stage: ShardStage, name: str) -> StagesT:
         raise NotImplementedError
@@ -109,7 +109,7 @@ class _Stages:
         return self.for_each(fn).flatten()
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
-        """What a function makes of a whole shard: it takes an iterator, and returns one."""
+        """Return what a function makes of a whole shard: it takes an iterator, and returns one."""
         return self._then(IteratorFunction(fn), ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
@@ -186,7 +186,7 @@ class ParallelIterator(_Stages):
         return self._with(kept, f"{self.name}.select_shards({len(kept)} total)")
 
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Return how many shards there are."""
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator]:

@@ -1,1 +1,1 @@
-"""What `raysgd.air.integrations` has, where Ray 2.0 had it."""
+"""The modules of `raysgd.air.integrations`, where Ray 2.0 had them."""

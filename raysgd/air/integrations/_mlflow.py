@@ -18,7 +18,7 @@ __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
 
 class NoLogging:
-    """What ranks get that do not log: everything in it can be called and does nothing."""
+    """The stand-in for MLflow on ranks that do not log: everything in it can be called and does nothing."""
 
     def __getattr__(self, name: str) -> NoLogging:
         return self

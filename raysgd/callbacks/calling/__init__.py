@@ -1,1 +1,1 @@
-"""How callbacks are called: those of raysgd, of the old library and of Ray Tune, in their order."""
+"""Calls of callbacks: those of raysgd, of the old library and of Ray Tune, in their order."""

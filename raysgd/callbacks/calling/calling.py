@@ -30,7 +30,7 @@ class CallbackCalls(Dispatcher):
         self._failed_in_progress: CallbackError | None = None
 
     def worker_callbacks(self) -> list[tuple[str, WorkerCallback]]:
-        """What callbacks need in each worker, with the name of the callback that brings it.
+        """Return what callbacks need in each worker, with the name of the callback that brings it.
 
         Raises:
             TypeError: A callback returned something else.
@@ -112,7 +112,7 @@ class CallbackCalls(Dispatcher):
         self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
-        """What the callbacks need to go on in another run: for each its class and its state."""
+        """Return what the callbacks need to go on in another run: for each its class and its state."""
         return [{"name": name_of(callback), "state": self.call(callback, "state_dict")} for callback in self.callbacks]
 
     def load_states(self, states: Iterable[Any]) -> None:
@@ -127,5 +127,5 @@ class CallbackCalls(Dispatcher):
 
 
 def overrides(callback: Callback, method: str) -> bool:
-    """Whether a callback does something in a method."""
+    """Return whether a callback does something in a method."""
     return getattr(type(callback), method, None) is not getattr(Callback, method)

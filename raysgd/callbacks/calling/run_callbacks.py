@@ -68,7 +68,7 @@ def _checked(callback: Any) -> Any:
 
 
 def _default_loggers(callback: Any) -> list[str]:
-    """Which of the default loggers of Ray Tune this is."""
+    """Return which of the default loggers of Ray Tune this is."""
     return [
         base.__name__
         for base in type(callback).__mro__

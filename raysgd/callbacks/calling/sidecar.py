@@ -24,7 +24,7 @@ _NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What stands beside a checkpoint.
+    """The content of the file beside a checkpoint.
 
     Attributes:
         epoch: How many epochs the checkpoint has.
@@ -89,7 +89,7 @@ class Sidecars:
         return self._written[folder]
 
     def read(self, checkpoint: str) -> Sidecar | None:
-        """What stands beside a checkpoint; None if there is nothing.
+        """Return what stands beside a checkpoint; None if there is nothing.
 
         Raises:
             ValueError: It is damaged, or a part of the history is missing.
@@ -110,13 +110,13 @@ class Sidecars:
 
 
 def epoch_of(checkpoint: str) -> int:
-    """How many epochs a checkpoint has; -1 if that does not stand beside it."""
+    """Return how many epochs a checkpoint has; -1 if that does not stand beside it."""
     content = _content_of(checkpoint)
     return -1 if content is None else int(content["epoch"])
 
 
 def location(checkpoint: str) -> str:
-    """Where the file beside a checkpoint is."""
+    """Return where the file beside a checkpoint is."""
     return files.beside(checkpoint, ENDING)
 
 

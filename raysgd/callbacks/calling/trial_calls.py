@@ -97,7 +97,7 @@ class TrialCalls:
     # ------------------------------------------------------------------------------------------------ their state
 
     def states(self) -> dict[int, Any]:
-        """What callbacks want to find again in a run that continues this one, by their position."""
+        """Return what callbacks want to find again in a run that continues this one, by their position."""
         dispatcher = self._dispatcher
         found = {index: dispatcher.call(each, "get_state") for index, each in enumerate(dispatcher.callbacks)}
         return {index: state for index, state in found.items() if state}

@@ -1,1 +1,1 @@
-"""What callbacks show: progress bars, and the page of a report."""
+"""Displays of callbacks: progress bars, and the page of a report."""

@@ -31,7 +31,7 @@ _SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
 
 @dataclass(frozen=True)
 class BarView:
-    """What a bar shows of a running call.
+    """The content of a bar for a running call.
 
     Attributes:
         label: What runs, such as "epoch 3/10".
@@ -157,14 +157,14 @@ def make_bar(style: Style, stream: Any, purpose: str) -> LineBar:
 
 
 def is_notebook() -> bool:
-    """Whether output goes to a notebook."""
+    """Return whether output goes to a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal that can draw over a line."""
+    """Return whether a stream is a terminal that can draw over a line."""
     is_one = bool(getattr(stream, "isatty", lambda: False)())
     return is_one and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 

@@ -47,7 +47,7 @@ _MOST_SIZES = 6
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What there is to tell of a run besides its history.
+    """The facts of a run besides its history.
 
     Attributes:
         name: What it is called.

@@ -1,4 +1,4 @@
-"""What is said about a line of a program that is migrated."""
+"""Findings about single lines of a program that is migrated."""
 
 from __future__ import annotations
 

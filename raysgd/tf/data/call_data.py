@@ -105,7 +105,7 @@ def _is_dataset(dataset: Any) -> bool:
 def whole(
     dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool
 ) -> ArrayDataset | DriverDataset | Creator | None:
-    """What every worker makes its dataset of; None for data of another kind.
+    """Return what every worker makes its dataset of; None for data of another kind.
 
     Args:
         dataset: What the call was given.

@@ -23,7 +23,7 @@ KINDS = (
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found:
-    """Where the batches come from, and what the results are returned in.
+    """Return where the batches come from, and what the results are returned in.
 
     Raises:
         TypeError: It is of an unknown kind.
@@ -77,7 +77,7 @@ def plain(data: Any) -> Any:
 
 
 def inputs(batch: Any, has_target: bool) -> Any:
-    """What a model gets of a batch to predict, without target and weights."""
+    """Return what a model gets of a batch to predict, without target and weights."""
     if not isinstance(batch, tuple):
         return batch
     return batch[0] if has_target or len(batch) == 1 else batch

@@ -14,7 +14,7 @@ from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
 def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """What waits for this worker's share.
+    """Return what waits for this worker's share.
 
     Raises:
         ValueError: There is no batch size.
@@ -35,7 +35,7 @@ def dataset_over(loader: RayLoader) -> Any:
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """What a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
+    """Return what a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
     return formed(trees.mapped(arrays, _as_array), form, _joined)
 
 

@@ -61,7 +61,7 @@ class Passes:
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
-        """Whether a pass that was begun can be begun once more, in the same order."""
+        """Return whether a pass that was begun can be begun once more, in the same order."""
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
@@ -233,7 +233,7 @@ class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def ledger(self) -> DataLedger | None:
-        """What became of the samples; None where each rank has its own. May be called from a second thread."""
+        """Return what became of the samples; None where each rank has its own. May be called from a second thread."""
         if not isinstance(self.source, TFDividedSource):
             return None
         completed = self._completed

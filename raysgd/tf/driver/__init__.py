@@ -1,1 +1,1 @@
-"""What `TFTrainer` does in the driver: its arguments, and trials of Ray Tune."""
+"""The driver's part of `TFTrainer`: checks of its arguments."""

@@ -1,4 +1,4 @@
-"""What `TFTrainer` accepts: checks that refuse an argument before anything starts, and defaults."""
+"""Checks of `TFTrainer` that refuse an argument before anything starts, and defaults."""
 
 from __future__ import annotations
 

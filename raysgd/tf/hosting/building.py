@@ -76,7 +76,7 @@ def _try_to_build(model: Any, element_spec: Any) -> None:
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Whether the user's `train_step`, which knows what each optimizer changes, could be traced."""
+    """Return whether the user's `train_step`, which knows what each optimizer changes, could be traced."""
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False

@@ -66,7 +66,7 @@ class OperatorLoop(Loop):
         return self._synchronizer.scaling_losses()
 
     def fit_state(self) -> dict[str, Any] | None:
-        """Where a `fit` is; None where there is none."""
+        """Return where a `fit` is; None where there is none."""
         return None
 
     def check_fit_state(self, state: Any) -> None:

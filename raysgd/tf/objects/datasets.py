@@ -44,12 +44,12 @@ class DatasetSignature:
 
 
 def signature_of(dataset: Any) -> DatasetSignature:
-    """What the ranks compare."""
+    """Return what the ranks compare."""
     return DatasetSignature(repr(dataset.element_spec), int(dataset.cardinality()))
 
 
 def is_divided(dataset: Any) -> bool:
-    """Whether the library divides it: not if its auto-shard policy is OFF."""
+    """Return whether the library divides it: not if its auto-shard policy is OFF."""
     import tensorflow as tf
 
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -66,7 +66,7 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 
 def is_shuffled(dataset: Any) -> bool:
-    """Whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
+    """Return whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
     return "Shuffle" in type(dataset).__name__ or any(is_shuffled(part) for part in dataset._inputs())
 
 
@@ -167,7 +167,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
-    """What `fit` takes as `validation_data`, as a dataset of batches.
+    """Return what `fit` takes as `validation_data`, as a dataset of batches.
 
     Args:
         name: Where it comes from, for errors.
@@ -265,7 +265,7 @@ def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> N
 
 
 def _lacks_batch(given: Any, taken: Sequence[Any]) -> bool:
-    """Whether sizes are known to be those of a sample: that of a batch is seldom fixed."""
+    """Return whether sizes are known to be those of a sample: that of a batch is seldom fixed."""
     return given.is_fully_defined() and given.rank == len(taken) - 1 and given.is_compatible_with(tuple(taken)[1:])
 
 

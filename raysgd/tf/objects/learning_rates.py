@@ -35,7 +35,7 @@ def differing(before: Rates, after: Rates) -> list[float | None]:
 
 
 def rate_setter(optimizers: Sequence[Any], chosen: Rates) -> Callable[[float], None]:
-    """What sets the rate of the first optimizer; the others keep the ratios that `setup` chose.
+    """Return what sets the rate of the first optimizer; the others keep the ratios that `setup` chose.
 
     Raises:
         ValueError: The rate of one cannot be set.

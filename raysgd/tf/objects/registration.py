@@ -60,7 +60,7 @@ def _optimizers_of_parts(model: Any) -> Iterator[Any]:
 
 
 def is_legacy(keras_object: Any) -> bool:
-    """Whether an object is of tf_keras (Keras 2) and not of Keras 3."""
+    """Return whether an object is of tf_keras (Keras 2) and not of Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
 
 
@@ -75,7 +75,7 @@ def class_names(keras_object: Any) -> set[str]:
 
 
 def steps_per_execution(model: Any) -> int:
-    """How many steps a compiled model takes at once."""
+    """Return how many steps a compiled model takes at once."""
     number: Any = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
     return int(number.numpy() if hasattr(number, "numpy") else number)
 
@@ -140,7 +140,7 @@ def choices_of_logs(model: Any) -> list[str]:
 
 
 def is_mean(metric: Any) -> bool:
-    """Whether a metric is Keras's mean of numbers, and not a class derived from it."""
+    """Return whether a metric is Keras's mean of numbers, and not a class derived from it."""
     cls = type(metric)
     return cls.__name__ == "Mean" and cls.__module__.partition(".")[0] in ("keras", "tf_keras")
 
@@ -184,12 +184,12 @@ def build_model(model: Any, element_spec: Any) -> None:
 
 
 def has_own_train_step(model: Any) -> bool:
-    """Whether a model was given a `train_step` by the user."""
+    """Return whether a model was given a `train_step` by the user."""
     return not is_stock(type(model).train_step)
 
 
 def is_stock(part: Any) -> bool:
-    """Whether a layer, a loss or a method is of Keras or of this library, and not of the user."""
+    """Return whether a layer, a loss or a method is of Keras or of this library, and not of the user."""
     return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Whether an instance has ours in the place of a method of its class."""
+    """Return whether an instance has ours in the place of a method of its class."""
     return getattr(vars(owner).get(name), "_is_of_raysgd", False)
 
 

@@ -40,7 +40,7 @@ def restore(states: Any) -> None:
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """What layers of Keras 3 draw random numbers from: variables of models that are no weights."""
+    """Return what layers of Keras 3 draw random numbers from: variables of models that are no weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

@@ -94,7 +94,7 @@ class TFInternals(Internals):
         self._trained = kind
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """What the stock `predict_batch` returns."""
+        """Return what the stock `predict_batch` returns."""
         self.forget_stale_steps()
         if self._predict_function is None:
             model = required(self._operator, "model")
@@ -103,7 +103,7 @@ class TFInternals(Internals):
             return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
-        """How many samples of a batch count."""
+        """Return how many samples of a batch count."""
         known = self.context.synchronizer.step.num_samples
         return int(num_samples(batch)) if known is None else known
 
@@ -123,7 +123,7 @@ class TFInternals(Internals):
         return {name: _number(value) for name, value in values.items()}, weight
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where models have to be made."""
+        """Return where models have to be made."""
         strategy = self.context.strategy
         scope: AbstractContextManager[Any] = nullcontext() if strategy is None else strategy.scope()
         return scope

@@ -41,7 +41,7 @@ class JointMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """What takes the place of the `get_metrics_result` of a model."""
+        """Return what takes the place of the `get_metrics_result` of a model."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -56,7 +56,7 @@ class JointMetrics:
         return get_metrics_result
 
     def logs_of(self, model: Any, inner: Callable[[Any], Any]) -> Any:
-        """What Keras takes for the results of an epoch: those of the metrics, or what the last step returned."""
+        """Return what Keras takes for the results of an epoch: those of the metrics, or what the last step returned."""
 
         def chosen(logs: Any) -> Any:
             results = inner(logs)

@@ -69,7 +69,7 @@ def _found(
 
 
 def _ratio(once: tuple[list[Any], list[Any]], twice: tuple[list[Any], list[Any]]) -> float:
-    """How much of the first is in the second, of all gradients together and of each loss."""
+    """Return how much of the first is in the second, of all gradients together and of each loss."""
     (gradients, losses), (gradients_twice, losses_twice) = once, twice
     pairs = [([np.ravel(loss)], [np.ravel(other)]) for loss, other in zip(losses, losses_twice, strict=True)]
     pairs.append(([part.ravel() for part in gradients], [part.ravel() for part in gradients_twice]))

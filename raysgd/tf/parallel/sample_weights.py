@@ -44,7 +44,7 @@ class SampleWeights:
         return self._traced.is_test or self._validation_step.num_samples is not None
 
     def factor(self, divisor: Any) -> Any:
-        """What a loss is to be multiplied by that was divided by so much, a tensor or `losses.SUM`."""
+        """Return what a loss is to be multiplied by that was divided by so much, a tensor or `losses.SUM`."""
         is_sum = divisor is losses.SUM
         if self._traced.num_looked_at is not None:  # as it would be after the exchange: that of a mean
             return 1 / self._traced.num_looked_at if is_sum else 1.0

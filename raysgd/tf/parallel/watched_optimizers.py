@@ -115,12 +115,12 @@ class WatchedOptimizers:
 
 
 def _name_of_apply(optimizer: Any) -> str:
-    """What applies gradients: of Keras 3, and of tf_keras."""
+    """Return what applies gradients: of Keras 3, and of tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Where nothing is done before the exchange is: a step that breaks off has not even counted itself."""
+    """Return where nothing is done before the exchange is: a step that breaks off has not even counted itself."""
     import tensorflow as tf
 
     first = next((gradient for gradient in averaged if gradient is not None), None)

@@ -72,7 +72,7 @@ def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
 
 
 def acts_on_steps(model: Any, callback: Any) -> bool:
-    """Whether a callback does something at a step, such as to stop."""
+    """Return whether a callback does something at a step, such as to stop."""
     callback_cls: Any = registration.keras_of(model).callbacks.Callback
     methods = {name: getattr(callback, name, None) for name in _AT_STEPS}
     return any(

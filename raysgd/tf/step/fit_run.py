@@ -111,7 +111,7 @@ class FitStream:
         return DataLedger(place.epoch, due, place.num_steps, in_flight, unit="batches")
 
     def state(self) -> dict[str, Any]:
-        """What another rank, or another process later, needs to go on."""
+        """Return what another rank, or another process later, needs to go on."""
         if self.place is None:
             return {"num_passes": self.passes.num_begun, "logs": dict(self.logs)}
         return asdict(self._present_place())
@@ -204,7 +204,7 @@ class FitStream:
         self.measures = False
 
     def num_steps_of_epoch(self, steps_per_epoch: int | None) -> int | None:
-        """How many steps an epoch has, if that is known."""
+        """Return how many steps an epoch has, if that is known."""
         if steps_per_epoch is not None:
             return steps_per_epoch
         length = int(self.passes.dataset.cardinality())

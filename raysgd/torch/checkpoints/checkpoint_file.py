@@ -258,7 +258,7 @@ class _Source:
             return read_archive(memoryview(content), num_comment_bytes)
 
     def _trusted(self, maps: bool) -> Any:
-        """What PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
+        """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
         try:
             return torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
         except Exception as error:
@@ -355,7 +355,7 @@ class _ChecksummedStream:
 
 
 def _is_zip_end(tail: bytes) -> bool:
-    """Whether these last bytes of a file end a zip archive that has no comment."""
+    """Return whether these last bytes of a file end a zip archive that has no comment."""
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_COMMENT_LENGTH_BYTES))
 
 

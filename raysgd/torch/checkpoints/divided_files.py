@@ -59,7 +59,7 @@ def write_part(
 
 
 def _stored(path: Path_, metadata: Metadata) -> StoredTensor:
-    """Where the library put a tensor."""
+    """Return where the library put a tensor."""
     name = name_of(path)
     facts: Any = metadata.state_dict_metadata[name]
     size = tuple(facts.size)
@@ -165,7 +165,7 @@ class DividedFolder:
         return self.joined(tensors)
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """What to raise where the folder is not what was written."""
+        """Return what to raise where the folder is not what was written."""
         return corrupted(self.path, finding)
 
 

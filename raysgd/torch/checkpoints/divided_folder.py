@@ -61,7 +61,7 @@ class StateInFolder:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a rank says of its part of a folder.
+    """The facts about a rank's part of a folder.
 
     Attributes:
         rest: The state without tensors, from rank 0; None from others.
@@ -77,7 +77,7 @@ class WrittenPart:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether this is such a folder."""
+    """Return whether this is such a folder."""
     return Path(path, REST).is_file()
 
 
@@ -137,7 +137,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def name_of(path: Path_) -> str:
-    """What a tensor is called in the files."""
+    """Return what a tensor is called in the files."""
     return "/".join(map(str, path))
 
 

@@ -27,7 +27,7 @@ Content = Mapping[str, Any]
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> Content:
-    """What a rank keeps of its state; not copied yet. What is not divided is kept by rank 0."""
+    """Return what a rank keeps of its state; not copied yet. What is not divided is kept by rank 0."""
     rest, tensors = split(state)
     dims = {path: dim_of(tensor) for path, tensor in tensors.items()}
     kept = {path: tensor for path, tensor in tensors.items() if not rank or dims[path] is not None}

@@ -1,4 +1,4 @@
-"""What one rank has of the state of divided models: written to a folder, and taken over from one.
+"""One rank's part of the state of divided models: written to a folder, and taken over from one.
 
 Each rank reads and writes its part alone; no process needs the whole state. The files are in
 `raysgd.torch.checkpoints.divided_files`.

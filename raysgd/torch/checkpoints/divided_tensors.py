@@ -55,12 +55,12 @@ class TensorToFill:
 
 
 def begin_of(total: int, num_ranks: int, rank: int) -> int:
-    """Where the part of a rank begins: parts are as those of `torch.chunk`."""
+    """Return where the part of a rank begins: parts are as those of `torch.chunk`."""
     return min(total, rank * -(-total // num_ranks))
 
 
 def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Which ranks have something between two positions: rank, first position, and the one behind the last.
+    """Return which ranks have something between two positions: rank, first position, and the one behind the last.
 
     Example:
         >>> overlaps(10, 3, 2, 9)  # they have 4, 4 and 2

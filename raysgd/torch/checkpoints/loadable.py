@@ -1,4 +1,4 @@
-"""What a checkpoint file can give back without running code."""
+"""Values that a checkpoint file can give back without running code."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ class Seal:
         return f"{_PREFIX}{self.hexdigest}".encode()
 
     def num_sealed_bytes(self, num_bytes: int) -> int:
-        """How many bytes of a file of `num_bytes` come before the comment and its length."""
+        """Return how many bytes of a file of `num_bytes` come before the comment and its length."""
         return num_bytes - len(self.comment) - _LENGTH_BYTES
 
     def fits(self, content: memoryview) -> bool:
-        """Whether the bytes of a file before the comment and its length have this checksum."""
+        """Return whether the bytes of a file before the comment and its length have this checksum."""
         checksum = new_checksum()
         checksum.update(content[: self.num_sealed_bytes(len(content))])
         checksum.update(bytes(_LENGTH_BYTES))

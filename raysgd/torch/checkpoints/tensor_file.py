@@ -50,7 +50,7 @@ def read_archive(archive: memoryview, num_comment_bytes: int = 0) -> Any:
 
 
 def read_old(file: IO[bytes], num_bytes: int) -> Any:
-    """What a file holds that `torch.save` wrote before it wrote archives.
+    """Return what a file holds that `torch.save` wrote before it wrote archives.
 
     Raises:
         NotPlainError, Exception: As in `read_archive`.
@@ -94,7 +94,7 @@ class _ArchivedStorages:
         self._found: dict[str, _TensorStorage] = {}
 
     def member(self, name: str) -> ArchiveMember:
-        """Where a member lies."""
+        """Return where a member lies."""
         require(name in self._members, f"it has no `{name[:50]}`")
         return self._members[name]
 
@@ -284,7 +284,7 @@ def _unpickler(file: IO[bytes], num_bytes: int, storages: Any, num_bytes_of_file
 
 
 def _allowed_by_user() -> dict[str, Any]:
-    """What was passed to `torch.serialization.add_safe_globals`."""
+    """Return what was passed to `torch.serialization.add_safe_globals`."""
     return {
         entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}": (
             entry[0] if isinstance(entry, tuple) else entry

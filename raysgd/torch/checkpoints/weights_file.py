@@ -43,7 +43,7 @@ def check_writable() -> None:
 
 
 def is_weights_file(path: str) -> bool:
-    """Whether a file begins like one of safetensors."""
+    """Return whether a file begins like one of safetensors."""
     with open(path, "rb") as file:
         start = file.read(_HEADER_AT + 1)
     return start[_HEADER_AT:] == b"{"

@@ -49,7 +49,7 @@ def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def by_name(value: Any) -> Mapping[str, Any] | None:
-    """What a mapping or a dataclass holds, by name; None for anything else."""
+    """Return what a mapping or a dataclass holds, by name; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if not is_dataclass(value) or isinstance(value, type):
@@ -68,7 +68,7 @@ def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
 
 
 def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
-    """What a model gets of a batch to predict, without the target, if there is one.
+    """Return what a model gets of a batch to predict, without the target, if there is one.
 
     Args:
         prepare: Splits a batch into inputs and target.
@@ -108,7 +108,7 @@ def own_loss(output: Any) -> torch.Tensor | None:
 
 
 def prediction(output: Any) -> Any:
-    """What is compared with the target: the logits, where an output names such; else all of it."""
+    """Return what is compared with the target: the logits, where an output names such; else all of it."""
     if isinstance(output, torch.Tensor):
         return output
     logits = _named(output, "logits")
@@ -116,7 +116,7 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What `forward` returned without the metrics at its end, and these."""
+    """Return what `forward` returned without the metrics at its end, and these."""
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
     *parts, metrics = returned
@@ -209,7 +209,7 @@ def _values_in(parts: Iterable[Any]) -> list[Any]:
 
 
 def _counted(batch: Any) -> Any:
-    """What has an entry for each sample; None if there is no array and no list of samples."""
+    """Return what has an entry for each sample; None if there is no array and no list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -223,7 +223,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Whether it is a list of dicts or dataclasses with the same names, which were not joined to one."""
+    """Return whether it is a list of dicts or dataclasses with the same names, which were not joined to one."""
     first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
     if first is None:
         return False

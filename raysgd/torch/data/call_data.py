@@ -87,14 +87,14 @@ class UserLoader:
 
 
 def is_known(dataset: Any) -> bool:
-    """Whether it is data that every worker can be given whole."""
+    """Return whether it is data that every worker can be given whole."""
     if isinstance(dataset, Arrays | DataLoader | Dataset) or is_frame(dataset) or is_of_arrays(dataset):
         return True
     return has_samples(dataset) or is_creator(dataset)
 
 
 def has_samples(dataset: Any) -> bool:
-    """Whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
+    """Return whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -108,7 +108,7 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
 
 
 def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | UserLoader | Creator | None:
-    """What every worker makes its loader of; None for data of another kind.
+    """Return what every worker makes its loader of; None for data of another kind.
 
     Args:
         dataset: What the call was given.
@@ -135,7 +135,7 @@ def _of_arrays(data: Arrays, config: Mapping[str, Any]) -> DatasetLoader:
 
 
 def seed_of(loader: Any, seed: int) -> int:
-    """What the order of the samples comes from: the generator of the user's loader, or else `seed`."""
+    """Return what the order of the samples comes from: the generator of the user's loader, or else `seed`."""
     generators = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
     own = next((each for each in generators if isinstance(each, torch.Generator)), None)
     return seed if own is None else own.initial_seed()

@@ -26,7 +26,7 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """How a user's `DataLoader` loads: what another loader over the same dataset is made with."""
+    """Return how a user's `DataLoader` loads: what another loader over the same dataset is made with."""
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 

@@ -43,7 +43,7 @@ class LoaderParts:
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found:
-    """Where the batches come from, and what the results are returned in.
+    """Return where the batches come from, and what the results are returned in.
 
     Raises:
         TypeError: It is of an unknown kind.

@@ -1,1 +1,1 @@
-"""What `TorchTrainer` does in the driver: arguments, saves, loads, changes."""
+"""The driver's part of `TorchTrainer`: arguments, files, changes."""

@@ -1,4 +1,4 @@
-"""What `TorchTrainer` accepts: checks that refuse an argument before anything starts, and defaults.
+"""Checks of `TorchTrainer` that refuse an argument before anything starts, and defaults.
 
 Every check raises `ValueError` or `TypeError`, and says what was passed, what is allowed, and what to do. The settings
 check each option by itself; this module checks options against each other, and what only the driver knows.
@@ -104,7 +104,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Whether to use GPUs; "auto" asks the driver's PyTorch."""
+    """Return whether to use GPUs; "auto" asks the driver's PyTorch."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -195,7 +195,7 @@ PARALLEL = ("ddp", "fsdp", "none")
 
 
 def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
-    """How replicas are kept equal, of the newer argument and the older one."""
+    """Return how replicas are kept equal, of the newer argument and the older one."""
     refuse_text(wrap_ddp=wrap_ddp)
     if parallel is None:
         return "ddp" if wrap_ddp else "none"

@@ -1,4 +1,4 @@
-"""What the driver makes sure of when all workers have answered a call of `train` or `validate`."""
+"""Checks of the driver when all workers have answered a call of `train` or `validate`."""
 
 from __future__ import annotations
 

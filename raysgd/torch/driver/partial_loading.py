@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What a model took from a file.
+    """The part of a file that a model took.
 
     Attributes:
         missing: Names that the file lacks. They keep their values.
@@ -50,7 +50,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load` took from a file.
+    """The part of a file that `load` took.
 
     Attributes:
         parts: The parts that were loaded.

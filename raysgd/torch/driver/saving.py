@@ -42,7 +42,7 @@ def check_format(name: Any) -> None:
 
 
 def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) -> tuple[dict[str, Any], Writer]:
-    """What a file is to hold, as views of the snapshot, and what writes it.
+    """Return what a file is to hold, as views of the snapshot, and what writes it.
 
     Raises:
         ValueError: Something in it could not be loaded back.

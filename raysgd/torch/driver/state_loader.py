@@ -111,7 +111,7 @@ class StateLoader:
         load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
 
     def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
-        """What of `state` concerns all ranks, and what each of them."""
+        """Return what of `state` concerns all ranks, and what each of them."""
         _check_parts(state, self._controller.facts[0])
         check_progress(state["epoch"], state.get(RESUME))
         resume = dict(as_in_file(state).get(RESUME) or {})

@@ -49,15 +49,15 @@ class LightningHooks:
         self._accepted: dict[str, tuple[int | None, list[str]]] = {}
 
     def has(self, name: str) -> bool:
-        """Whether there is such a method at all."""
+        """Return whether there is such a method at all."""
         return hasattr(self._module, name)
 
     def overrides(self, name: str) -> bool:
-        """Whether the user wrote such a method."""
+        """Return whether the user wrote such a method."""
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Whether there is such a method, with such a parameter."""
+        """Return whether there is such a method, with such a parameter."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:

@@ -42,7 +42,7 @@ class LightningProgress:
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
-        """How many of so many batches belong to the present epoch."""
+        """Return how many of so many batches belong to the present epoch."""
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:

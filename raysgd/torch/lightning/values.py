@@ -145,7 +145,7 @@ def detached(output: Any) -> Any:
 
 
 def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:
-    """What can be averaged in the output of a step; a loss also under the name that every operator uses."""
+    """Return what can be averaged in the output of a step; a loss also under the name that every operator uses."""
     if isinstance(output, torch.Tensor):
         return {loss_name: output}
     if not isinstance(output, Mapping):

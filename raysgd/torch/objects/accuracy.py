@@ -60,7 +60,7 @@ def accuracy(
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Whether a weight is a number of labels, and not that of all of them: it is unknown which are ignored."""
+    """Return whether a weight is a number of labels, and not that of all of them: it is unknown which are ignored."""
     if weight is None or found.num_labels is None:
         return False
     number = float(weight)
@@ -105,7 +105,7 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Whether there is a target for each place, if the classes are in dimension `dim`."""
+    """Return whether there is a target for each place, if the classes are in dimension `dim`."""
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 

@@ -20,7 +20,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's m
 
 
 def is_empty(model: torch.nn.Module) -> bool:
-    """Whether a model, or a part of it, is on the meta device."""
+    """Return whether a model, or a part of it, is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
 
 

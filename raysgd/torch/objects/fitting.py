@@ -40,7 +40,7 @@ def check_model(model: torch.nn.Module, saved: Any) -> None:
 
 
 def _takes(own: torch.Tensor, saved: Any) -> bool:
-    """Whether a tensor can take the values of another; a lazy one takes its shape from what is loaded."""
+    """Return whether a tensor can take the values of another; a lazy one takes its shape from what is loaded."""
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
     return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
@@ -187,7 +187,7 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Whether one may stand in the place of the other. What None stands for is not known."""
+    """Return whether one may stand in the place of the other. What None stands for is not known."""
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

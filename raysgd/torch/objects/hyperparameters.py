@@ -21,7 +21,7 @@ _RATE, _FIRST_RATE = "lr", "initial_lr"
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """What optimizers are set to; of one that has no groups of parameters, nothing."""
+    """Return what optimizers are set to; of one that has no groups of parameters, nothing."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -53,7 +53,7 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 def follow(
     chosen: Sequence[Hyperparameters], config: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> tuple[list[Hyperparameters], set[str]]:
-    """What `setup` would have chosen with changed entries of the config, as far as names and values tell.
+    """Return what `setup` would have chosen with changed entries of the config, as far as names and values tell.
 
     A number comes from an entry if it has its name, and had its value when `setup` chose it. A worker that is new has
     chosen it with the new value already.
@@ -116,7 +116,7 @@ def check_taken(optimizers: Iterable[Any], new: Iterable[Hyperparameters]) -> No
 
 
 def _can_be_made(optimizer: Any, defaults: Mapping[str, Any]) -> bool:
-    """Whether its class takes the numbers that it has: some need more, or other ones."""
+    """Return whether its class takes the numbers that it has: some need more, or other ones."""
     try:
         _make(optimizer, defaults)
     except Exception:  # code of the class, for which there is no rule
@@ -145,7 +145,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """What `setup` has chosen, with other numbers in it."""
+    """Return what `setup` has chosen, with other numbers in it."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
@@ -153,7 +153,7 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
 
 
 def rate_setter(optimizers: Iterable[Any], chosen: Iterable[Hyperparameters]) -> Callable[[float], None]:
-    """What sets the learning rate of the first group; the others keep the ratios that `setup` chose.
+    """Return what sets the learning rate of the first group; the others keep the ratios that `setup` chose.
 
     Args:
         optimizers: The optimizers.

@@ -51,7 +51,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Whether both are ordinary tensors of one kind, and `own` has its memory to itself."""
+    """Return whether both are ordinary tensors of one kind, and `own` has its memory to itself."""
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]

@@ -60,7 +60,7 @@ class Precision:
         """Brings the gradients to their true size, for code that looks at them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """What `optimizer` steps, with the gradients that it steps with."""
+        """Return what `optimizer` steps, with the gradients that it steps with."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
@@ -74,7 +74,7 @@ class Precision:
         """Called ahead of each step of an optimizer; raises where the requested format had no effect."""
 
     def has_skipped(self) -> bool:
-        """Whether a step since the last time of asking was left out because of overflown gradients."""
+        """Return whether a step since the last time of asking was left out because of overflown gradients."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What all runs of functions share in the driver: settings, folders, retries, checkpoints that stay."""
+"""Rules for all runs of functions in the driver: settings, folders, retries, checkpoints that stay."""

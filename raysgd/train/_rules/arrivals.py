@@ -56,7 +56,7 @@ class CheckpointTaker(ABC):
         return self._restart_point
 
     def take_landing(self) -> bool:
-        """Whether a checkpoint has come to where it stays since this was asked last.
+        """Return whether a checkpoint has come to where it stays since this was asked last.
 
         One that is on its way is waited for: whether a loss came behind a checkpoint does not depend on how quick the
         driver was. What went wrong with it stays for `flush`.

@@ -81,7 +81,7 @@ class RenewingPolicy(FailurePolicy):
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
-        """What to do next."""
+        """Return what to do next."""
         if self.take_landing():
             budget.renew()
         return super().decide(diagnosis, budget, can_rejoin)

@@ -1,4 +1,4 @@
-"""Which checkpoints of `Trainer` stay, and which scores they are judged by: nothing here reads or writes."""
+"""Rules for the checkpoints of `Trainer`: which stay, by which scores they are judged. Nothing is read or written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raysgd.train.constants import TIMESTAMP
 
 @dataclass
 class CheckpointStrategy:
-    """Which checkpoints of a run stay on disk.
+    """The rule that says which checkpoints of a run stay on disk.
 
     Attributes:
         num_to_keep: How many; None for all, 0 for none (the latest one is then kept in memory only).

@@ -1,4 +1,4 @@
-"""What the workers of an executor are started from: its arguments, checked, and the environment of the driver."""
+"""Settings for the workers of an executor: its arguments, checked, and the environment of the driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _ignore(diagnosis: Diagnosis) -> None:
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """What a front end may want otherwise than `Trainer` does.
+    """The rules of a front end that wants something otherwise than `Trainer` does.
 
     Attributes:
         failures: Decides what follows a failure.
@@ -60,7 +60,7 @@ class ExecutorRules:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the workers of an executor are started from. `checked` makes it.
+    """The settings for the workers of an executor. `checked` makes it.
 
     Attributes:
         min_workers: The smallest number of workers.
@@ -125,7 +125,7 @@ class WorkerSettings:
         )
 
     def num_ahead_by(self, rules: ExecutorRules) -> int:
-        """How many reports may wait, where a front end may have other rules for that."""
+        """Return how many reports may wait, where a front end may have other rules for that."""
         return self.num_ahead if rules.num_ahead is None else rules.num_ahead
 
     @property
@@ -136,7 +136,7 @@ class WorkerSettings:
     def group_spec(
         self, config: BackendConfig, initialization_hook: Callable[[], Any] | None, rules: ExecutorRules | None = None
     ) -> GroupSpec:
-        """What the engine starts every group from."""
+        """Return what the engine starts every group from."""
         rules = rules or ExecutorRules()
         return GroupSpec(
             connection=self._connection(config),

@@ -17,7 +17,7 @@ from raysgd.train._worker.function_replica import FunctionReplica
 
 @dataclass(frozen=True)
 class WorkerMetadata:
-    """Where a worker lives."""
+    """The place of a worker."""
 
     node_id: str
     node_ip: str

@@ -1,4 +1,4 @@
-"""What starts the function of a run on a group of workers."""
+"""The start of a run's function on a group of workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DataShards(Protocol):
     """Divides data over workers, whenever they start."""
 
     def of(self, num_workers: int) -> Sequence[Any]:
-        """What each worker gets, by rank."""
+        """Return what each worker gets, by rank."""
 
 
 class Launch:

@@ -1,4 +1,4 @@
-"""What a run is given, checked once, before anything of the run leaves a trace."""
+"""The plan of a run: its arguments, checked once, before anything of the run leaves a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.train.utils import without_arguments
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is given. `checked` makes it; everything else takes it as it is.
+    """The arguments of a run. `checked` makes it; everything else takes it as it is.
 
     Attributes:
         function: The user's function, its argument bound.

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FunctionStep:
-    """What the functions on all workers handed over, in step.
+    """One step of the functions on all workers.
 
     Attributes:
         kind: Metrics or a checkpoint; None when all functions have ended.
@@ -262,7 +262,7 @@ class FunctionRun:
         return self._controller.run(call, budget=self._retries.budget)
 
     def _is_due(self) -> bool:
-        """Whether it is time to look for room again."""
+        """Return whether it is time to look for room again."""
         now = self._now()
         if now < self._next_check:
             return False
@@ -325,12 +325,12 @@ class FunctionRun:
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:
-        """What a worker encoded, in separate memory, then read by the backend."""
+        """Return what a worker encoded, in separate memory, then read by the backend."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
 
 def _arrived(transfer: Any) -> Any:
-    """What a worker sent, waiting for it.
+    """Return what a worker sent, waiting for it.
 
     Raises:
         CheckpointLostError: The worker is gone.

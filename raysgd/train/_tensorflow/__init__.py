@@ -1,1 +1,1 @@
-"""What `raysgd.train.tensorflow` is made of: the cluster of workers, checkpoints of Keras."""
+"""The parts of `raysgd.train.tensorflow`: the cluster of workers."""

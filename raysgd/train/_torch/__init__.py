@@ -1,4 +1,4 @@
-"""What `raysgd.train.torch` offers: the process group of the workers, and helpers for functions that run in them.
+"""The parts of `raysgd.train.torch`: the process group of the workers, and helpers for functions that run in them.
 
 Users import it from there.
 """

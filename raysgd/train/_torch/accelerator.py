@@ -1,4 +1,4 @@
-"""What the helpers of one run share: the device, the precision, the seed, and how states are gathered."""
+"""`Accelerator`: device, precision and seed that the helpers of one run share, and how states are gathered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raysgd.torch.parallel.strategy import NoParallel
 
 
 class Accelerator:
-    """What the helpers of one run share.
+    """The things that the helpers of one run share.
 
     Attributes:
         seed: What random numbers start from; None for anything.
@@ -41,7 +41,7 @@ class Accelerator:
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a part stands in the place of this parameter now."""
+        """Return whether a part stands in the place of this parameter now."""
         reference = self._replaced.get(id(parameter))
         return reference is not None and reference() is parameter
 
@@ -86,7 +86,7 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def accelerator_of(helper: str) -> Accelerator:
-    """What the helpers share in this run; raises as `running_session`."""
+    """Return what the helpers share in this run; raises as `running_session`."""
     session = running_session(helper)
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session))

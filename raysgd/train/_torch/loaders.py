@@ -88,7 +88,7 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """What the samples come from: `loader.sampler` is a mere default where a batch sampler was passed."""
+    """Return what the samples come from: `loader.sampler` is a mere default where a batch sampler was passed."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 

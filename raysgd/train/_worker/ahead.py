@@ -26,11 +26,11 @@ class MessageQueues:
             self._group, self._queues = group, [deque() for _ in group]
 
     def has_step(self, group: Sequence[Any] | None) -> bool:
-        """Whether there is a message of each rank of these workers."""
+        """Return whether there is a message of each rank of these workers."""
         return group is not None and group is self._group and all(self._queues)
 
     def is_needed(self, rank: int) -> bool:
-        """Whether there is none of this rank."""
+        """Return whether there is none of this rank."""
         return not self._queues[rank]
 
     def add(self, found: Sequence[Sequence[FunctionMessage | FunctionEnded]]) -> None:
@@ -48,7 +48,7 @@ class MessageQueues:
 
 
 def is_mere_report(message: Any) -> bool:
-    """Whether it is metrics without a checkpoint."""
+    """Return whether it is metrics without a checkpoint."""
     return (
         isinstance(message, FunctionMessage)
         and message.kind is TrainingResultType.REPORT

@@ -102,7 +102,7 @@ class FunctionReplica:
         return messages
 
     def _has_more_behind(self, messages: Sequence[FunctionMessage | FunctionEnded]) -> bool:
-        """Whether to add a message that is there already. A function may well report as fast as it is read."""
+        """Return whether to add a message that is there already. A function may well report as fast as it is read."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False

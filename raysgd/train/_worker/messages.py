@@ -1,4 +1,4 @@
-"""What travels between the driver and the functions in the workers."""
+"""Messages between the driver and the functions in the workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class TrainingResultType(Enum):
-    """What a message is."""
+    """The kinds of messages."""
 
     REPORT = auto()
     CHECKPOINT = auto()
@@ -48,7 +48,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FunctionMessage:
-    """What a function sends: metrics, a checkpoint, or metrics with a checkpoint."""
+    """A message of a function: metrics, a checkpoint, or metrics with a checkpoint."""
 
     kind: TrainingResultType
     data: Any = None
@@ -57,7 +57,7 @@ class FunctionMessage:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """What a worker needs to run a function.
+    """A function with all that a worker needs to run it.
 
     Attributes:
         function: The user's function, its argument bound.

@@ -170,7 +170,7 @@ class Session:
         return {**metrics, **self._details()}
 
     def _details(self) -> dict[str, Any]:
-        """Where and when a report is made, if reports are to say so."""
+        """Return where and when a report is made, if reports are to say so."""
         if not self._spec.is_detailed:
             return {}
         return {
@@ -183,7 +183,7 @@ class Session:
 
 
 def content_of(checkpoint: Any) -> dict[str, Any]:
-    """What a function reports as its checkpoint, as a dict.
+    """Return what a function reports as its checkpoint, as a dict.
 
     Raises:
         TypeError: It is neither a dict nor a `Checkpoint`.

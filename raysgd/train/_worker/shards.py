@@ -31,7 +31,7 @@ class DividedData:
         self._parts: Sequence[Any] = ()
 
     def of(self, num_workers: int) -> Sequence[Any]:
-        """What each worker gets: its part, or a dict of its parts."""
+        """Return what each worker gets: its part, or a dict of its parts."""
         if num_workers != self._num_workers:
             self._parts = [self._place(part) for part in self._divided(num_workers)]
             self._num_workers = num_workers

@@ -1,4 +1,4 @@
-"""What a run tells the driver: base class and ready-made callbacks.
+"""Callbacks for runs of `Trainer`: the base class and ready-made ones.
 
 Each callback sees the reports of all workers, or of those that its preprocessor chooses. An exception in a callback
 ends the run; all callbacks get `finish_training`.

@@ -26,7 +26,7 @@ from raysgd.writers.sink import RunInFolder, SafeSink, Sink
 
 
 class LogdirManager:
-    """Where a callback writes: the folder it was made with, or that of the run.
+    """The folder where a callback writes: the one it was made with, or that of the run.
 
     Args:
         logdir: The folder; None for that of the run.

@@ -1,4 +1,4 @@
-"""What results go through on their way to a callback. New lists come out; those that went in are left as they are."""
+"""Steps that results go through on their way to a callback. New lists come out; those that went in stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is behind `fit()`: one run of a function, from its start to its `Result`.
+"""The parts behind `fit()`: one run of a function, from its start to its `Result`.
 
 What it guarantees:
 

@@ -1,4 +1,4 @@
-"""What the trainers of `fit` are given, checked before anything starts."""
+"""Checks of the arguments of trainers with `fit`, before anything starts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checked_run_config(value: Any) -> RunConfig:
 
 
 def checked_resume(value: Any) -> Checkpoint | None:
-    """What a run starts from.
+    """Return what a run starts from.
 
     Raises:
         ValueError: It is no checkpoint.
@@ -66,7 +66,7 @@ def _is_raw(value: Any) -> bool:
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """What each checkpoint says of itself, as it is after a detour through JSON.
+    """Return what each checkpoint says of itself, as it is after a detour through JSON.
 
     Raises:
         TypeError: It is no dict.
@@ -91,7 +91,7 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
 
 
 def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """What a config says that others do not say by themselves."""
+    """Return what a config says that others do not say by themselves."""
     default = ScalingConfig()
     names = [each.name for each in fields(config)]
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}

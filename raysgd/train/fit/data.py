@@ -1,4 +1,4 @@
-"""Who gets which data in a `fit`: a part of what is divided, and all of what is not.
+"""The data of each worker in a `fit`: a part of what is divided, and all of what is not.
 
 The path of the data of a run: `merged_config` puts the configs of a trainer and of its user together, before anything
 runs. `prepared` calls what makes datasets and applies the preprocessor, once. `make_shards` divides the datasets, as
@@ -61,7 +61,7 @@ class DataConfig:
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """What each worker gets, by rank: a dict of what `get_dataset_shard` returns there.
+        """Return what each worker gets, by rank: a dict of what `get_dataset_shard` returns there.
 
         Called in the driver whenever workers start. The parts of a dataset of Ray Data wait for each other at the
         beginning of each epoch, so workers that start again need new ones.
@@ -94,7 +94,7 @@ class DataConfig:
         )
 
     def splits(self, name: str) -> bool:
-        """Whether a dataset is divided."""
+        """Return whether a dataset is divided."""
         return self._datasets_to_split == "all" or name in self._datasets_to_split
 
     def _parts(self, name: str, dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
@@ -131,7 +131,7 @@ class DatasetShards:
         self._has_warned = False
 
     def of(self, num_workers: int) -> list[Any]:
-        """What each worker gets, by rank, made again at each call.
+        """Return what each worker gets, by rank, made again at each call.
 
         Raises:
             ValueError: `configure` of a config of the user's returned something for another number of workers.
@@ -195,7 +195,7 @@ def merged_config(
 
 
 def is_data_config(config: Any) -> bool:
-    """Whether it is a `DataConfig`, of this library or of Ray Train."""
+    """Return whether it is a `DataConfig`, of this library or of Ray Train."""
     return callable(getattr(config, "configure", None)) and not isinstance(config, Mapping)
 
 
@@ -228,7 +228,7 @@ def make_shards(
     place: Callable[[Any], Any] = lambda part: part,
     workers: Callable[[], Sequence[Any]] = tuple,
 ) -> DatasetShards:
-    """What divides datasets over workers.
+    """Return what divides datasets over workers.
 
     Args:
         datasets: What `prepared` returned.

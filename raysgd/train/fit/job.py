@@ -138,7 +138,7 @@ def _newest_in(folder: TrialFolder) -> Checkpoint | None:
 
 
 def facts_of(folder: TrialFolder, trainer: FitTrainer) -> TrialFacts:
-    """What a function can ask about a run in that folder."""
+    """Return what a function can ask about a run in that folder."""
     chdir = os.environ.get(CHDIR_ENV, "1") != "0"
     return TrialFacts(
         folder=folder.trial,

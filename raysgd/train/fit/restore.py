@@ -129,7 +129,7 @@ def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
 
 
 def can_restore(path: str | Path, storage_filesystem: Any = None) -> bool:
-    """Whether there is a run in this folder that `restore` can continue.
+    """Return whether there is a run in this folder that `restore` can continue.
 
     Args:
         path: The folder of the experiment, or its URI.

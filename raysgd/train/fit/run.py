@@ -49,7 +49,7 @@ class StopConditionMet(BaseException):
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What a trainer has to run, checked.
+    """The plan of a run, checked.
 
     Attributes:
         function: The user's function, its argument bound.
@@ -238,7 +238,7 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
 
 
 def as_max_retries(max_failures: int) -> int:
-    """What an executor takes for `FailureConfig.max_failures`: the number of the failure that is raised.
+    """Return what an executor takes for `FailureConfig.max_failures`: the number of the failure that is raised.
 
     >>> [as_max_retries(number) for number in (0, 2, -1)]
     [1, 3, -1]

@@ -149,7 +149,7 @@ class FitSession(Session):
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint says of itself, as part of the dict that travels."""
+    """Return what a checkpoint says of itself, as part of the dict that travels."""
     metadata = checkpoint.get_metadata()
     return {METADATA_KEY: metadata} if metadata else {}
 

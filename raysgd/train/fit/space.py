@@ -1,4 +1,4 @@
-"""What trials of Ray Tune change of a trainer's arguments: checked before there are trials, and merged in each."""
+"""Arguments of a trainer that trials of Ray Tune change: checked before there are trials, and merged in each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _refuse_run_config(config: Mapping[str, Any]) -> None:
 
 
 def _argument_names(trainer_cls: type[Any]) -> set[str] | None:
-    """What a trainer takes by name; None where a class of the user's takes any name."""
+    """Return what a trainer takes by name; None where a class of the user's takes any name."""
     known: set[str] = set()
     for owner in (each for each in trainer_cls.__mro__[:-1] if "__init__" in vars(each)):
         parameters = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]

@@ -1,1 +1,1 @@
-"""What a run of `fit` writes down: reports, checkpoints that stay, progress in the console."""
+"""The record of a run of `fit`: reports, checkpoints that stay, progress in the console."""

@@ -1,4 +1,4 @@
-"""What the driver does beside a run, in one thread: it deletes checkpoints and copies logs to a remote storage."""
+"""Background work of the driver beside a run, in one thread: deleted checkpoints, logs copied to a remote storage."""
 
 from __future__ import annotations
 

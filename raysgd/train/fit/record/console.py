@@ -1,4 +1,4 @@
-"""What a run shows while it runs: lines on the screen, a progress reporter of Ray Tune, files with what is printed."""
+"""Output of a run while it runs: lines on the screen, a progress reporter of Ray Tune, files with what is printed."""
 
 from __future__ import annotations
 

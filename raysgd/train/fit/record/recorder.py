@@ -1,4 +1,4 @@
-"""What the driver writes down about a run of `fit()`, and the `Result` that it makes of it.
+"""`Recorder`: writes down a run of `fit()` in the driver, and makes the `Result` of it.
 
 A report is in `result.json` before any callback sees it. Everything that the run leaves behind is in the trial's
 folder, so that a new process can continue it: see `raysgd.train.fit.restore`.
@@ -243,6 +243,6 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[Any]:
-    """What shows the run on the screen."""
+    """Return what shows the run on the screen."""
     shown: list[Any] = [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
     return [*shown, Reporter(run_config.progress_reporter)] if run_config.progress_reporter is not None else shown

@@ -1,4 +1,4 @@
-"""When a run stops before its function returns: the conditions of `RunConfig(stop=...)`."""
+"""Conditions that stop a run before its function returns: those of `RunConfig(stop=...)`."""
 
 from __future__ import annotations
 
