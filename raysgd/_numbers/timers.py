@@ -118,7 +118,7 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def size(self) -> int:
-        """How many durations the window holds now."""
+        """The number of durations in the window."""
         return len(self._durations_s)
 
     @property

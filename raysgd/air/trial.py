@@ -117,7 +117,7 @@ class FitTrialView:
 
     @property
     def num_failures(self) -> int:
-        """How many attempts have failed."""
+        """The number of attempts that have failed."""
         return int(self.run_metadata.num_failures)
 
     @property

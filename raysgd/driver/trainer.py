@@ -355,12 +355,12 @@ class ClassTrainer(FitMethods):
 
     @property
     def max_replicas(self) -> int:
-        """How many workers to train with, at most."""
+        """The number of workers to train with, at most."""
         return self._group_settings.num_workers
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are now."""
+        """The number of workers that there are now."""
         return self._controller.num_workers
 
     @property

@@ -40,5 +40,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many things of each kind a state has to hold."""
+        """The number of things of each kind that a state has to hold."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

@@ -25,7 +25,7 @@ class JointWork:
 
     @property
     def num(self) -> int:
-        """How many things it did."""
+        """The number of things that it did."""
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:

@@ -200,12 +200,12 @@ class ResultGrid:
 
     @property
     def num_errors(self) -> int:
-        """How many trials failed."""
+        """The number of trials that failed."""
         return int(self._grid.num_errors)
 
     @property
     def num_terminated(self) -> int:
-        """How many trials ended well."""
+        """The number of trials that ended well."""
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:

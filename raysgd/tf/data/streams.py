@@ -1,4 +1,4 @@
-"""Where the batches of a replica come from, and the stream over them."""
+"""Sources of the batches of a replica, and the stream over them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamItem:
 
 
 class TFSource(Protocol):
-    """Where the batches of a pass come from."""
+    """The source of the batches of a pass."""
 
     def open(self, consumed: int) -> Iterator[StreamItem]:
         """Starts a pass after `consumed` samples."""

@@ -1,4 +1,4 @@
-"""What TensorFlow makes of an operator: its data, its loop, its state, and its place in a group."""
+"""`TFHosted`: an operator with its data, its loop, its state, and its place in a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the steps of a training call: a loop of the operator over our batches, or Keras's `fit`."""
+"""Loops that take the steps of a training call: one of the operator over our batches, or Keras's `fit`."""
 
 from __future__ import annotations
 

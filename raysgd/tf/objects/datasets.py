@@ -1,4 +1,4 @@
-"""How `tf.data` is divided over the replicas.
+"""Division of `tf.data` over the replicas.
 
 Each replica makes the same dataset and takes its part of every step:
 
@@ -37,7 +37,7 @@ Sharding = Literal["global", "worker"]
 
 @dataclass(frozen=True)
 class DatasetSignature:
-    """What must be alike on all ranks for a dataset to be divided."""
+    """The facts that must be alike on all ranks for a dataset to be divided."""
 
     element_spec: str
     num_batches: int

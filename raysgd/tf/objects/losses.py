@@ -1,4 +1,4 @@
-"""What a loss says about itself, and what that makes of the loss of a rank's share of a batch.
+"""Facts that a loss says about itself, and what they make of the loss of a rank's share of a batch.
 
 Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over the samples.
 Other losses say in public what they are: the `reduction` of a loss of Keras, the mask of what it is given, the

@@ -1,4 +1,4 @@
-"""What `register` is given: one Keras object or several, of Keras 3 or tf_keras, handed back in the same container."""
+"""Arguments of `register`: one Keras object or several, of Keras 3 or tf_keras, handed back in the same container."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the library keeps about an operator."""
+"""The library's records about an operator."""

@@ -1,4 +1,4 @@
-"""What the library keeps about an operator of TensorFlow: the record of what it registered, and its compiled steps."""
+"""The library's records about an operator of TensorFlow: what it registered, and its compiled steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one operator of TensorFlow works with."""
+"""The context of one operator of TensorFlow: what it works with."""
 
 from __future__ import annotations
 

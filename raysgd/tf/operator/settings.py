@@ -1,4 +1,4 @@
-"""What `TFTrainer` tells its replicas: checked once, in the driver, and passed whole to runner and operator."""
+"""Settings that `TFTrainer` sends to its replicas: checked once, in the driver, and passed on whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raysgd.messages.settings import ReplicaSettings
 
 @dataclass(frozen=True)
 class TFSettings(ReplicaSettings):
-    """What every replica is made from. The docstring of `TFTrainer` says what each field means.
+    """The settings that every replica is made from. The docstring of `TFTrainer` says what each field means.
 
     Attributes:
         num_workers: How many there are meant to be; None: as many as there are when the replica is made.

@@ -1,1 +1,1 @@
-"""How the copies of a model are kept equal: gradients, metrics and variables of all workers."""
+"""Equal copies of a model: gradients, metrics and variables of all workers."""

@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 
 class GradientLayout:
-    """Where the gradients of a step lie in the buffer; the last number is the weight.
+    """The places of a step's gradients in the buffer; the last number is the weight.
 
     Buffers are used again once nothing refers to them.
     """

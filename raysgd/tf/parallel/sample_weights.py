@@ -1,4 +1,4 @@
-"""How much this rank's share of a batch counts over all ranks: its samples, its losses, and means over it."""
+"""The weight of this rank's share of a batch over all ranks: its samples, its losses, and means over it."""
 
 from __future__ import annotations
 

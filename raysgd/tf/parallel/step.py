@@ -1,4 +1,4 @@
-"""Where a replica is among the batches that it was given, and how its loss counts in a step."""
+"""The place of a replica among the batches that it was given, and the weight of its loss in a step."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from raysgd.tf.objects import registration
 
 
 class Exchange(Protocol):
-    """What all ranks do together in a step."""
+    """The work that all ranks do together in a step."""
 
     def repeat_with_zeros(self) -> None:
         """Takes part in it without samples."""
@@ -30,7 +30,7 @@ class GradientsFound(Exception):
 
 
 class AppliedOptimizer:
-    """What an optimizer was given in a step, without the numbers."""
+    """An optimizer with what it was given in a step, without the numbers."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         self._optimizer = optimizer
@@ -118,7 +118,7 @@ class TracedStep:
 
 
 class UsualStep:
-    """What the usual step of a model does, for steps in which this rank has no samples."""
+    """The usual step of a model, for steps in which this rank has no samples."""
 
     def __init__(self) -> None:
         self._exchanges: Sequence[Exchange] = ()

@@ -1,1 +1,1 @@
-"""Where Keras's `fit` is among its steps, and how it continues."""
+"""The place of Keras's `fit` among its steps, and how it continues."""

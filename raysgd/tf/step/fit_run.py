@@ -1,4 +1,4 @@
-"""Where Keras's `fit` is on one worker, and what it takes to continue it in another group.
+"""The place of Keras's `fit` on one worker, and what it takes to continue it in another group.
 
 Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
 are the exchanges of gradients: a step has its exchange, and changes nothing before it.
@@ -20,7 +20,7 @@ from raysgd.worker.state.fitting import check_count, require
 
 @dataclass(frozen=True)
 class FitPlace:
-    """Where a `fit` is.
+    """The place of a `fit`.
 
     Attributes:
         epoch: The epoch of Keras that is running, or the one that comes next.

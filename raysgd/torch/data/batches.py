@@ -1,4 +1,4 @@
-"""What the stock rungs make of a batch, and of what `forward` and a model return.
+"""Parts of a batch, and of what `forward` and a model return, as the stock rungs see them.
 
 A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it,
 or a dataclass with such fields. A model returns its output; or a mapping, or an object with attributes, that may hold

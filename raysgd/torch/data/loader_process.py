@@ -1,4 +1,4 @@
-"""How a `DataLoader` loads, and that its processes end with the one that they load for.
+"""The processes of a `DataLoader`: how it loads, and that they end with the process that they load for.
 
 A process that was forked holds the connections of its parent open. As long as one is left, no one notices that the
 parent was killed: not the other ranks, and not Ray. PyTorch lets such a process look for its parent every 5 s only.

@@ -1,4 +1,4 @@
-"""How the rest of a pass is divided over a group: arithmetic on positions, without any data.
+"""Division of the rest of a pass over a group: arithmetic on positions, without any data.
 
 Each step takes the next samples of the order, as many as the joint batch has. A position is the number of samples used
 so far, so it means the same for any group.
@@ -18,7 +18,7 @@ SpeedsAt = Callable[[int], Sequence[float]]
 
 
 class Share(NamedTuple):
-    """What one rank does in one step, or in one of several batches of it.
+    """One rank's share of a step, or of one of several batches of it.
 
     Attributes:
         start: First position of the rank's samples in the order of the pass.
@@ -42,7 +42,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How the rest of a pass is divided over a group, by joint batches of one size.
+    """The division of the rest of a pass over a group, by joint batches of one size.
 
     Attributes:
         num_samples: Samples in the whole pass.

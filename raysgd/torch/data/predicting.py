@@ -31,7 +31,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class LoaderParts:
-    """What a worker makes its own loader of.
+    """The parts that a worker makes its own loader of.
 
     Attributes:
         dataset: Map-style.

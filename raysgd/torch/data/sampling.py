@@ -1,4 +1,4 @@
-"""How a user's loader is divided over the workers: rebuilt around our batch sampler, or left alone, and why.
+"""Division of a user's loader over the workers: it is rebuilt around our batch sampler, or left alone, with the reason.
 
 Why the loader's own order is kept: ADR 2.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSignature:
-    """What must be equal on all ranks for them to divide the same data."""
+    """The facts that must be equal on all ranks for them to divide the same data."""
 
     num_samples: int
     batch_size: int

@@ -1,4 +1,4 @@
-"""Where the batches of a replica come from, and the stream over them.
+"""Sources of the batches of a replica, and the stream over them.
 
 The sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every
 step; any other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
@@ -32,7 +32,7 @@ _WHEN_TRAINED = 2
 
 
 class DrawnItem(NamedTuple):
-    """What a source yields.
+    """An item that a source yields.
 
     Attributes:
         batch: The batch.
@@ -57,7 +57,7 @@ class DrawnItem(NamedTuple):
 
 
 class LoaderSource(Protocol):
-    """Where the batches of a pass come from."""
+    """The source of the batches of a pass."""
 
     @property
     def most_batches(self) -> int:

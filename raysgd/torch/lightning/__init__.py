@@ -1,1 +1,1 @@
-"""What there is to know about a LightningModule."""
+"""Facts about a LightningModule."""

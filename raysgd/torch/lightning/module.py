@@ -1,4 +1,4 @@
-"""What there is to know about a `LightningModule`: its package, its hooks, its optimizers, and what is around it."""
+"""Facts about a `LightningModule`: its package, its hooks, its optimizers, and what is around it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LightningHooks:
 
 
 class TrainerStandIn(SimpleNamespace):
-    """What a module finds as `self.trainer`: where it is in the training, and nothing to steer it with."""
+    """The `self.trainer` of a module: says where the training is, and has nothing to steer it with."""
 
     @classmethod
     def of(

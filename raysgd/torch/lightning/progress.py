@@ -1,4 +1,4 @@
-"""Where a `LightningModule` is in its training, counted as Lightning counts."""
+"""The progress of a `LightningModule` in its training, counted as Lightning counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `LightningOperator` supports of Lightning, in one table, and what it refuses.
+"""The subset of Lightning that a `LightningOperator` supports, in one table, and what it refuses.
 
 Tests hold the table to Lightning: each of its hooks is in one of the rows, and those that are called come in its order.
 `docs/lightning.md` shows the same to users.

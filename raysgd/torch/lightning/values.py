@@ -16,7 +16,7 @@ _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
 
 
 class EpochValues:
-    """What one epoch brings.
+    """The values of one epoch.
 
     Args:
         loss_name: The metric that a loss is counted as.

@@ -1,4 +1,4 @@
-"""How often a model's prediction is the target, where a prediction is what the criterion takes for one.
+"""Accuracy: the share of right predictions, where a prediction is what the criterion takes for one.
 
 Outputs alone do not tell where their classes are: scores of shape `(samples, 5, 5)` may hold five classes in either
 dimension, and a single number per sample may be a logit, a probability or a value. The losses of PyTorch say so, and
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Accuracy(NamedTuple):
-    """How often predictions are right.
+    """The share of right predictions.
 
     Attributes:
         share: The share of the labels that are predicted right; NaN where nothing is classified.

@@ -1,4 +1,4 @@
-"""Whether a saved state fits what is registered. All of it is looked at before anything is replaced.
+"""Checks that a saved state fits what is registered. All of it is looked at before anything is replaced.
 
 What does not fit would show later in any case: with one model loaded and the next one not, or in the first
 step, or never. So these functions look at kinds and sizes, not only at what loading itself would stumble over.

@@ -31,7 +31,7 @@ MAX_NUMBERS = 4096
 
 @dataclass(frozen=True, eq=False)
 class MetricState:
-    """What a metric has seen, apart from the metric itself.
+    """The state of a metric, apart from the metric itself.
 
     Merging only collects; the states are reduced when the value is computed. So the result does not depend
     on how the merging was grouped, not even for states that torchmetrics keeps side by side instead of

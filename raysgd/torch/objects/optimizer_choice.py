@@ -1,4 +1,4 @@
-"""Which optimizers a call of `backward` or `optimizer_step` is for."""
+"""The choice of the optimizers that a call of `backward` or `optimizer_step` is for."""
 
 from __future__ import annotations
 

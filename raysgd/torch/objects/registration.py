@@ -1,4 +1,4 @@
-"""What `register` is given: one object or several, in whatever container, and handed back in the same one."""
+"""Arguments of `register`: one object or several, in whatever container, handed back in the same one."""
 
 from __future__ import annotations
 
