@@ -31,6 +31,7 @@ def fit_line(num_epochs: int, **options: Any) -> dict[str, float]:
         config={"lr": 1e-2, "hidden_size": 1, "batch_size": 4},
         scheduler_step_freq="epoch",
         joint_batch="constant",
+        seed=0,
         **options,
     ) as trainer:
         for _ in range(num_epochs):

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,7 +130,7 @@ def runner(ray_cluster: None) -> Iterator[PageRunner]:
 
 
 @pytest.mark.integration
-def test_the_python_of_the_first_page_runs(tmp_path: Path) -> None:
+def test_the_first_page_prints_what_it_shows(tmp_path: Path) -> None:
     """In a process and with a Ray cluster of its own, as it does for whoever reads it."""
     script = script_of(FIRST_PAGE, tmp_path)
     result = subprocess.run(
@@ -141,6 +141,36 @@ def test_the_python_of_the_first_page_runs(tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert_prints_what_it_shows(result.stdout)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_the_first_page_prints_the_same_with_another_number_of_workers(
+    num_workers: int, runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    script, output = script_of(FIRST_PAGE, tmp_path), tmp_path / "output"
+    text = script.read_text(encoding="utf-8")
+    assert text.count("num_workers=2") == 1
+    script.write_text(text.replace("num_workers=2", f"num_workers={num_workers}"), encoding="utf-8")
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
+    assert_prints_what_it_shows(output.read_text())
+
+
+def assert_prints_what_it_shows(output: str) -> None:
+    [shown] = [block for block in blocks(ROOT / FIRST_PAGE) if block.kind == "text"]
+    printed = [line for line in output.splitlines() if line.startswith("epoch ")]
+    assert numbers(printed) == pytest.approx(numbers(shown.lines), abs=1.5e-3)
+
+
+def numbers(lines: Iterable[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
+def environment_on_cluster() -> dict[str, str]:
+    import ray
+
+    return environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
 
 
 @pytest.mark.integration
@@ -148,22 +178,18 @@ def test_the_python_of_the_first_page_runs(tmp_path: Path) -> None:
 def test_the_python_of_a_page_runs_with_workers(
     name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
-    import ray
-
-    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert runner.run(script_of(name, tmp_path), environment, output) == 0, output.read_text()
+    output = tmp_path / "output"
+    assert runner.run(script_of(name, tmp_path), environment_on_cluster(), output) == 0, output.read_text()
 
 
 @pytest.mark.soak
 @pytest.mark.integration
 @pytest.mark.parametrize("name", [name_of(page) for page in PAGES if python_blocks(page, "python soak")])
 def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path) -> None:
-    import ray
-
     skip_without_horovod(name, "python", "python soak")
     script = script_of(name, tmp_path, "python", "python soak")
-    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert runner.run(script, environment, output) == 0, output.read_text()
+    output = tmp_path / "output"
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
 
 
 @pytest.mark.soak
@@ -178,16 +204,14 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
 def test_the_programs_of_a_page_run_on_two_workers_too(
     name: str, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
-    import ray
-
     script = script_of(name, tmp_path)
     text = script.read_text(encoding="utf-8")
     for alone, together, number in (("use_local=True", "num_workers=2", 3), *more):
         assert text.count(alone) == number
         text = text.replace(alone, together)
     script.write_text(text, encoding="utf-8")
-    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert runner.run(script, environment, output) == 0, output.read_text()
+    output = tmp_path / "output"
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
 
 
 @pytest.mark.program

@@ -71,6 +71,19 @@ LEARNED: dict[str, Callable[[Result], bool]] = {
 NEEDS_WORKERS = {"function_digits.py", "population.py", "ray_data.py", "survive.py"}
 """Scripts that train on workers even with `--num-workers 1`."""
 
+PRINT_THE_SAME = {
+    "active_learning.py",
+    "fsdp_transformer.py",
+    "horovod_digits.py",
+    "lightning_digits.py",
+    "mlflow_tracking.py",
+    "regression_diabetes.py",
+    "tf_creators.py",
+    "torchmetrics_digits.py",
+    "train_example.py",
+}
+"""Scripts that print the same numbers in one process and on workers. For the others the table of examples says why."""
+
 LONG = {
     "dcgan.py",
     "fsdp_transformer.py",
@@ -134,8 +147,10 @@ def address(ray_cluster: None) -> str:
     return found
 
 
-def run_forked(script: str, runner: PageRunner, surroundings: Surroundings, *arguments: str) -> Result:
-    """Run it in a process that has imported PyTorch already, and return its result."""
+def run_forked(
+    script: str, runner: PageRunner, surroundings: Surroundings, *arguments: str
+) -> tuple[list[str], Result]:
+    """Run it in a process that has imported PyTorch already, and return what it printed, and its result."""
     output = surroundings.temporary / "output"
     status = runner.run(
         EXAMPLES / script, surroundings.environment(), output, ["--smoke-test", *arguments], surroundings.working
@@ -143,9 +158,8 @@ def run_forked(script: str, runner: PageRunner, surroundings: Surroundings, *arg
     text = output.read_text()
     assert status == 0, text
     output.unlink()
-    [last] = [line for line in text.splitlines() if line.startswith("{")]
-    result: Result = json.loads(last)
-    return result
+    *lines, last = [line for line in text.splitlines() if not line.startswith("(")]  # where Ray tells of a worker
+    return lines, json.loads(last)
 
 
 def run(script: str, surroundings: Surroundings, *arguments: str) -> tuple[list[str], Result]:
@@ -193,9 +207,41 @@ def assert_scores_are_comparable(result: Result) -> None:
     assert all(name.removesuffix("_of_one_process") in result for name in beside)
 
 
+def assert_prints_the_same(lines: list[str], result: Result) -> None:
+    """The lines of the training on workers, and its scores, are those of the training in one process."""
+    lines = [line for line in lines if not UNASKED.search(line)]
+    alone, together = (
+        lines.index("training in one process"),
+        lines.index(f"training on {result['num_workers']} workers"),
+    )
+    of_one = lines[alone + 1 : together]
+    assert numbers(lines[together + 1 :][: len(of_one)]) == pytest.approx(numbers(of_one), rel=1e-3, abs=1.001e-3)
+    for name, value in result.items():
+        if f"{name}_of_one_process" in result:
+            assert value == pytest.approx(result[f"{name}_of_one_process"], rel=1e-3, abs=1e-3)
+
+
+def numbers(lines: list[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"-?\d+(?:\.\d+)?", line)]
+
+
+def reasons() -> dict[str, str]:
+    """What the table of examples says of the numbers that each script prints with 1, 2 and 4 workers."""
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| [")]
+    return {re.sub(r".*\((.*)\)", r"\1", cells[0]): cells[3] for cells in rows}
+
+
 def test_it_is_known_of_every_script_when_it_has_learned() -> None:
     assert sorted(LEARNED) == SCRIPTS
-    assert {*NEEDS_WORKERS, *LONG} <= {*SCRIPTS}
+    assert {*NEEDS_WORKERS, *LONG, *PRINT_THE_SAME} <= {*SCRIPTS}
+
+
+def test_the_table_says_which_examples_print_the_same_numbers_and_why_the_others_do_not() -> None:
+    said = reasons()
+    assert said.keys() == {*SCRIPTS, "notebook.ipynb"}
+    assert {name for name, reason in said.items() if reason == "the same"} == {*PRINT_THE_SAME, "survive.py"}
+    assert all(len(reason) > 10 for reason in said.values() if reason != "the same")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -212,12 +258,32 @@ def test_a_script_is_short_and_says_on_what_it_trains(script: str) -> None:
 @pytest.mark.program
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in SCRIPTS if name not in NEEDS_WORKERS],
+    [
+        pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
+        for name in SCRIPTS
+        if name not in NEEDS_WORKERS and (name in LONG or name not in PRINT_THE_SAME)
+    ],
 )
 def test_a_script_learns_in_one_process(script: str, runner: PageRunner, surroundings: Surroundings) -> None:
-    result = run_forked(script, runner, surroundings, "--num-workers", "1")
+    _, result = run_forked(script, runner, surroundings, "--num-workers", "1")
     assert LEARNED[script](result), result
     assert result["num_workers"] == 1
+    assert_scores_are_comparable(result)
+    assert_tidy(surroundings)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in sorted(PRINT_THE_SAME)]
+)
+def test_a_script_prints_the_same_with_4_workers_as_in_one_process(
+    script: str, runner: PageRunner, surroundings: Surroundings, address: str
+) -> None:
+    if "horovod" in script:
+        pytest.importorskip("horovod", reason="Horovod does not build with every Python")
+    lines, result = run_forked(script, runner, surroundings, "--num-workers", "4", "--address", address)
+    assert LEARNED[script](result), result
+    assert_prints_the_same(lines, result)
     assert_scores_are_comparable(result)
     assert_tidy(surroundings)
 
@@ -227,7 +293,7 @@ def test_a_script_learns_in_one_process(script: str, runner: PageRunner, surroun
 def test_a_script_that_needs_workers_learns(
     script: str, runner: PageRunner, surroundings: Surroundings, address: str
 ) -> None:
-    result = run_forked(script, runner, surroundings, "--address", address)
+    _, result = run_forked(script, runner, surroundings, "--address", address)
     assert LEARNED[script](result), result
     assert_scores_are_comparable(result)
     assert_tidy(surroundings)
@@ -242,6 +308,8 @@ def test_a_script_learns_as_a_program_on_workers(script: str, surroundings: Surr
     assert result["num_workers"] >= 2
     assert result["seconds"] > 0
     assert lines, "nothing for people to read"
+    if script in PRINT_THE_SAME:
+        assert_prints_the_same(lines, result)
     assert not [line for line in lines if UNASKED.search(line)]
     assert_scores_are_comparable(result)
     assert_tidy(surroundings)
