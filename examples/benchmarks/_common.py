@@ -85,7 +85,7 @@ def make_parser(description: str, *, repetitions: int, peers: Mapping[str, str])
     Args:
         description: What is measured.
         repetitions: The default of `--repetitions`.
-        peers: Name of each other contender, and the package it needs.
+        peers: Name of each other contender, and the package it needs, or the Python of an environment only for it.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, no peers: only whether it runs")
@@ -131,6 +131,8 @@ def _peer_names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _is_installed(package: str) -> bool:
+    if os.sep in package:
+        return Path(package).exists()
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # of what is before the dot

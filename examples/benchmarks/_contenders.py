@@ -16,9 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _common import MIB, ray_cluster
-from _counted import NUM_SAMPLES, NUM_WORKERS, SAVE_EVERY, CountedOperator, HandWritten, books
+from _counted import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    NUM_WORKERS,
+    SAVE_EVERY,
+    STEPS_OF_PASS,
+    Counted,
+    CountedOperator,
+    HandWritten,
+    books,
+    loss_of,
+    make_data,
+    optimizer_of,
+)
 from _counted import write_state as write
-from _kills import Schedule, killing, samples_begun, wall_of
+from _kills import Schedule, Trail, killing, samples_begun, wall_of
+from _torchft import ReplicaGroup, run_groups
 
 MANY = 10**6  # retries
 
@@ -127,9 +141,31 @@ def torchrun_worker(folder: str, num_passes: int) -> None:
 
     training = HandWritten(rank, folder, torch.load(path) if path.exists() else None)
     training.run(num_passes, save)
-    _note_end(folder, rank, training)
+    _note_end(folder, rank, training.used)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+
+
+def run_torchft(num_passes: int, kills: Kills, peer: str = "torchft") -> dict[str, float]:
+    """torchft: so many steps, of however many workers; what is lost or away meanwhile is not made up for."""
+    schedule = _schedule(kills)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, killing(folder, schedule):
+        log = run_groups(peer, NUM_WORKERS, [__file__, "torchft", peer, folder, str(num_passes)])
+        return _read_end(folder, schedule, num_passes, log)
+
+
+def torchft_worker(peer: str, folder: str, num_passes: int) -> None:
+    """One process of `run_torchft`, of whatever generation."""
+    counted = Counted()
+    group = ReplicaGroup(peer, counted, optimizer_of(counted), folder, NUM_WORKERS)
+    trail = Trail(folder)
+    for batch in group.batches(make_data(), BATCH_SIZE):
+        trail.begin(len(batch[0]))
+        if group.step(lambda: loss_of(counted, batch)):  # noqa: B023 - called at once
+            counted.count()
+        if group.num_steps >= num_passes * STEPS_OF_PASS:
+            _note_end(folder, 0, counted.used)
+            os._exit(0)
 
 
 def run_ray_train(num_passes: int, kills: Kills) -> dict[str, float]:
@@ -170,12 +206,12 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
 
     training = HandWritten(rank, config["folder"], before)
     training.run(config["num_passes"], save)
-    _note_end(config["folder"], rank, training)
+    _note_end(config["folder"], rank, training.used)
 
 
-def _note_end(folder: str, rank: int, training: HandWritten) -> None:
+def _note_end(folder: str, rank: int, used: torch.Tensor) -> None:
     if rank == 0:
-        write(Path(folder) / "end.pt", {"at": time.monotonic(), "used": training.state()["model"]["used"]})
+        write(Path(folder) / "end.pt", {"at": time.monotonic(), "used": used.detach()})
 
 
 def _read_end(folder: str, schedule: Schedule | None, num_passes: int, log: str) -> dict[str, Any]:
@@ -187,4 +223,6 @@ def _read_end(folder: str, schedule: Schedule | None, num_passes: int, log: str)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "torchft":
+        torchft_worker(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     torchrun_worker(sys.argv[1], int(sys.argv[2]))

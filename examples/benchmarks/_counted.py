@@ -116,6 +116,11 @@ class HandWritten:
         self._model, self._trail = DistributedDataParallel(self._counted), Trail(folder)
         self._sampler: DistributedSampler[Any] = DistributedSampler(self._data, NUM_WORKERS, rank, seed=0)
 
+    @property
+    def used(self) -> torch.Tensor:
+        """The books of the samples."""
+        return self._counted.used
+
     def state(self) -> dict[str, Any]:
         """Of the training, with how many steps it has done."""
         return {"model": self._counted.state_dict(), "optimizer": self._optimizer.state_dict(), "done": self._done}

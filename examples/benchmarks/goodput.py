@@ -11,6 +11,9 @@ from the beginning of the first step to the end of the last one. Each run with k
 and behind it, so that a machine that becomes slower or faster shows. The model itself keeps the books of the samples,
 see `_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
 
+torchft counts steps and not samples: a step of the worker that is left counts as one of both, and the samples of the
+other, and of steps that it discards, are lost. So its goodput is that of its steps; see what they cost in samples.
+
 The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
 again and it measures the rows that are missing. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
 """
@@ -18,6 +21,7 @@ again and it measures the rows that are missing. `docs/make_tables.py` and `docs
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -26,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from _common import OWN, JobError, Report, Target, choose_peers, dispatch, machine, make_parser, run_job
-from _contenders import run_ray_train, run_raysgd, run_torchrun
+from _contenders import run_ray_train, run_raysgd, run_torchft, run_torchrun
 from _counted import NUM_WORKERS, STEPS_OF_PASS
+from _torchft import PYTHON as TORCHFT
 
-PEERS = {"torchrun": "torch", "ray_train": "ray.train"}
+PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
 GUESSED_STEP_S = 0.025
 START_S = 15.0  # of a run, about: until its first step, and behind its last one
 CALM_S = 30.0
@@ -58,7 +63,13 @@ FIGURES = {
     "store_mib_grown": "its object store by, MiB",
     "load": "load at the end",
 }
-ROLES = {OWN: run_raysgd, "torchrun": run_torchrun, "ray_train": run_ray_train}
+ROLES = {
+    OWN: run_raysgd,
+    "torchrun": run_torchrun,
+    "torchft": run_torchft,
+    "torchft_tuned": functools.partial(run_torchft, peer="torchft_tuned"),
+    "ray_train": run_ray_train,
+}
 
 Row = dict[str, Any]
 

@@ -1,11 +1,13 @@
 """Recovery: from the SIGKILL of one of two workers to the end of the next training step, and batches done again.
 
-    python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,ray_train]
+    python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,torchft,ray_train]
 
 Every repetition is a separate program, and the contenders take turns. Each worker notes when each of its steps began
 and ended, on the machine's monotonic clock, and with how many workers; the one to die notes when it does. All
 contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
 the third one. What counts is the first step that began after the death, and the first of as many workers as before.
+torchft discards the step in which a worker dies, and goes on with the next batches: those of the discarded step, and
+of the step in which a new worker gets its state, are counted as lost.
 
 The last part times the steps of epochs with `snapshot_every_n_steps`. What a snapshot costs is what the steps behind
 it, up to half-way to the next one, take longer than those from there on: both halves see the same noise of the machine.
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,18 @@ from _common import (
     scaled,
     take_turns,
 )
-from _workloads import STATES, HandWritten, StockOperator, config_of
+from _torchft import PYTHON as TORCHFT
+from _torchft import ReplicaGroup, run_groups
+from _workloads import STATES, HandWritten, StockOperator, config_of, sgd
 
-PEERS = {"bare": "ray", "torchrun": "torch", "ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
+PEERS = {
+    "bare": "ray",
+    "torchrun": "torch",
+    "torchft": str(TORCHFT),
+    "torchft_tuned": str(TORCHFT),
+    "ray_train": "ray.train",
+    "ray_train_fast_poll": "ray.train",
+}
 NUM_WORKERS = int(os.environ.get("BENCH_NUM_WORKERS", "2"))  # `scale.py` has more
 VICTIM = 1
 EPOCH = 30  # batches; behind each, those who save do
@@ -54,11 +65,10 @@ ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
 LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
-# From three workers on, a constant joint batch is what lets the others go on by default; one of two has to be told.
-GOING_ON: dict[str, Any] = {"joint_batch": "constant"} if NUM_WORKERS > 2 else {"resize_check_s": 60.0}
 OWN_WAYS: dict[str, dict[str, Any]] = {
+    f"{OWN}, default": {"joint_batch": "constant"},
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, going on": GOING_ON,
+    f"{OWN}, going on": {"resize_check_s": 60.0},
     f"{OWN}, new process": {"resize_check_s": None},
     f"{OWN}, rebuild": {"recovery": "rebuild"},
 }
@@ -66,6 +76,7 @@ _FIGURES = {
     "recovery_s": "kill -> end of the next step, s",
     "full_size_s": "-> of all workers again, s",
     "batches_again": "batches done again",
+    "batches_lost": "batches of a worker lost",
 }
 
 
@@ -96,6 +107,13 @@ class Stamps:
 
     def end(self, batch: int, num_workers: int = NUM_WORKERS) -> None:
         """Its optimizer step, of so many workers, is over."""
+        self._note(batch, num_workers)
+
+    def lose(self, batch: int) -> None:
+        """This worker's part of it is in no weights, and is not done again."""
+        self._note(batch, 0)
+
+    def _note(self, batch: int, num_workers: int) -> None:
         self._file.write(json.dumps([batch, self._began, time.monotonic(), num_workers]) + "\n")
         self._file.flush()
 
@@ -114,14 +132,17 @@ def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
         if not killed.exists():
             raise RuntimeError(f"no worker came to batch {last}; {len(steps)} steps were noted")
         at = float(killed.read_text())
-        later = [(ended, batch, num_workers) for batch, began, ended, num_workers in steps if began > at]
+        later = [
+            (ended, batch, num_workers) for batch, began, ended, num_workers in steps if num_workers and began > at
+        ]
         if not later:
             raise RuntimeError(f"no step began after the kill; {len(steps)} steps were noted before")
         full = [ended for ended, _, num_workers in later if num_workers == NUM_WORKERS]
         if not full:
             raise RuntimeError(f"none of the {len(later)} steps after the kill was one of {NUM_WORKERS} workers")
         ended, batch, _ = min(later)
-        for name, value in zip(_FIGURES, (ended - at, min(full) - at, last - batch), strict=True):
+        num_lost = sum(ended > at for _, _, ended, num_workers in steps if not num_workers)
+        for name, value in zip(_FIGURES, (ended - at, min(full) - at, last - batch, num_lost), strict=True):
             figures[name].append(value)
     return figures
 
@@ -154,6 +175,8 @@ def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, 
     num_spares = options.get("spare_workers", 0)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
         config = config_of(STATES[workload], NUM_WORKERS, stamps=folder, num_losses=num_losses)
+        if options.get("joint_batch") == "constant":
+            config["batch_size"] = STATES[workload].batch_size * NUM_WORKERS
         with TorchTrainer(
             training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
         ) as trainer:
@@ -161,8 +184,12 @@ def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, 
                 trainer.train(num_steps=EPOCH)
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
-                trainer.train(num_steps=LONG_EPOCH if options == GOING_ON else EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if _may_go_on(options) else EPOCH)
         return read_stamps(folder, num_losses)
+
+
+def _may_go_on(options: Mapping[str, Any]) -> bool:
+    return not {"spare_workers", "recovery"} & set(options) and options.get("resize_check_s", "auto") is not None
 
 
 def _await_spares(trainer: Any, num_spares: int) -> None:
@@ -256,6 +283,32 @@ def torchrun_worker(workload: str, folder: str) -> None:
     training.run(NUM_BATCHES, after)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+
+
+def run_torchft(workload: str, peer: str = "torchft") -> dict[str, list[float]]:
+    """torchft: survivors discard a step and go on; the worker that died is started again at once."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log = run_groups(peer, NUM_WORKERS, [__file__, "--torchft-worker", peer, workload, folder])
+        try:
+            return read_stamps(folder)
+        except RuntimeError as error:
+            raise RuntimeError(log) from error
+
+
+def torchft_worker(peer: str, workload: str, folder: str) -> None:
+    """One process of `run_torchft`, of whatever generation."""
+    model, data = STATES[workload].model(), STATES[workload].dataset(NUM_WORKERS)
+    group = ReplicaGroup(peer, model, sgd(model), folder, NUM_WORKERS)
+    criterion, stamps = torch.nn.CrossEntropyLoss(), Stamps(folder)
+    for features, target in group.batches(data, STATES[workload].batch_size):
+        stamps.begin(group.num_steps, group.rank)
+        is_in_weights = group.step(lambda: criterion(model(features), target))  # noqa: B023 - called at once
+        if is_in_weights:
+            stamps.end(group.num_steps - 1, group.num_participants)
+        if not (is_in_weights and group.took_part):
+            stamps.lose(group.num_steps)
+        if group.num_steps >= KILLED_AFTER + LONG_EPOCH // 2:
+            os._exit(0)
 
 
 def run_bare(workload: str) -> dict[str, list[float]]:
@@ -414,6 +467,8 @@ ROLES = {
     OWN: run_raysgd,
     "bare": run_bare,
     "torchrun": run_torchrun,
+    "torchft": run_torchft,
+    "torchft_tuned": functools.partial(run_torchft, peer="torchft_tuned"),
     "ray_train": run_ray_train,
     "ray_train_fast_poll": run_ray_train,
     "snapshots": run_snapshots,
@@ -424,6 +479,8 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 def main() -> None:
     if sys.argv[1:2] == ["--torchrun-worker"]:
         torchrun_worker(sys.argv[2], sys.argv[3])
+    if sys.argv[1:2] == ["--torchft-worker"]:
+        torchft_worker(*sys.argv[2:])
     dispatch(ROLES)
     arguments = make_parser(__doc__.partition("\n")[0], repetitions=5, peers=PEERS).parse_args()
     peers = choose_peers(arguments, PEERS)

@@ -115,7 +115,7 @@ def report_recovery(report: Report, size: int, repetitions: int, num_losses: int
     run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=WORKLOAD)
     jobs: dict[str, Callable[[], Any]] = {
         f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1, num_losses=num_losses),
-        f"{OWN}, new process": functools.partial(run, OWN, num_losses=num_losses),
+        f"{OWN}, new process": functools.partial(run, OWN, num_losses=num_losses, resize_check_s=None),
         **{name: functools.partial(run, name) for name in peers},
     }
     runs: Mapping[str, Any] = take_turns(jobs, repetitions, report)

@@ -187,6 +187,16 @@ def test_a_peer_that_is_not_installed_is_named_with_what_it_needs(common: Module
     assert chosen(common).status() == {"here": "run", "absent": "not installed (needs `no_such_package.part`)"}
 
 
+def test_a_peer_with_an_environment_of_its_own_is_there_if_its_python_is(common: ModuleType, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    parser = common.make_parser("words", repetitions=1, peers={"apart": str(python)})
+    arguments = parser.parse_args([])
+    assert common.choose_peers(arguments, {"apart": str(python)}).absent == {"apart": str(python)}
+    python.parent.mkdir()
+    python.touch()
+    assert common.choose_peers(arguments, {"apart": str(python)}).selected == ("apart",)
+
+
 def test_peers_are_left_out_of_a_smoke_test_unless_they_are_named(common: ModuleType) -> None:
     assert chosen(common, "--smoke-test").selected == ()
     assert chosen(common, "--smoke-test", "--peers", "here").selected == ("here",)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
-MODULES = ("_common", "_kills", "_counted", "_contenders", "goodput")
+MODULES = ("_common", "_kills", "_counted", "_torchft", "_contenders", "goodput")
 TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(600)"
 
 
@@ -191,15 +191,15 @@ def row_of(plan: Any, **figures: float) -> dict[str, Any]:
 
 def test_each_contender_has_a_row_at_each_rate(goodput: Any) -> None:
     found = plans(goodput, "--rates", "15:150,60:300")
-    assert len(found) == 10
+    assert len(found) == 14
     assert {(plan.every_s, plan.seconds) for plan in found} == {(15.0, 150.0), (60.0, 300.0)}
-    assert sum(plan.expected_s for plan in found) < 90 * 60
+    assert sum(plan.expected_s for plan in found) < 120 * 60
 
 
 def test_a_smoke_test_is_short_for_all_contenders(goodput: Any) -> None:
     found = plans(goodput, "--smoke-test")
-    assert [plan.max_kills for plan in found] == [1] * 5
-    assert sum(plan.num_calm * plan.calm_s + plan.seconds for plan in found) <= 50
+    assert [plan.max_kills for plan in found] == [1] * 7
+    assert sum(plan.num_calm * plan.calm_s + plan.seconds for plan in found) <= 70
 
 
 def test_only_some_contenders_are_measured_if_they_are_named(goodput: Any) -> None:

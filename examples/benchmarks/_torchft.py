@@ -1,0 +1,238 @@
+"""The peer torchft: replica groups of one process each, the lighthouse between them, and restarts of those that die.
+
+torchft has its own environment, `.venv-torchft`, which `make bench` creates. The functions that start processes
+run in the benchmark's; the class `ReplicaGroup` runs in torchft's.
+
+Its defaults are those of its README's command for the lighthouse and of `Manager`. The tuned ones notice a dead worker
+after 0.3 s, as long as a sign of life may be late on two busy cores. A group that dies is started again at once, and
+reads on where it stopped: both are left to the user by torchft, and this is the best that a user can do.
+
+Gradients are added with `Manager.allreduce`. torchft 0.2.0 also wraps `DistributedDataParallel`, but where a connection
+breaks while that waits for gloo, an `AssertionError` (`assert fut._fut`) ends the survivor as well, and the training is
+lost with both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-torchft"
+PYTHON = ENVIRONMENT / "bin" / "python"
+_MOST_RESTARTS = 1000
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True)
+class TimeOuts:
+    """Of the lighthouse and of the managers.
+
+    Attributes:
+        heartbeat_timeout_ms: A group that is silent for so long is dead.
+        heartbeat_interval_ms: From one sign of life to the next.
+        quorum_tick_ms: How often the lighthouse looks whether the groups can go on.
+        join_timeout_ms: How long it waits for a group that lives and has not come to its next step.
+    """
+
+    heartbeat_timeout_ms: int = 5000
+    heartbeat_interval_ms: int = 100
+    quorum_tick_ms: int = 100
+    join_timeout_ms: int = 10000
+
+
+TIME_OUTS = {
+    "torchft": TimeOuts(),
+    "torchft_tuned": TimeOuts(
+        heartbeat_timeout_ms=300, heartbeat_interval_ms=50, quorum_tick_ms=10, join_timeout_ms=1000
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def run_groups(peer: str, num_groups: int, command: Sequence[str]) -> str:
+    """Runs a script in groups of one process, which get `RANK`, until one of them has come to its end.
+
+    Args:
+        peer: One of `TIME_OUTS`.
+        num_groups: How many groups there are. One that dies is started again.
+        command: The script and its arguments.
+
+    Returns:
+        The end of what they wrote.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        with _lighthouse(TIME_OUTS[peer]) as address, ExitStack() as stack:
+            groups = [_Process(command, rank, address, log) for rank in range(num_groups)]
+            for group in groups:
+                stack.callback(group.end)
+            for _ in range(_MOST_RESTARTS):
+                code, group = _first_to_end(groups)
+                if code == 0:
+                    break
+                group.start()
+        log.seek(0)
+        return log.read()[-4000:]
+
+
+def _first_to_end(groups: Sequence[_Process]) -> tuple[int, _Process]:
+    while True:
+        for group in groups:
+            code = group.code()
+            if code is not None:
+                return code, group
+        time.sleep(_LOOK_S)
+
+
+class _Process:
+    def __init__(self, command: Sequence[str], rank: int, lighthouse: str, log: IO[str]) -> None:
+        self._command, self._log = [str(PYTHON), *command], log
+        self._environment = {**os.environ, "RANK": str(rank), "TORCHFT_LIGHTHOUSE": lighthouse}
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def end(self) -> None:
+        if self.code() is None:
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def _lighthouse(time_outs: TimeOuts) -> Iterator[str]:
+    """Its address, for as long as the block runs."""
+    options = [time_outs.join_timeout_ms, time_outs.quorum_tick_ms, time_outs.heartbeat_timeout_ms]
+    command = [str(PYTHON), __file__, *map(str, options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def _serve(join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int) -> None:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("[::]:0", 1, join_timeout_ms, quorum_tick_ms, heartbeat_timeout_ms)
+    print(server.address(), flush=True)
+    sys.stdin.read()  # until the benchmark ends
+    server.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+class ReplicaGroup:
+    """One process of a training with torchft. It begins when all groups live.
+
+    Args:
+        peer: One of `TIME_OUTS`.
+        model: What to train; every group has the same weights at the beginning.
+        optimizer: Of its parameters.
+        folder: Shared by all groups.
+        num_groups: How many there are.
+    """
+
+    def __init__(
+        self, peer: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, num_groups: int
+    ) -> None:
+        from torchft import Manager, Optimizer, ProcessGroupGloo
+
+        self.rank, self._num_groups, self._folder = int(os.environ["RANK"]), num_groups, Path(folder)
+        self._model, self._own_optimizer = model, optimizer
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._manager = Manager(
+            pg=ProcessGroupGloo(),
+            load_state_dict=self._load,
+            state_dict=self._state,
+            min_replica_size=1,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=self._store.port,
+            replica_id=str(self.rank),
+            hostname="localhost",
+            heartbeat_interval=timedelta(milliseconds=TIME_OUTS[peer].heartbeat_interval_ms),
+        )
+        self._optimizer = Optimizer(self._manager, optimizer)
+        self._await_all()
+
+    def _await_all(self) -> None:
+        (self._folder / f"ready-{self.rank}").touch()
+        while len(list(self._folder.glob("ready-*"))) < self._num_groups:
+            time.sleep(_LOOK_S)
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": self._own_optimizer.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        self._own_optimizer.load_state_dict(state["optimizer"])
+
+    def batches(self, data: TensorDataset, batch_size: int) -> Iterator[Any]:
+        """Batches of this group's part of the data, pass after pass, from where the process before it stopped."""
+        place = self._folder / f"position-{self.rank}"
+        position = int(place.read_text()) if place.exists() else 0
+        sampler: DistributedSampler[Any] = DistributedSampler(data, self._num_groups, self.rank, seed=0)
+        num_batches = len(sampler) // batch_size
+        for number in itertools.count(position // num_batches):
+            sampler.set_epoch(number)
+            mine = list(sampler)[(position - number * num_batches) * batch_size :]
+            for batch in DataLoader(data, batch_size=batch_size, sampler=mine):
+                yield batch
+                position += 1
+                place.write_text(str(position))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are in the weights."""
+        return int(self._manager.current_step())
+
+    @property
+    def num_participants(self) -> int:
+        """Groups whose gradients were in the last step."""
+        return int(self._manager.num_participants())
+
+    def step(self, loss_of: Callable[[], torch.Tensor]) -> bool:
+        """Computes gradients, adds those of all groups and steps. Whether torchft did not discard the step."""
+        self._optimizer.zero_grad()
+        loss_of().backward()  # type: ignore[no-untyped-call]
+        for work in [self._manager.allreduce(each.grad) for each in self._model.parameters()]:
+            work.wait()
+        before = self._manager.batches_committed()
+        self._optimizer.step()
+        return bool(self._manager.batches_committed() > before)
+
+    @property
+    def took_part(self) -> bool:
+        """Whether the gradients of this group were in the last step; a group that gets its state adds zeros."""
+        return bool(self._manager.is_participating())
+
+
+if __name__ == "__main__":
+    _serve(*map(int, sys.argv[1:]))
