@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,11 @@ ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
 LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
+# From three workers on, a constant joint batch is what lets the others go on by default; one of two has to be told.
+GOING_ON: dict[str, Any] = {"joint_batch": "constant"} if NUM_WORKERS > 2 else {"resize_check_s": 60.0}
 OWN_WAYS: dict[str, dict[str, Any]] = {
-    f"{OWN}, default": {"joint_batch": "constant"},
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, going on": {"resize_check_s": 60.0},
+    f"{OWN}, going on": GOING_ON,
     f"{OWN}, new process": {"resize_check_s": None},
     f"{OWN}, rebuild": {"recovery": "rebuild"},
 }
@@ -175,8 +176,6 @@ def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, 
     num_spares = options.get("spare_workers", 0)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
         config = config_of(STATES[workload], NUM_WORKERS, stamps=folder, num_losses=num_losses)
-        if options.get("joint_batch") == "constant":
-            config["batch_size"] = STATES[workload].batch_size * NUM_WORKERS
         with TorchTrainer(
             training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
         ) as trainer:
@@ -184,12 +183,8 @@ def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, 
                 trainer.train(num_steps=EPOCH)
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
-                trainer.train(num_steps=LONG_EPOCH if _may_go_on(options) else EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if options == GOING_ON else EPOCH)
         return read_stamps(folder, num_losses)
-
-
-def _may_go_on(options: Mapping[str, Any]) -> bool:
-    return not {"spare_workers", "recovery"} & set(options) and options.get("resize_check_s", "auto") is not None
 
 
 def _await_spares(trainer: Any, num_spares: int) -> None:
