@@ -49,8 +49,8 @@ class GANOperator(TrainingOperator):
         ...
         ...     def build_data(self, config):
         ...         return torch.randn(100, 1), None
-        >>> config = {"noise_dim": 2, "batch_size": 25}
-        >>> with TorchTrainer(training_operator_cls=Bell, config=config, use_local=True) as trainer:
+        >>> options = {"config": {"noise_dim": 2, "batch_size": 25}, "joint_batch": "constant"}
+        >>> with TorchTrainer(training_operator_cls=Bell, **options, use_local=True) as trainer:
         ...     result = trainer.train()
         >>> sorted(name for name in result if name.startswith("loss"))
         ['loss_d', 'loss_g']

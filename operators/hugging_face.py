@@ -61,8 +61,8 @@ class HuggingFaceOperator(SupervisedOperator):
         ...     def build_data(self, config):
         ...         data = [{"input_ids": torch.tensor([index % 10]), "labels": index % 2} for index in range(100)]
         ...         return data, data
-        >>> config = {"lr": 0.01, "batch_size": 10, "seed": 0}
-        >>> with TorchTrainer(training_operator_cls=Parity, config=config, use_local=True) as trainer:
+        >>> options = {"config": {"lr": 0.01, "batch_size": 10, "seed": 0}, "joint_batch": "constant"}
+        >>> with TorchTrainer(training_operator_cls=Parity, **options, use_local=True) as trainer:
         ...     for _ in range(5):
         ...         result = trainer.train()
         ...     trainer.validate()["val_accuracy"] > 0.9

@@ -41,8 +41,8 @@ class RegressionOperator(MeasuredOperator):
         ...         x = torch.linspace(-1, 1, 100).reshape(-1, 1)
         ...         data = TensorDataset(x, 2 * x[:, 0])
         ...         return data, data
-        >>> config = {"lr": 0.1, "batch_size": 20, "seed": 0}
-        >>> with TorchTrainer(training_operator_cls=Line, config=config, use_local=True) as trainer:
+        >>> options = {"config": {"lr": 0.1, "batch_size": 20, "seed": 0}, "joint_batch": "constant"}
+        >>> with TorchTrainer(training_operator_cls=Line, **options, use_local=True) as trainer:
         ...     for _ in range(10):
         ...         result = trainer.train()
         ...     trainer.validate()["val_r2"] > 0.9

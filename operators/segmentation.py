@@ -46,8 +46,8 @@ class SegmentationOperator(MeasuredOperator):
         ...         images = torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)
         ...         data = TensorDataset(images, (images[:, 0] > 0).long())
         ...         return data, data
-        >>> config = {"lr": 0.1, "batch_size": 5, "seed": 0}
-        >>> with TorchTrainer(training_operator_cls=Bright, config=config, use_local=True) as trainer:
+        >>> options = {"config": {"lr": 0.1, "batch_size": 5, "seed": 0}, "joint_batch": "constant"}
+        >>> with TorchTrainer(training_operator_cls=Bright, **options, use_local=True) as trainer:
         ...     for _ in range(10):
         ...         result = trainer.train()
         ...     trainer.validate()["val_miou"] > 0.9

@@ -26,20 +26,34 @@ def test_it_is_kept_without_outputs_and_says_on_what_it_trains(cells: list[Any])
 
 @pytest.mark.soak
 @pytest.mark.integration
-def test_it_runs(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nbclient
-    import nbformat
+def test_it_runs_and_prints_the_same_with_1_2_and_4_workers(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    accuracies = [run(num_workers, tmp_path) for num_workers in (1, 2, 4)]
+    assert accuracies == pytest.approx([accuracies[0]] * 3, abs=1e-3)
+    assert accuracies[0] > 0.9
+
+
+def run(num_workers: int, folder: Path) -> float:
+    """Run it with another number of workers in the cluster that is there, and return the accuracy that it prints."""
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    source = notebook.cells[1].source
-    notebook.cells[1].source = source.replace("ray.init(num_cpus=2, include_dashboard=False, ", "ray.init(")
-    assert notebook.cells[1].source != source
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    replace(notebook.cells[1], "ray.init(num_cpus=2, include_dashboard=False, ", "ray.init(")
+    replace(notebook.cells[2], "num_workers=2", f"num_workers={num_workers}")
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     text = "\n".join(output.get("text", "") for output in outputs)
     [accuracy] = re.findall(r"accuracy after 6 epochs: ([\d.]+)", text)
-    assert float(accuracy) > 0.9
     assert "predicted" in text
     assert sum("text/html" in output.get("data", {}) for output in outputs) >= 1, "no card"
+    return float(accuracy)
+
+
+def replace(cell: Any, old: str, new: str) -> None:
+    assert cell.source.count(old) == 1
+    cell.source = cell.source.replace(old, new)
