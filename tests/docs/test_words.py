@@ -49,6 +49,9 @@ PHRASES = {
     r"drop(?:ped)? dead": "die",
 }
 
+# Goals of a benchmark are printed by its script. A page says what came out.
+GOALS = {r"bars?(?=:)|bars?(?= \|)|the bars? (?:is|are) \d+|met": "the figure alone"}
+
 # Names of the first design, and those that took their place.
 NAMES = {
     r"Party": "NextGroup",
@@ -95,6 +98,7 @@ def as_patterns(words: dict[str, str], flags: int = 0) -> Patterns:
 TRANSLATED_PATTERNS = as_patterns(TRANSLATED, re.IGNORECASE)
 PHRASE_PATTERNS = as_patterns(PHRASES, re.IGNORECASE)
 NAME_PATTERNS = as_patterns(NAMES)
+GOAL_PATTERNS = as_patterns(GOALS, re.IGNORECASE)
 
 
 def found_in(
@@ -152,6 +156,11 @@ def test_a_page_uses_plain_words(path: Path) -> None:
     assert to_replace(words_of_page(path)) == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_a_page_says_what_came_out_and_not_what_was_wanted(path: Path) -> None:
+    assert to_replace(words_of_page(path, GOAL_PATTERNS)) == []
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=name_of)
 def test_a_record_reads_as_written_not_as_translated(path: Path) -> None:
     assert to_replace(words_of_page(path, TRANSLATED_PATTERNS)) == []
@@ -160,6 +169,12 @@ def test_a_record_reads_as_written_not_as_translated(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_uses_plain_words(path: Path) -> None:
     assert to_replace(words_of_module(path.read_text(encoding="utf-8"), path)) == []
+
+
+def test_goals_are_told_from_progress_bars() -> None:
+    text = "A bar of tqdm. | speed | bar | met |\n0.14 (bar: 0.3). The bars are 0.9. The bar is written. They meet."
+    found = [each.word for each in found_in(text, ROOT, patterns=GOAL_PATTERNS)]
+    assert found == ["bar", "met", "bar", "The bars are 0"]
 
 
 def test_words_are_found_across_lines_and_by_their_line() -> None:
