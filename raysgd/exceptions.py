@@ -88,6 +88,10 @@ class StorageError(RaySGDError, OSError):
         return type(self), self.args, {**vars(self), "errno": self.errno}
 
 
+class StreamError(RaySGDError, RuntimeError):
+    """A row of a stream cannot be read or prepared, or a shard is not what it was. The message names shard and row."""
+
+
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
     """The workers of a function-based trainer were used before `start` or after `shutdown`."""
 

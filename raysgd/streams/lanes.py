@@ -1,0 +1,139 @@
+"""Lanes: a fixed number of ways through the shards of a stream, whatever the number of workers.
+
+Shards are given to lanes in rounds, one to each. Where fewer are left than there are lanes, neighboring lanes share
+one: each reads every k-th row of it. So all lanes have about the same number of rows, however many shards there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+NUM_LANES = 64
+
+
+class LanePart(NamedTuple):
+    """What a lane reads of one shard.
+
+    Attributes:
+        shard: Index of the shard.
+        first: The first row that belongs to the lane.
+        step: From each row of the lane to its next one.
+    """
+
+    shard: int
+    first: int = 0
+    step: int = 1
+
+    def num_rows(self, of_shard: int) -> int:
+        """Return how many rows of a shard of this length belong to the lane."""
+        return max(0, -(-(of_shard - self.first) // self.step))
+
+    def next_row(self, row: int) -> int:
+        """Return the first row of the lane that is not before `row`."""
+        return max(self.first, row + (self.first - row) % self.step)
+
+
+class LanePosition(NamedTuple):
+    """A place in a lane.
+
+    Attributes:
+        part: Which part of the lane.
+        row: The number of a row in the shard, from which on to read.
+        skip: How many rows to pass over from there, as they are in the lane: after filters, mixed by a shuffle.
+    """
+
+    part: int = 0
+    row: int = 0
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Which lane reads what in one pass.
+
+    Attributes:
+        order: The shards by their index, in the order of the pass.
+        num_lanes: How many lanes there are.
+
+    Example:
+        >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
+        >>> lanes.parts(1)
+        [LanePart(shard=1, first=0, step=1), LanePart(shard=4, first=1, step=2)]
+        >>> lanes.lengths([10, 10, 10, 10, 5, 6])
+        [13, 12, 13, 13]
+    """
+
+    order: Sequence[int]
+    num_lanes: int = NUM_LANES
+
+    def parts(self, lane: int) -> list[LanePart]:
+        """Return what a lane reads, one after the other."""
+        num_whole, num_left = divmod(len(self.order), self.num_lanes)
+        whole = [LanePart(self.order[turn * self.num_lanes + lane]) for turn in range(num_whole)]
+        if not num_left:
+            return whole
+        place = lane * num_left // self.num_lanes
+        first, after = (-(-each * self.num_lanes // num_left) for each in (place, place + 1))
+        shared = LanePart(self.order[num_whole * self.num_lanes + place], lane - first, after - first)
+        return [*whole, shared]
+
+    @cached_property
+    def all_parts(self) -> list[list[LanePart]]:
+        """The parts of each lane."""
+        return [self.parts(lane) for lane in range(self.num_lanes)]
+
+    def lengths(self, of_shards: Sequence[int]) -> list[int]:
+        """Return how many rows each lane has."""
+        return [sum(part.num_rows(of_shards[part.shard]) for part in parts) for parts in self.all_parts]
+
+    def position(self, lane: int, count: int, of_shards: Sequence[int], block: int) -> LanePosition:
+        """Return where a lane is after some rows, where all lengths are known.
+
+        Args:
+            lane: The lane.
+            count: How many of its rows were used.
+            of_shards: The lengths of the shards.
+            block: How many rows are mixed with each other: a position begins with a whole block.
+        """
+        skip = count % block
+        left = count - skip
+        parts = self.all_parts[lane]
+        for number, part in enumerate(parts):
+            num_rows = part.num_rows(of_shards[part.shard])
+            if left < num_rows:
+                return LanePosition(number, part.first + left * part.step, skip)
+            left -= num_rows
+        return LanePosition(len(parts))
+
+
+def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
+    """Return the lanes that a worker watches: each is watched by one. It trains on rows of these, and of a few others.
+
+    Raises:
+        ValueError: There are more workers than lanes.
+    """
+    if world_size > num_lanes:
+        raise ValueError(f"{world_size} workers for a stream with {num_lanes} lanes: need at least as many lanes.")
+    first, after = (each * num_lanes // world_size for each in (rank, rank + 1))
+    return range(first, after)
+
+
+def spread_order(num_lanes: int) -> list[int]:
+    """Return the lanes in the order of their turns: the lanes of any run of turns are far from each other.
+
+    So a run of turns has about as many in each of several equal parts of the lanes, and workers keep to their lanes.
+
+    >>> spread_order(8)
+    [0, 4, 2, 6, 1, 5, 3, 7]
+    """
+    return sorted(range(num_lanes), key=lambda lane: list(_binary_digits(lane, num_lanes)))
+
+
+def _binary_digits(number: int, end: int) -> Iterator[int]:
+    """Yield the digits of a number, the last one first."""
+    while end > 1:
+        yield number % 2
+        number, end = number // 2, (end + 1) // 2

@@ -1,0 +1,139 @@
+"""Shards that are open in one process: where lanes share one, it is read once for all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from raysgd.exceptions import StreamError
+from raysgd.streams.lanes import LanePart, Lanes
+from raysgd.streams.stream import Shard, Stream
+
+Numbered: TypeAlias = tuple[int, Any]
+"""A row behind its number in the shard."""
+
+_NUM_KEPT = 256
+_MOST_READINGS = 4
+
+
+class OpenShards:
+    """Opens shards for the lanes of one process.
+
+    Args:
+        stream: Where rows come from.
+        shards: Its shards.
+        lanes: Which lane reads what.
+        expected: The lanes that this process reads.
+        block: How many rows a lane reads at a time.
+    """
+
+    def __init__(
+        self, stream: Stream, shards: Sequence[Shard], lanes: Lanes, expected: Collection[int], block: int
+    ) -> None:
+        self._stream, self._shards = stream, shards
+        self._lanes, self._expected, self._block = lanes, expected, block
+        self._readings: dict[int, list[_Reading]] = {}  # of shards that are shared; the last one was used last
+
+    def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
+        """Return the rows of a part of a lane, behind their numbers, from the row `start` of the shard on.
+
+        Raises:
+            StreamError: The shard cannot be read, or has not as many rows as were said.
+        """
+        return self._numbered(part.shard, start) if part.step == 1 else self._dealt(part, part.next_row(start))
+
+    def _dealt(self, part: LanePart, at: int) -> Iterator[Numbered]:
+        while (row := self._reading(part, at).row(part.first, at)) is not None:
+            yield row
+            at += part.step
+
+    def _reading(self, part: LanePart, at: int) -> _Reading:
+        """Return a reading that comes to a row, or has kept it; what was passed by is read again."""
+        readings = self._readings.setdefault(part.shard, [])
+        found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
+        if found is None:
+            found = self._new(part, at)
+            del readings[: 1 - _MOST_READINGS]
+        else:
+            readings.remove(found)
+        readings.append(found)
+        return found
+
+    def _new(self, part: LanePart, at: int) -> _Reading:
+        ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
+        readers = {each.first for each in ends if each.shard == part.shard}
+        # Others may be some rows behind this lane: by what they read at a time, and by their turn.
+        start = max(0, (at // part.step - self._block) * part.step)
+        num_kept = 2 * self._block + _NUM_KEPT
+        return _Reading(self._numbered(part.shard, start), part.step, start, readers, num_kept)
+
+    def _numbered(self, index: int, start: int) -> Iterator[Numbered]:
+        shard, number = self._shards[index], start
+        try:
+            rows = iter(self._stream.open(shard.name, start))
+            for row in rows:
+                number += 1
+                if number == shard.num_rows:
+                    number += sum(1 for _ in rows)  # none, where the shard is what it was
+                    if number > shard.num_rows:
+                        break
+                yield number - 1, row
+        except Exception as error:
+            what = f"cannot be read from row {number} on"
+            raise StreamError(f"shard {shard.name!r} {what}: {type(error).__name__}: {error}") from error
+        if shard.num_rows not in (None, number):
+            raise StreamError(
+                f"shard {shard.name!r} has {number} rows, and not {shard.num_rows} as it said before: the position in "
+                "a stream counts rows, so its shards have to stay unchanged."
+            )
+
+
+class _Reading:
+    """One reading of a shard. What is read on the way to a row waits for the lanes that it belongs to.
+
+    Args:
+        source: The rows from `start` on.
+        step: From each row of a lane to its next one.
+        start: Where the reading begins.
+        readers: The first rows of the lanes that rows may wait for.
+        num_kept: How many may wait for a lane.
+    """
+
+    def __init__(
+        self, source: Iterator[Numbered], step: int, start: int, readers: Collection[int], num_kept: int
+    ) -> None:
+        self._source, self._step, self._num_kept = source, step, num_kept
+        self._waiting: dict[int, deque[Numbered]] = {first: deque() for first in readers}
+        self._next = start
+
+    def has(self, first: int, at: int) -> bool:
+        """Whether this reading comes to the row `at` soon, or has kept it."""
+        waiting = self._waiting.get(first)
+        if waiting and waiting[0][0] <= at <= waiting[-1][0]:
+            return True
+        return self._next <= at <= self._next + self._num_kept * self._step
+
+    def row(self, first: int, at: int) -> Numbered | None:
+        """Return the row `at` of a lane; None behind the end."""
+        waiting = self._waiting.setdefault(first, deque())
+        while waiting and waiting[0][0] < at:
+            waiting.popleft()
+        return waiting.popleft() if waiting else self._read_to(at)
+
+    def _read_to(self, at: int) -> Numbered | None:
+        for row in self._source:
+            self._next = row[0] + 1
+            if row[0] == at:
+                return row
+            self._keep(row)
+        return None
+
+    def _keep(self, row: Numbered) -> None:
+        first = row[0] % self._step
+        waiting = self._waiting.get(first)
+        if waiting is None:
+            return
+        waiting.append(row)
+        if len(waiting) > self._num_kept:
+            del self._waiting[first]  # its lane is far behind

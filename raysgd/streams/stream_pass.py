@@ -1,0 +1,110 @@
+"""One pass over a stream: its order, and where lanes are after some rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from raysgd.streams.dealing import Deal, deal
+from raysgd.streams.lane_reader import LaneReader
+from raysgd.streams.lanes import NUM_LANES, LanePosition, Lanes
+from raysgd.streams.open_shards import OpenShards
+from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.row_steps import RowSteps, seed_of
+from raysgd.streams.stream import Shard, total
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Where a pass is, behind a joint batch. It means the same for any number of workers.
+
+    Attributes:
+        num_rows: Rows in the joint batches so far.
+        turn: Which lane is dealt from next: its place in the order of turns.
+        lanes: Where each lane is; None where that follows from `num_rows`.
+    """
+
+    num_rows: int = 0
+    turn: int = 0
+    lanes: tuple[LanePosition, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StreamPass:
+    """One pass.
+
+    Attributes:
+        stream: What is read.
+        shards: Its shards.
+        pass_index: The number of the pass, from 0.
+        seed: That of the training.
+        num_lanes: How many lanes there are.
+    """
+
+    stream: Pipeline
+    shards: Sequence[Shard]
+    pass_index: int = 0
+    seed: int = 0
+    num_lanes: int = NUM_LANES
+
+    @property
+    def block(self) -> int:
+        """How many rows of a lane are mixed with each other."""
+        return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number of rows in each lane is known beforehand."""
+        return not self.stream.num_to_count and total(self.shards) is not None
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """Which lane reads what."""
+        order = list(range(len(self.shards)))
+        if self.stream.buffer > 1:
+            random.Random(seed_of(self._seed)).shuffle(order)
+        return Lanes(order, self.num_lanes)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The rows in each lane, where they are known."""
+        return self.lanes.lengths(self._of_shards)
+
+    def dealt(self, num_rows: int) -> Deal:
+        """Return what the lanes have given after some rows, where lengths are known."""
+        return deal(num_rows, self.lengths, turn=0)
+
+    def position(self, lane: int, count: int) -> LanePosition:
+        """Return where a lane is after some of its rows, where lengths are known."""
+        return self.lanes.position(lane, count, self._of_shards, self.block)
+
+    def open_shards(self, expected: Collection[int]) -> OpenShards:
+        """Open no shard yet, but for these lanes."""
+        return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block)
+
+    def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
+        """Return a reader of a lane."""
+        parts = self.lanes.all_parts[lane]
+        names = [self.shards[part.shard].name for part in parts]
+        steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
+        return LaneReader(parts, names, opened.rows, steps, self.block, position)
+
+    @property
+    def last_steps(self) -> RowSteps:
+        """The steps behind the last filter, which only rows go through that are trained on."""
+        first = self.stream.num_to_count
+        return RowSteps(self.stream.steps[first:], self._seed, first)
+
+    @property
+    def _seed(self) -> str:
+        seed = self.seed if self.stream.seed is None else self.stream.seed
+        return f"{seed}/{self.pass_index}"
+
+    @property
+    def _of_shards(self) -> list[int]:
+        lengths: list[Any] = [shard.num_rows for shard in self.shards]
+        assert self.is_known, "asked for only where lengths are known"
+        return lengths

@@ -1,0 +1,117 @@
+"""Streams of numbers for tests, and workers that read them together."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from raysgd.arrays.division import Division
+from raysgd.streams.joint_reader import JointReader, StreamBatch
+from raysgd.streams.lane_ends import Numbers, StartSum
+from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.stream import Shard, Stream, check_shards
+from raysgd.streams.stream_pass import StreamPass, StreamPosition
+
+START = StreamPosition()
+
+
+class MadeStream(Stream):
+    """Rows are pairs of shard and number.
+
+    Attributes:
+        num_read: How many rows were read of each shard.
+        opened: How often each shard was opened.
+    """
+
+    def __init__(self, lengths: Sequence[int], is_known: bool = True) -> None:
+        self._lengths = {f"shard-{number}": length for number, length in enumerate(lengths)}
+        self._is_known = is_known
+        self.num_read: Counter[str] = Counter()
+        self.opened: Counter[str] = Counter()
+
+    def shards(self) -> list[Shard]:
+        return [Shard(name, length if self._is_known else None) for name, length in self._lengths.items()]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        self.opened[shard] += 1
+        for number in range(start, self._lengths[shard]):
+            self.num_read[shard] += 1
+            yield shard, number
+
+
+def pass_of(stream: Stream, pass_index: int = 0, seed: int = 0, num_lanes: int = 64) -> StreamPass:
+    pipeline = stream if isinstance(stream, Pipeline) else Pipeline(stream)
+    return StreamPass(pipeline, check_shards(pipeline), pass_index, seed, num_lanes)
+
+
+class Sums:
+    """Adds up what some threads bring, round by round."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._rounds: list[list[Numbers]] = []
+        self._changed = threading.Condition()
+
+    def of_rank(self) -> StartSum:
+        rounds = iter(range(10**9))
+
+        def start(numbers: Numbers) -> Callable[[], Numbers]:
+            number = next(rounds)
+            with self._changed:
+                if len(self._rounds) == number:
+                    self._rounds.append([])
+                self._rounds[number].append(numbers)
+                self._changed.notify_all()
+            return lambda: self._sum(number)
+
+        return start
+
+    def _sum(self, number: int) -> Numbers:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._rounds[number]) == self._num_ranks, timeout=60)
+            return np.sum(self._rounds[number], axis=0)
+
+
+def division(joint_size: int, world_size: int, cap: int | None = None) -> Division:
+    return Division(joint_size, world_size, cap)
+
+
+def read_together(
+    of_pass: StreamPass,
+    world_size: int,
+    begin: StreamPosition = START,
+    num_steps: int | None = None,
+    cap: int | None = None,
+) -> list[list[list[StreamBatch]]]:
+    """For each step what each rank does in it."""
+    shares = division(of_pass.stream.batch_size or 8, world_size, cap)
+    sums = Sums(world_size)
+
+    def read(rank: int) -> list[list[StreamBatch]]:
+        steps: list[list[StreamBatch]] = []
+        for batch in JointReader(of_pass, shares, rank, begin, sums.of_rank()):
+            if batch.is_first:
+                if len(steps) == num_steps:
+                    break
+                steps.append([])
+            steps[-1].append(batch)
+        return steps
+
+    with ThreadPoolExecutor(world_size) as pool:
+        of_ranks = list(pool.map(read, range(world_size)))
+    return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
+
+
+def joint(step: Sequence[Sequence[StreamBatch]]) -> list[Any]:
+    """The rows of a joint batch, in its order."""
+    return [row for batches in step for batch in batches for row in batch.rows[: batch.num_rows]]
+
+
+def counts(step: Sequence[Sequence[StreamBatch]]) -> list[int]:
+    """The rows of each rank in a joint batch."""
+    return [sum(batch.num_rows for batch in batches) for batches in step]

@@ -1,0 +1,103 @@
+"""Lanes and turns: which lane reads what, whose row is next.
+
+Covers `raysgd.streams.lanes` and `raysgd.streams.dealing`, of which each is arithmetic for the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from raysgd.streams.dealing import deal, slices
+from raysgd.streams.lanes import LanePosition, Lanes, lanes_of, spread_order
+
+
+def one_by_one(num_rows: int, left: list[int], turn: int) -> list[int]:
+    order, counts = spread_order(len(left)), [0] * len(left)
+    while num_rows and any(count < most for count, most in zip(counts, left, strict=True)):
+        lane = order[turn]
+        if counts[lane] < left[lane]:
+            counts[lane] += 1
+            num_rows -= 1
+        turn = (turn + 1) % len(left)
+    return counts
+
+
+def test_rows_are_dealt_in_turn_one_by_one_and_in_any_portions() -> None:
+    chance = random.Random(0)
+    for _ in range(2000):
+        num_lanes = chance.randint(1, 9)
+        left = [chance.choice([0, 1, 2, 6, 50]) for _ in range(num_lanes)]
+        num_rows, turn = chance.randint(0, 40), chance.randrange(num_lanes)
+        dealt = deal(num_rows, left, turn)
+        assert dealt.counts == one_by_one(num_rows, left, turn)
+        first = deal(chance.randint(0, num_rows), left, turn)
+        rest = [most - count for most, count in zip(left, first.counts, strict=True)]
+        second = deal(num_rows - first.num_rows, rest, first.turn)
+        assert [sum(each) for each in zip(first.counts, second.counts, strict=True)] == dealt.counts
+
+
+def test_each_row_of_each_shard_is_in_one_lane() -> None:
+    chance = random.Random(1)
+    for _ in range(300):
+        lengths = [chance.choice([0, 1, 5, 40]) for _ in range(chance.randint(1, 30))]
+        lanes = Lanes(chance.sample(range(len(lengths)), len(lengths)), chance.randint(1, 12))
+        read: Counter[tuple[int, int]] = Counter()
+        for lane in range(lanes.num_lanes):
+            own = [
+                (part.shard, row)
+                for part in lanes.parts(lane)
+                for row in range(part.first, lengths[part.shard], part.step)
+            ]
+            assert len(own) == lanes.lengths(lengths)[lane]
+            read.update(own)
+        assert read == Counter({(shard, row): 1 for shard, length in enumerate(lengths) for row in range(length)})
+
+
+def test_lanes_of_shards_of_one_length_have_about_as_many_rows() -> None:
+    for num_shards in (1, 5, 100, 6400):
+        lengths = Lanes(range(num_shards)).lengths([1000] * num_shards)
+        assert max(lengths) <= min(lengths) + (500 if num_shards == 100 else 9)  # 28 of 64 lanes halve 14 of 36 shards
+
+
+def test_positions_are_found_by_arithmetic() -> None:
+    lanes, lengths = Lanes([2, 0, 1, 3], num_lanes=3), [5, 7, 2, 20]
+    assert lanes.parts(1) == [(0, 0, 1), (3, 1, 3)]
+    assert [lanes.position(1, count, lengths, block=1) for count in (0, 4, 5, 7, 12)] == [
+        LanePosition(0, 0),
+        LanePosition(0, 4),
+        LanePosition(1, 1),
+        LanePosition(1, 7),
+        LanePosition(2),
+    ]
+    assert lanes.position(1, 9, lengths, block=4) == LanePosition(1, 10, skip=1)
+
+
+def test_any_run_of_turns_is_spread_over_all_lanes() -> None:
+    for num_lanes in (1, 2, 7, 60, 64):
+        assert sorted(spread_order(num_lanes)) == list(range(num_lanes))
+    order = spread_order(64)
+    for start in range(64):
+        run = (order + order)[start : start + 24]
+        assert all(4 <= sum(lane // 16 == quarter for lane in run) <= 8 for quarter in range(4))
+
+
+def test_shares_of_a_joint_batch_are_runs_of_its_rows() -> None:
+    chance = random.Random(2)
+    for _ in range(300):
+        counts = [chance.randint(0, 3) for _ in range(8)]
+        rows = [(lane, row) for lane, count in enumerate(counts) for row in range(count)]
+        start, stop = sorted(chance.choices(range(len(rows) + 1), k=2))
+        found = [(lane, row) for lane, first, after in slices(counts, start, stop) for row in range(first, after)]
+        assert found == rows[start:stop]
+
+
+def test_each_lane_is_watched_by_one_worker() -> None:
+    for world_size in range(1, 8):
+        lanes = [lanes_of(rank, world_size, 64) for rank in range(world_size)]
+        assert [lane for each in lanes for lane in each] == list(range(64))
+        assert max(map(len, lanes)) - min(map(len, lanes)) <= 1
+    with pytest.raises(ValueError, match="5 workers for a stream with 4 lanes: need at least as many lanes"):
+        lanes_of(0, 5, 4)
