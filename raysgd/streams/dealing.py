@@ -85,7 +85,7 @@ def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
     """
     found: list[LaneSlice] = []
     for lane, count in enumerate(counts):
-        if start < count and stop > 0:
+        if max(0, start) < min(count, stop):
             found.append(LaneSlice(lane, max(0, start), min(count, stop)))
         start, stop = start - count, stop - count
     return found

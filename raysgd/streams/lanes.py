@@ -76,9 +76,14 @@ class Lanes:
         if not num_left:
             return whole
         place = lane * num_left // self.num_lanes
-        first, after = (-(-each * self.num_lanes // num_left) for each in (place, place + 1))
-        shared = LanePart(self.order[num_whole * self.num_lanes + place], lane - first, after - first)
-        return [*whole, shared]
+        start, stop = (-(-each * self.num_lanes // num_left) for each in (place, place + 1))
+        first = sum(self._turns[each] < self._turns[lane] for each in range(start, stop))
+        return [*whole, LanePart(self.order[num_whole * self.num_lanes + place], first, stop - start)]
+
+    @cached_property
+    def _turns(self) -> list[int]:
+        """When it is the turn of each lane: the first rows of a shard that lanes share are dealt first."""
+        return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from raysgd.streams.pipeline import Pipeline
@@ -159,3 +160,18 @@ def check_shards(stream: Stream) -> list[Shard]:
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise ValueError(f"two shards have the name {twice!r}: a position in a stream needs a name for each.")
     return shards
+
+
+RowT = TypeVar("RowT")
+
+
+def from_row(rows: Iterator[RowT], start: int) -> Iterator[RowT]:
+    """Pass over the rows of a shard ahead of `start`, and return the others.
+
+    Raises:
+        ValueError: There are fewer rows.
+    """
+    num_passed = sum(1 for _ in islice(rows, start))
+    if num_passed < start:
+        raise ValueError(f"`start={start}`: the shard has {num_passed} rows only.")
+    return rows

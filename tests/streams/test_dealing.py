@@ -12,6 +12,7 @@ import pytest
 
 from raysgd.streams.dealing import deal, slices
 from raysgd.streams.lanes import LanePosition, Lanes, lanes_of, spread_order
+from tests.streams.made import MadeStream, joint, pass_of, read_together
 
 
 def one_by_one(num_rows: int, left: list[int], turn: int) -> list[int]:
@@ -64,15 +65,21 @@ def test_lanes_of_shards_of_one_length_have_about_as_many_rows() -> None:
 
 def test_positions_are_found_by_arithmetic() -> None:
     lanes, lengths = Lanes([2, 0, 1, 3], num_lanes=3), [5, 7, 2, 20]
-    assert lanes.parts(1) == [(0, 0, 1), (3, 1, 3)]
+    assert lanes.parts(1) == [(0, 0, 1), (3, 2, 3)]
     assert [lanes.position(1, count, lengths, block=1) for count in (0, 4, 5, 7, 12)] == [
         LanePosition(0, 0),
         LanePosition(0, 4),
-        LanePosition(1, 1),
-        LanePosition(1, 7),
+        LanePosition(1, 2),
+        LanePosition(1, 8),
         LanePosition(2),
     ]
-    assert lanes.position(1, 9, lengths, block=4) == LanePosition(1, 10, skip=1)
+    assert lanes.position(1, 9, lengths, block=4) == LanePosition(1, 11, skip=1)
+
+
+def test_one_shard_is_dealt_in_its_order() -> None:
+    stream = pass_of(MadeStream([100]).batch(7))
+    rows = [sorted(row for _, row in joint(step)) for step in read_together(stream, 3)]
+    assert [row for batch in rows for row in batch] == list(range(100))
 
 
 def test_any_run_of_turns_is_spread_over_all_lanes() -> None:

@@ -1,0 +1,1 @@
+"""Streams over common formats, each read by the library that its users use."""

@@ -1,0 +1,154 @@
+"""`ParquetStream` and `ArrowStream`: tables in files, read by PyArrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+from raysgd._imports.optional import require
+from raysgd.streams.formats.files import FileStream, Paths, StreamFile
+from raysgd.streams.lanes import NUM_LANES
+from raysgd.streams.stream import Shard
+
+_ROWS_AT_ONCE = 1024
+_MAGIC = b"ARROW1"
+
+
+class TableStream(FileStream):
+    """Rows are dicts with the value of each column: a number, a string, an array of NumPy for a list of fixed size.
+
+    Args:
+        paths: As for `FileStream`.
+        columns: Which columns to read; None for all.
+        filesystem: As for `FileStream`.
+
+    Raises:
+        ModuleNotFoundError: PyArrow is missing.
+    """
+
+    def __init__(self, paths: Paths, columns: Sequence[str] | None = None, filesystem: Any = None) -> None:
+        super().__init__(paths, filesystem)
+        if isinstance(columns, str):
+            raise TypeError(f"`columns={columns!r}`: need a list of names, or None.")
+        self._columns = None if columns is None else list(columns)
+        require("pyarrow", "storage", f"`{type(self).__name__}`")
+
+    def _content(self, file: StreamFile) -> AbstractContextManager[Any]:
+        content: AbstractContextManager[Any] = file.folder.filesystem.open_input_file(file.path)
+        return content
+
+
+class ParquetStream(TableStream):
+    """Rows of Parquet files. A position is reached by whole row groups.
+
+    Fewer files than lanes are divided into their row groups, each of which is a shard of known length. The lengths of
+    many files are not asked for beforehand, because each answer takes a reading.
+
+    Example:
+        >>> import tempfile, pyarrow as pa
+        >>> from pyarrow import parquet
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     parquet.write_table(pa.table({"x": [1, 2, 3]}), f"{path}/a.parquet", row_group_size=2)
+        ...     stream = ParquetStream(path)
+        ...     print([shard.num_rows for shard in stream.shards()], len(stream.batch(2)))
+        [2, 1] 2
+    """
+
+    endings = (".parquet", ".pq")
+
+    def shards(self) -> Sequence[Shard]:
+        if len(self.files) >= NUM_LANES:
+            return super().shards()
+        return [
+            Shard(f"{file.shard}#{group}", num_rows)
+            for file, lengths in zip(self.files, self._row_groups, strict=True)
+            for group, num_rows in enumerate(lengths)
+        ]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        name, _, group = shard.rpartition("#")
+        if name not in self._by_shard:
+            return super().open(shard, start)
+        return self._rows_of(self._by_shard[name], start, [int(group)])
+
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+        return self._rows_of(file, start, None)
+
+    @cached_property
+    def _row_groups(self) -> list[list[int]]:
+        """The lengths of the row groups of each file."""
+        found: list[list[int]] = []
+        for file in self.files:
+            with self._content(file) as content:
+                found.append(_lengths(_parquet().ParquetFile(content)))
+        return found
+
+    def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
+        with self._content(file) as content:
+            table = _parquet().ParquetFile(content)
+            lengths = _lengths(table)
+            groups = list(range(len(lengths))) if groups is None else groups
+            while groups and start >= lengths[groups[0]]:
+                start -= lengths[groups.pop(0)]
+            batches = table.iter_batches(_ROWS_AT_ONCE, groups, self._columns) if groups else ()
+            yield from _rows_from(batches, start)
+
+
+class ArrowStream(TableStream):
+    """Rows of Arrow's own files, in both of its formats, also as `datasets` writes them."""
+
+    endings = (".arrow", ".feather", ".ipc")
+
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+        ipc = require("pyarrow.ipc", "storage", "`ArrowStream`")
+        with self._content(file) as content:
+            is_stream = content.read(len(_MAGIC)) != _MAGIC
+            content.seek(0)
+            options = ipc.IpcReadOptions(use_threads=False)
+            if is_stream:
+                batches: Iterable[Any] = ipc.open_stream(content, options=options)
+            else:
+                table = ipc.open_file(content, options=options)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            chosen = batches if self._columns is None else (batch.select(self._columns) for batch in batches)
+            yield from _rows_from(chosen, start)
+
+
+def _parquet() -> Any:
+    return require("pyarrow.parquet", "storage", "`ParquetStream`")
+
+
+def _lengths(table: Any) -> list[int]:
+    return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+
+
+def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of record batches from one on.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    for batch in batches:
+        if start < batch.num_rows:
+            for first in range(start, batch.num_rows, _ROWS_AT_ONCE):
+                yield from _rows_of_batch(batch.slice(first, _ROWS_AT_ONCE))
+        start = max(0, start - batch.num_rows)
+    if start:
+        raise ValueError(f"the shard ends {start} rows ahead of the row to begin with.")
+
+
+def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
+    names = batch.schema.names
+    for values in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _values(column: Any) -> Any:
+    """What is in a column, row by row."""
+    types = require("pyarrow.types", "storage", "`TableStream`")
+    is_table = types.is_fixed_size_list(column.type) and column.null_count == 0
+    if is_table and types.is_primitive(column.type.value_type) and column.flatten().null_count == 0:
+        return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), column.type.list_size)
+    return column.to_pylist()

@@ -1,0 +1,108 @@
+"""Files as shards: found by name, pattern or folder, on a disk or in a store."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from raysgd.storage import Folder, open_folder
+from raysgd.storage._uris import checked_text, child_of, divided, is_local
+from raysgd.streams.stream import Shard, Stream
+
+Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+
+class StreamFile(NamedTuple):
+    """One file.
+
+    Attributes:
+        folder: What it is in.
+        name: Its name there.
+    """
+
+    folder: Folder
+    name: str
+
+    @property
+    def shard(self) -> str:
+        """Its name as a shard: where it is, without keys."""
+        return str(self.folder / self.name)
+
+    @property
+    def path(self) -> str:
+        """Its path in the file system of the folder."""
+        return f"{self.folder.path}/{self.name}"
+
+
+class FileStream(Stream):
+    """Rows of files, each of which is a shard. The order is that of the names in each of the paths.
+
+    Args:
+        paths: A file, a folder whose files with a fitting ending are read, or a pattern for the last part of a path, as
+            in `"s3://bucket/data/part-*.parquet"`; or several of these.
+        filesystem: What the paths are in, as for `raysgd.storage.open_folder`.
+
+    Raises:
+        TypeError: `paths` are no paths.
+        ValueError: There is none.
+    """
+
+    endings: ClassVar[tuple[str, ...]]
+
+    def __init__(self, paths: Paths, filesystem: Any = None) -> None:
+        is_single = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
+        self._paths = [checked_text("paths", path) for path in ([paths] if is_single else paths)]
+        self._filesystem = filesystem
+        if not self._paths:
+            raise ValueError("`paths=[]`: need at least one file, folder or pattern.")
+
+    @cached_property
+    def files(self) -> list[StreamFile]:
+        """The files, looked for once.
+
+        Raises:
+            FileNotFoundError: A path leads to no file.
+        """
+        return [file for path in self._paths for file in self._found(path)]
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(file.shard) for file in self.files]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        return self._rows(self._by_shard[shard], start)
+
+    @abstractmethod
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+        """The rows of a file from one on."""
+
+    @cached_property
+    def _by_shard(self) -> dict[str, StreamFile]:
+        return {file.shard: file for file in self.files}
+
+    def _found(self, path: str) -> list[StreamFile]:
+        parent, name = _divided(path)
+        is_pattern = any(each in name for each in "*?[")
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
+            return [StreamFile(open_folder(parent, self._filesystem, argument="paths"), name)]
+        folder = open_folder(parent if is_pattern else path, self._filesystem, argument="paths")
+        names = [
+            each for each in folder.names() if (fnmatchcase(each, name) if is_pattern else each.endswith(self.endings))
+        ]
+        if not names:
+            what = f"that fits {name!r}" if is_pattern else f"that ends with {' or '.join(self.endings)}"
+            raise FileNotFoundError(f"`paths`: {folder} has no file {what}.")
+        return [StreamFile(folder, each) for each in names]
+
+
+def _divided(path: str) -> tuple[str, str]:
+    """What a path is in, and its last part, which is empty for a path that ends with a slash."""
+    if is_local(path):
+        parent, slash, name = path.rpartition("/")
+        return parent or slash or ".", name
+    store, inside, query = divided(path)
+    parent, _, name = inside.rpartition("/")
+    return child_of(store + query, parent), "" if path.removesuffix(query).endswith("/") else name

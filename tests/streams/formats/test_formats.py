@@ -1,0 +1,276 @@
+"""Formats: the same rows from the first one and from the middle, on a disk and in a store; files that are found.
+
+Covers `raysgd.streams.formats.files`, `raysgd.streams.formats.arrow`, `raysgd.streams.formats.tar_samples`,
+`raysgd.streams.formats.json_lines`, `raysgd.streams.formats.iterables`: each of them promises the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import feather, ipc, parquet
+
+from raysgd.exceptions import StorageError, StreamError
+from raysgd.storage import Folder, open_folder
+from raysgd.streams.formats.arrow import ArrowStream, ParquetStream
+from raysgd.streams.formats.files import FileStream
+from raysgd.streams.formats.iterables import IterableStream
+from raysgd.streams.formats.json_lines import JSONLinesStream
+from raysgd.streams.formats.tar_samples import TarStream
+from raysgd.streams.stream import Stream, check_shards
+from tests.s3_server import S3Server
+from tests.streams.made import joint, pass_of, read_together
+
+Write = Callable[[Folder, str, list[int]], None]
+
+
+def table(numbers: list[int]) -> pa.Table:
+    points = pa.FixedSizeListArray.from_arrays(pa.array([float(n) for n in numbers for _ in range(2)]), 2)
+    return pa.table({"number": numbers, "text": [str(number) for number in numbers], "point": points})
+
+
+def written(write: Callable[[Any], Any]) -> bytes:
+    content = io.BytesIO()
+    write(content)
+    return content.getvalue()
+
+
+def as_parquet(numbers: list[int]) -> bytes:
+    return written(lambda content: parquet.write_table(table(numbers), content, row_group_size=7))
+
+
+def as_file(numbers: list[int]) -> bytes:
+    return written(lambda content: feather.write_feather(table(numbers), content, chunksize=5))
+
+
+def as_arrow_stream(numbers: list[int]) -> bytes:
+    def write(content: Any) -> None:
+        with ipc.new_stream(content, table(numbers).schema) as writer:
+            writer.write_table(table(numbers), max_chunksize=5)
+
+    return written(write)
+
+
+def as_tar(numbers: list[int], mode: Any = "w") -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode) as tar:
+        folder = tarfile.TarInfo("a.b")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for number in numbers:
+            for field, text in (("number", str(number)), ("text.txt", "x" * number)):
+                member = tarfile.TarInfo(f"a.b/{number}.{field}")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text.encode()))
+    return content.getvalue()
+
+
+def as_lines(numbers: list[int]) -> bytes:
+    return "".join(f"{json.dumps({'number': number})}\n\n" for number in numbers).encode()
+
+
+FORMATS: dict[str, tuple[type[FileStream], str, Callable[[list[int]], bytes]]] = {
+    "parquet": (ParquetStream, "parquet", as_parquet),
+    "feather": (ArrowStream, "feather", as_file),
+    "arrow": (ArrowStream, "arrow", as_arrow_stream),
+    "tar": (TarStream, "tar", as_tar),
+    "tgz": (TarStream, "tar.gz", lambda numbers: as_tar(numbers, "w:gz")),
+    "lines": (JSONLinesStream, "jsonl", as_lines),
+    "gzip": (JSONLinesStream, "jsonl.gz", lambda numbers: gzip.compress(as_lines(numbers))),
+}
+
+
+def filled(folder: Folder, name: str) -> tuple[type[FileStream], list[str]]:
+    """Three files of a format, with 60 rows in all."""
+    kind, ending, content_of = FORMATS[name]
+    files = [f"part-{part}.{ending}" for part in range(3)]
+    for file, numbers in zip(files, (range(20), range(20, 21), range(21, 60)), strict=True):
+        folder.write(file, content_of(list(numbers)))
+    folder.write("README.txt", b"no data")
+    return kind, files
+
+
+def number_of(row: dict[str, Any]) -> int:
+    return int(row["number"])
+
+
+def all_rows(stream: Stream, world_size: int = 2) -> list[int]:
+    steps = read_together(pass_of(stream.map(number_of).batch(7)), world_size)
+    return sorted(row for step in steps for row in joint(step))
+
+
+IN_STORES = ("parquet", "lines")  # one that is read in pieces, and one that is fetched
+
+
+@pytest.fixture(params=["disk", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "disk":
+        return open_folder(tmp_path)
+    server: S3Server = request.getfixturevalue("s3_server")
+    return open_folder(server.uri(f"streams/{tmp_path.name}"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_row_is_read_once_from_any_row_on(name: str, folder: Folder) -> None:
+    if not folder.is_local and name not in IN_STORES:
+        pytest.skip("files of other formats are opened in the same two ways")
+    kind, files = filled(folder, name)
+    stream = kind(folder.uri)
+    assert all_rows(stream) == all_rows(stream.shuffle(100), 3) == list(range(60))
+    shards = check_shards(stream)
+    assert [shard.name for shard in shards if "#" not in shard.name] == (
+        [] if name == "parquet" else [str(folder / file) for file in files]
+    )
+    whole = [list(map(number_of, stream.open(shard.name, 0))) for shard in shards]
+    assert [number for rows in whole for number in rows] == list(range(60))
+    for shard, rows in zip(shards, whole, strict=True):
+        for start in {0, 1, len(rows) // 2, len(rows)}:
+            assert list(map(number_of, stream.open(shard.name, start))) == rows[start:]
+        with pytest.raises(ValueError, match="shard"):
+            list(stream.open(shard.name, len(rows) + 1))
+    again = cloudpickle.loads(cloudpickle.dumps(stream))
+    assert again.shards() == stream.shards()
+
+
+def test_what_rows_are(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    kinds = {name: filled(folder, name)[0] for name in FORMATS}
+    for name in ("parquet", "feather", "arrow"):
+        stream = kinds[name](f"{tmp_path}/*.{name}")
+        row = list(stream.open(stream.shards()[-1].name, 0))[-1]
+        assert (row["number"], row["text"], list(row)) == (59, "59", ["number", "text", "point"])
+        assert isinstance(row["point"], np.ndarray)
+        assert row["point"].tolist() == [59.0, 59.0]
+        chosen: Any = kinds[name](f"{tmp_path}/*.{name}", columns=["text"])  # type: ignore[call-arg]
+        assert next(chosen.open(chosen.shards()[0].name, 1)) == {"text": "1"}
+    stream = TarStream(tmp_path / "part-0.tar")
+    assert next(stream.open(stream.shards()[0].name, 3)) == {"__key__": "a.b/3", "number": b"3", "text.txt": b"xxx"}
+
+
+def test_tables_keep_what_is_missing(tmp_path: Path) -> None:
+    points = pa.array([[1.0, 2.0], None], pa.list_(pa.float64(), 2))
+    parquet.write_table(pa.table({"a": [1, None], "point": points, "many": [[1], []]}), tmp_path / "x.parquet")
+    stream = ParquetStream(tmp_path)
+    first, second = stream.open(stream.shards()[0].name, 0)
+    assert (first["a"], list(first["point"]), first["many"]) == (1, [1.0, 2.0], [1])
+    assert second == {"a": None, "point": None, "many": []}
+
+
+def test_few_parquet_files_are_divided_into_row_groups_of_known_lengths(tmp_path: Path) -> None:
+    filled(open_folder(tmp_path), "parquet")
+    stream = ParquetStream(tmp_path)
+    assert [shard.num_rows for shard in stream.shards()] == [7, 7, 6, 1, 7, 7, 7, 7, 7, 4]
+    assert len(stream) == 60
+    for number in range(70):
+        (tmp_path / f"more-{number:02}.parquet").write_bytes(as_parquet([60 + number, 200 + number]))
+    many = ParquetStream(tmp_path)
+    assert {shard.num_rows for shard in many.shards()} == {None}
+    assert all_rows(many, 3) == sorted([*range(130), *range(200, 270)])
+    [part] = [shard.name for shard in many.shards() if "part-2" in shard.name]
+    assert number_of(next(many.open(part, 30))) == 51  # in its fifth row group
+
+
+@pytest.mark.parametrize("name", IN_STORES)
+def test_files_are_found_by_name_folder_and_pattern(name: str, folder: Folder) -> None:
+    kind, files = filled(folder, name)
+    path, _, query = folder.uri.partition("?")
+    query = f"?{query}" if query else ""
+
+    def numbers(*paths: str) -> list[int]:
+        stream = kind([f"{each}{query}" for each in paths])
+        return [number_of(row) for shard in stream.shards() for row in stream.open(shard.name, 0)]
+
+    assert numbers(path) == numbers(f"{path}/") == numbers(f"{path}/part-*") == list(range(60))
+    assert numbers(f"{path}/{files[1]}", f"{path}/{files[0]}") == [20, *range(20)]
+    assert numbers(f"{path}/part-[12].*") == list(range(20, 60))
+    with pytest.raises(FileNotFoundError, match=r"has no file that fits 'none-\*'"):
+        numbers(f"{path}/none-*")
+    with pytest.raises(FileNotFoundError, match=r"has no file that ends with \.|no file"):
+        numbers(f"{path}/empty")
+    with pytest.raises(ValueError, match="two shards have the name"):
+        check_shards(kind([f"{path}/{files[0]}{query}"] * 2))
+    missing = kind(f"{path}/none.{FORMATS[name][1]}{query}")
+    with pytest.raises((FileNotFoundError, StreamError, StorageError), match=r"none\."):
+        all_rows(missing)
+
+
+def test_keys_of_a_store_are_in_no_name(s3_server: S3Server) -> None:
+    folder = open_folder(s3_server.uri("streams/secret"))
+    kind, _ = filled(folder, "lines")
+    key = folder.uri.partition("://")[2].partition("@")[0]
+    assert len(key) > 3
+    assert not [shard for shard in kind(folder.uri).shards() if key in shard.name]
+
+
+def test_folders_of_spark_are_folders(tmp_path: Path) -> None:
+    (tmp_path / "table.parquet").mkdir()
+    filled(open_folder(tmp_path / "table.parquet"), "parquet")
+    assert all_rows(ParquetStream(tmp_path / "table.parquet")) == list(range(60))
+
+
+def test_broken_files_are_named_with_the_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"number": 1}\n{"number": 2}\n{"number"')
+    with pytest.raises(StreamError, match=r"a\.jsonl' cannot be read from row 2 on: JSONDecodeError"):
+        all_rows(JSONLinesStream(tmp_path), 1)
+    (tmp_path / "a.tar").write_bytes(as_tar(list(range(9)))[:-11_000])
+    with pytest.raises(StreamError, match=r"a\.tar' cannot be read from row \d on: ReadError: .*cut off"):
+        all_rows(TarStream(tmp_path), 1)
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("0.jpg"), io.BytesIO())
+    (tmp_path / "a.tar").write_bytes(content.getvalue())
+    with pytest.raises(StreamError, match="sample '0' has two files 'jpg'"):
+        all_rows(TarStream(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("paths", "error"), [([], ValueError), (3, TypeError), ([3], TypeError), ("", ValueError), (b"x", TypeError)]
+)
+def test_paths_are_checked(paths: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="paths"):
+        check_shards(JSONLinesStream(paths))
+    with pytest.raises(TypeError, match="columns='x'"):
+        ParquetStream("x.parquet", columns="x")
+
+
+def test_anything_that_can_be_read_again_is_a_stream() -> None:
+    def rows() -> Any:
+        yield from range(60)
+
+    for stream, length in (
+        (IterableStream(rows), None),
+        (IterableStream(range(60)), 60),
+        (IterableStream(rows, 60), 60),
+    ):
+        steps = read_together(pass_of(stream.batch(7)), 3)
+        assert [row for step in steps for row in sorted(joint(step))] == list(range(60))
+        assert stream.shards()[0].num_rows == length
+    with pytest.raises(ValueError, match="`start=61`: the shard has 60 rows only"):
+        IterableStream(rows).open("rows", 61)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (iter([1]), "can be read only once"),
+        ((n for n in [1]), "without calling it"),
+        (3, "need an iterable"),
+        ("ab", "`str`"),
+    ],
+)
+def test_what_cannot_be_read_again_is_refused(rows: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        IterableStream(rows)
+    with pytest.raises(ValueError, match="`num_rows=-1`"):
+        IterableStream([1], num_rows=-1)
