@@ -392,7 +392,7 @@ RUNS: list[Row] = [
     *rows("config", threading.Lock()),
     *rows("callbacks", 3, "x", [3], [dict]),
     *rows("dataset", 3, "x", {"train": 3}),
-    *rows("checkpoint", 3, [1], "/no/such/file"),
+    *rows("checkpoint", 3, [1], "/no/such/file", f"{__file__}/inside"),
     *rows("checkpoint_strategy", 3, "all"),
 ]
 

@@ -191,7 +191,7 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
         try:
             path = opened.enter_context(local_copy((place / DICT_FILE if place.exists() else place).uri))
             file = opened.enter_context(open(path, "rb"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
         found: dict[str, Any] = cloudpickle.load(file)
     return found
