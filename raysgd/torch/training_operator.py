@@ -148,11 +148,7 @@ class TrainingOperator(BaseOperator):
                 if schedulers.follow_steps:
                     schedulers.after_step(internals.precision, step)
             if not step.is_padding:
-                values, num_samples = internals.parted(metrics)
-                if BATCH_WEIGHT in values:
-                    internals.gradients.compare_weight(values, type(self).__name__)
-                count = meters.update if step.is_boundary else meters.hold
-                count(values, num_samples)
+                internals.count(meters, metrics)
             self.global_step += step.is_last_part
         meters.count_held()
         summary = meters.summary()

@@ -184,15 +184,9 @@ class DividedLoaderSource:
                 own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
                 seeds = own, of_step
             steps_left -= share.is_last
+            is_end = steps_left == 0
             yield DrawnItem(
-                batch,
-                share.weight,
-                share.num_samples,
-                share.num_joint,
-                share.is_first,
-                share.is_last,
-                seeds,
-                is_last_of_pass=steps_left == 0,
+                batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds, is_end
             )
             if num_shards and share.is_last:
                 consumed += share.num_joint

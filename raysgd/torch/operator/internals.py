@@ -216,6 +216,14 @@ class TorchInternals(Internals):
         losses = [name for name in _LOSSES if name in metrics]
         return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(amounts))), **metrics}
 
+    def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
+        """Count the metrics of a training batch, once its step is done."""
+        values, num_samples = self.parted(metrics)
+        if BATCH_WEIGHT in values:
+            self.gradients.compare_weight(values, type(self._operator).__name__)
+        count = meters.update if self.parallel.step.is_boundary else meters.hold
+        count(values, num_samples)
+
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """What the library adds to the `batch_info` of a training batch."""
         step = self.parallel.step

@@ -14,7 +14,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.mesh.words import RankStatements
@@ -114,8 +113,10 @@ class _Call:
 
     def hear(self, word: bytes) -> None:
         """Called in another thread, with the word of another rank."""
+        if not self.is_open:  # as nearly always: all ranks end at one time
+            return
         work = _decoded(word)
-        if work.is_over and self.is_open:
+        if work.is_over:
             self._ended = work
             self._compare_with(work)
 
@@ -134,7 +135,7 @@ class _Call:
 
     def say(self, is_over: bool) -> None:
         if self.words is not None:
-            self.words.say(json.dumps(asdict(self.work(is_over))).encode())
+            self.words.say(json.dumps(vars(self.work(is_over))).encode())
 
 
 def _decoded(word: bytes) -> JointWork:
