@@ -133,7 +133,7 @@ def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
         if not killed.exists():
             raise RuntimeError(f"no worker came to batch {last}; {len(steps)} steps were noted")
         at = float(killed.read_text())
-        later = [  # also a step in which the others wait until the dead one counts as dead, and that they take without it
+        later = [  # also a step in which the others wait until the dead one counts as dead, and go on without it
             (ended, batch, num_workers)
             for batch, began, ended, num_workers in steps
             if num_workers and (began > at or (ended > at and num_workers < NUM_WORKERS))
