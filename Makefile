@@ -17,6 +17,10 @@ LOWEST_PY := $(LOWEST)/bin/python
 LOWEST_STAMP := $(LOWEST)/.installed
 LOWEST_PYTHON ?= $(call first_supported,python3.10 python3.11 python3.12)
 
+# A peer of the benchmarks that needs other versions than the tests do.
+TORCHFT := .venv-torchft
+TORCHFT_STAMP := $(TORCHFT)/.installed
+
 # Examples of what needs more than these: Ray Data 2.55, Horovod, a later exporter to ONNX.
 NEWER := (ray_data or horovod or export_model)
 
@@ -29,7 +33,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test test-lowest soak lint typecheck format bench docs site lock clean help
+.PHONY: demo quick unit test test-lowest soak lint typecheck format bench claims docs site lock clean help
 
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and programs, one of which needs Horovod.
 QUICK := not integration and not soak and not gpu and not program
@@ -70,8 +74,11 @@ format: $(STAMP) ## format the code and apply safe fixes
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(STAMP) ## run the benchmarks against the libraries they compare with
+bench: $(STAMP) $(TORCHFT_STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
+
+claims: $(STAMP) ## show what of the README holds here, as far as it takes less than a minute for each sentence
+	$(PY) -m tests.claims
 
 docs: $(DOCS_STAMP) ## run the Python of all pages, then build the site
 	$(PY) -m pytest tests/docs -q --numprocesses 2
@@ -115,6 +122,13 @@ $(LOWEST_STAMP): pyproject.toml setup.py constraints-lowest.txt
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all]"
 	$(LOWEST_PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(LOWEST_PY) -m raysgd.horovod.install
+	touch $@
+
+# Its workers also import the models and data of the benchmarks, and so raysgd.
+$(TORCHFT_STAMP): pyproject.toml setup.py constraints-dev.txt
+	$(PYTHON) -m venv $(TORCHFT)
+	$(TORCHFT)/bin/python -m pip install $(shell grep '^torch==' constraints-dev.txt)
+	$(TORCHFT)/bin/python -m pip install torchft==0.2.0 -e .
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -16,6 +16,7 @@ from raysgd.compat.paths import Group, gone, table
 DOCS = Path(__file__).parent
 PAGE = DOCS / "migration.md"
 MEASURED_PAGE = DOCS / "performance.md"
+PEERS = {"ray_train": "Ray Train", "torchft": "torchft 0.2.0", "torchft_tuned": "torchft 0.2.0 with short time-outs"}
 
 
 def names_of(group: Group) -> str:
@@ -38,7 +39,7 @@ def goodput_of(rows: list[dict[str, Any]]) -> str:
         "| driver grew by | runs without kills differ by | load at the end |"
     )
     lines = [
-        f"| {row['contender'].replace('ray_train', 'Ray Train')}, {row['every_s']:g} s | {row['goodput']:.3f} "
+        f"| {PEERS.get(row['contender'], row['contender'])}, {row['every_s']:g} s | {row['goodput']:.3f} "
         f"| {row['kills']} in {row['wall_s']:.0f} | {row['samples_lost']:g}, {row['samples_twice']:g} "
         f"| {row['again']:.2f} % | {_growth(row)} | {row['calm_differ']:.0f} % | {row['load']:.1f} |"
         for row in sorted(longest.values(), key=lambda row: (row["every_s"], -row["goodput"]))

@@ -65,11 +65,14 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 
 RECOVERIES = {
-    "raysgd, continuing with the survivor (`resize_check_s`)": "raysgd, on the worker that is left",
-    "raysgd, with a spare": "raysgd, with a spare worker",
-    "raysgd, waiting for a new process": "raysgd, with a new process",
+    "raysgd, two workers: waiting for a new process (default)": "raysgd, 2 workers",
+    "raysgd, two workers, with a spare": "raysgd, 2 workers and a spare",
+    "raysgd, two workers: the other goes on (`resize_check_s=60`)": "raysgd, 2 workers, going on",
+    "torchft 0.2.0, short time-outs": "torchft, short time-outs",
     "torchrun": "torchrun",
-    "Ray Train": "Ray Train",
+    "torchft 0.2.0": "torchft",
+    "Ray Train with a poll of 0.1 s": "Ray Train, poll of 0.1 s",
+    "Ray Train with its poll of 2 s": "Ray Train, its poll of 2 s",
 }
 
 
@@ -77,9 +80,9 @@ def recovery() -> str:
     """How long until the next step after a kill."""
     return _bars(
         "A worker is killed: seconds until the next training step",
-        "2 workers, 2 cores; medians of 5, lines are ranges; less is better",
+        "2 workers, 2 cores; medians, lines are ranges; less is better",
         {RECOVERIES[name]: each for name, each in readings("| contender | next step, s |", RECOVERIES).items()},
-        "Ray Train and torchrun go back to the last checkpoint; raysgd repeats no batch. "
+        "Ray Train and torchrun repeat batches since the last checkpoint, torchft loses one. "
         "Source: examples/benchmarks/recovery.py",
     )
 

@@ -40,7 +40,7 @@ def test_a_row_of_goodput_says_all_that_was_measured() -> None:
     ("name", "label"),
     [
         ("goodput.svg", "raysgd, new process, 15 s"),
-        ("recovery.svg", "raysgd, with a spare worker"),
+        ("recovery.svg", "raysgd, 2 workers and a spare"),
         ("startup.svg", "bare Ray actors"),
         ("steady.svg", "mlp_large (2.6 M parameters)"),
         ("sums.svg", "gloo, 64 KiB"),

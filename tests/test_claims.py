@@ -1,0 +1,131 @@
+"""Each sentence of the README that states a figure is a claim, and each claim has a command that exists."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.claims import ROOT, Claim, claims, outcome_of, table_of
+
+README = ROOT / "README.md"
+ROWS = claims()
+FIGURE = re.compile(r"(?<![\w.\-/#])\d+(?:\.\d+)*(?![\w\-/]|\.x)")
+SHOWN_ELSEWHERE = ("## Supported versions", "## License and history")
+"""Parts whose numbers are versions, which `tests/test_packaging.py` compares with the settings."""
+
+
+def flat(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def text_without(*headings: str) -> str:
+    """The README without its program, its commands, where its links lead, and these parts."""
+    text = README.read_text(encoding="utf-8")
+    for heading in headings:
+        before, _, after = text.partition(f"\n{heading}\n")
+        text = before + "\n## " + after.partition("\n## ")[2]
+    text = re.sub(r"^```(?:python|bash).*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return flat(re.sub(r"\]\([^)]*\)", "]", text))
+
+
+def shown_in(command: str) -> bool:
+    """Whether the script or the test that a command names exists."""
+    kind, target, *_ = command.split()
+    path, _, test = target.partition("::")
+    if not (ROOT / path).is_file() or kind not in ("pytest", "python"):
+        return False
+    names = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)}
+    return kind == "python" or test.split("::")[-1] in names
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text[:40])
+def test_a_claim_is_in_the_readme_and_can_be_refuted(row: Claim) -> None:
+    assert flat(row.text) in flat(README.read_text(encoding="utf-8"))
+    assert len(row.refuted_by) > 10
+    assert len(row.machine) > 3
+    assert datetime.date.fromisoformat(row.date) <= datetime.date.today()
+    assert row.takes_s > 0
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text[:40])
+def test_what_shows_a_claim_exists(row: Claim) -> None:
+    assert row.shown == bool(row.command), "a claim that nothing shows has no command"
+    assert not row.shown or shown_in(row.command), row.command
+
+
+def test_there_are_as_many_claims_as_can_be_looked_through() -> None:
+    assert 25 <= len(ROWS) <= 40
+    assert len({row.text for row in ROWS}) == len(ROWS)
+    assert not all(row.shown for row in ROWS), "no one has trained on GPUs yet"
+
+
+def test_every_figure_of_the_readme_is_one_of_a_claim() -> None:
+    text = text_without(*SHOWN_ELSEWHERE)
+    for row in ROWS:
+        text = text.replace(flat(re.sub(r"\]\([^)]*\)", "]", row.text)), " ")
+    assert FIGURE.findall(text) == []
+
+
+def test_the_figures_of_a_claim_are_those_that_were_measured() -> None:
+    """Where a claim is shown by numbers with a dot, they are in its `figure`."""
+    for row in ROWS:
+        figures = {each for each in FIGURE.findall(row.text) if "." in each}
+        assert figures <= set(FIGURE.findall(row.figure)), row.text
+
+
+def test_the_seconds_after_a_loss_are_those_of_the_chart() -> None:
+    """Which `tests/docs/test_tables.py` compares with the table."""
+    [row] = [each for each in ROWS if "recovery.svg" in each.text]
+    drawn = re.findall(r">([\d.]+) s</text>", (ROOT / "docs" / "images" / "recovery.svg").read_text(encoding="utf-8"))
+    assert len(drawn) > 5
+    assert set(drawn) <= set(FIGURE.findall(row.text))
+
+
+@pytest.mark.parametrize(
+    ("page", "text"), [(page, text) for row in ROWS for page, text in row.pages.items()], ids=lambda text: text[:40]
+)
+def test_other_pages_say_what_a_claim_says(page: str, text: str) -> None:
+    assert flat(text) in flat((ROOT / page).read_text(encoding="utf-8"))
+
+
+def report(**endings: str) -> list[ElementTree.Element]:
+    cases = []
+    for name, ending in endings.items():
+        case = ElementTree.Element("testcase", {"classname": "tests.docs.test_docs", "name": name})
+        if ending:
+            ElementTree.SubElement(case, ending)
+        cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("endings", "outcome"),
+    [
+        ({"test_a[1]": "", "test_a[2]": ""}, "holds"),
+        ({"test_a[1]": "", "test_a[2]": "failure"}, "does not"),
+        ({"test_a": "error"}, "does not"),
+        ({"test_a[1]": "skipped", "test_a[2]": ""}, "holds"),
+        ({"test_a": "skipped"}, "not here"),
+        ({"test_ab": ""}, "does not"),
+    ],
+)
+def test_a_claim_holds_if_all_that_ran_of_its_test_passed(endings: dict[str, str], outcome: str) -> None:
+    assert outcome_of("tests/docs/test_docs.py::test_a", report(**endings)) == outcome
+
+
+def test_the_table_has_a_line_for_each_claim_and_counts_them() -> None:
+    lines = table_of(ROWS[:3], ["holds", "not here", "holds"]).splitlines()
+    assert [line[:9].rstrip() for line in lines[:3]] == ["holds", "not here", "holds"]
+    assert lines[-1] == "2 holds, 0 does not, 1 not here"
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    assert shown_in("pytest tests/test_claims.py::test_a_command_that_does_not_exist_is_found")
+    assert not shown_in("pytest tests/test_claims.py::test_there_is_none")
+    assert not shown_in("python examples/no_such_example.py")
+    assert Path(__file__).name == "test_claims.py"
