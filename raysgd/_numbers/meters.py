@@ -1,8 +1,8 @@
 """Averages over the batches of one pass, kept so that they can be merged across workers without loss.
 
 What this module promises: a mean is a float64 sum divided once by its weight, a value that is not a number
-never passes silently, and a tensor is not read on the batch that produced it, because reading it makes the
-host wait for the device. A summary is a plain dict for its readers; beside the means it carries the
+never passes silently, and a tensor on a device is not read on the batch that produced it, because reading it makes
+the host wait for the device. A summary is a plain dict for its readers; beside the means it carries the
 sums and weights they came from.
 
 What it leaves to others: how tensors become floats and how a metric object is captured are two functions
@@ -150,7 +150,7 @@ class AverageMeterCollection:
     {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
 
     Values may be numbers (also numpy scalars), tensors with one element, and, if `capture_object` is given,
-    metric objects (anything with `merge_state` and `compute`). Tensors are copied on their device and read
+    metric objects (anything with `merge_state` and `compute`). Tensors on a device are copied there and read
     later, all in one go. A metric object counts by itself: the last one given under a name is captured when
     the summary is made.
 
@@ -386,8 +386,10 @@ class _NumberMeter:
         if kind in _PLAIN_NUMBERS:
             number = value
         elif _is_tensor(kind):
-            self._defer(value, weight)
-            return
+            if not getattr(value, "is_cpu", False):
+                self._defer(value, weight)
+                return
+            number = self._in_host(value)
         else:
             number = _as_float(self._name, value)
         self._last = number
@@ -430,9 +432,17 @@ class _NumberMeter:
     def _checked(self, weight: Any) -> int | float:
         return weight if type(weight) is int else as_weight(weight_of(self._name), weight)
 
-    def _defer(self, tensor: Any, weight: Any) -> None:
+    def _in_host(self, tensor: Any) -> float:
+        self._check_size(tensor)
+        number: float = tensor.item()
+        return number
+
+    def _check_size(self, tensor: Any) -> None:
         if tensor.numel() != 1:
             raise ValueError(_not_one_element(self._name, tuple(tensor.shape)))
+
+    def _defer(self, tensor: Any, weight: Any) -> None:
+        self._check_size(tensor)
         # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
         # each batch's loss to the same memory.
         self.pending.append(tensor.detach().clone())

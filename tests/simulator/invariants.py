@@ -12,7 +12,7 @@ from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.shared.types import GroupReport, StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
-from tests.simulator.replica import SimReplica, State, used_until
+from tests.simulator.replica import Given, SimReplica, State, used_until
 from tests.simulator.schedule import LOSSES
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ class Invariants:
 
     # ------------------------------------------------------------------------------------ after every event
 
-    def check_step(self, given: Mapping[int, tuple[State, int]]) -> None:
+    def check_step(self, given: Mapping[int, Given]) -> None:
         """All ranks step from one state; no sample is given twice."""
-        states = {state for state, _ in given.values()}
+        states = {each.state for each in given.values()}
         if len(states) != 1:
             self.fail(f"ranks step from different states: {'; '.join(map(str, states))}")
 
@@ -147,15 +147,6 @@ class Invariants:
         """It is known who survives. What is lost later, while the next group forms, is no reason for it."""
         if self.has_hung is None:
             self.has_hung = has_hung
-
-    def lost_measures(self, call: int) -> list[tuple[int, ...]]:
-        """What was not measured in this call, or by ranks that were lost, not those whose nodes were going away."""
-        found: list[tuple[int, ...]] = []
-        for process in self._simulation.cluster.processes:
-            run = process.replica.run if process.replica is not None else None
-            if run is not None and run.call == call:
-                found += (*run.dropped, run.measured, run.given) if process.is_lost else run.dropped
-        return found
 
     def leaving_nodes(self) -> set[str]:
         return {node.name for node in self._simulation.cluster.nodes.values() if node.is_leaving}

@@ -32,6 +32,7 @@ from raysgd.engine.processes.snapshots import SnapshotKeeper
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.worker.data.rank_rows import RankRows
 from tests.simulator.befalling import ENDLESS
 from tests.simulator.schedule import Fault, Op, Schedule
 
@@ -276,12 +277,16 @@ def _takes_no_newcomers(real: Any) -> Any:
     return regroup
 
 
-def _drops_orphans(real: Any) -> Any:
-    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
-        twice = handover.orphans * 2
-        return real(self, survivors, joining, replace(handover, orphans=twice), on_wait)
+def _forgets_what_was_told(real: Any) -> Any:
+    return lambda self, num_steps, rows, present: real(self, num_steps, rows, rows)
 
-    return regroup
+
+def _counts_those_who_are_there(real: Any) -> Any:
+    return lambda self, num_steps, rows, present: real(self, num_steps, rows, ())
+
+
+def _as_of(num_steps_more: int) -> Callable[[Any], Any]:
+    return lambda real: lambda self, num_steps: real(self, num_steps + num_steps_more)
 
 
 def _kills_only_handles(real: Any) -> Any:
@@ -341,15 +346,6 @@ def _frees_only_others(real: Any) -> Any:
 
 _POISONED = Schedule(
     1, num_workers=3, nodes=(4,), ops=(Op("train"),), faults=(Fault("poison", "step", 2), Fault("die", "step", 4))
-)
-_GROWN = Schedule(
-    1,
-    num_workers=2,
-    nodes=(3, 3),
-    num_samples=40,
-    batch_size=2,
-    ops=(Op("train"), Op("train")),
-    faults=(Fault("drain", "step", 5),),
 )
 
 _STUCK_AND_FROZEN = tuple(
@@ -488,13 +484,6 @@ def _infos_reversed(real: Any) -> Any:
     return lambda self, workers, infos: real(self, workers, infos[::-1])
 
 
-def _orphans_lost(real: Any) -> Any:
-    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
-        return real(self, survivors, joining, replace(handover, orphans=()), on_wait)
-
-    return regroup
-
-
 def _forget_stuck(real: Any) -> Any:
     def let_finish(self: Survivors, *args: Any) -> set[int]:
         lost: set[int] = real(self, *args)
@@ -536,7 +525,10 @@ MUTATIONS = (
     Mutation("survivors keep their own states", in_place, "takers", always(()), (29,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
-    Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
+    Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
+    Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
+    Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1)),
+    Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
     Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
@@ -606,7 +598,6 @@ MUTATIONS = (
     Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (800,)),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (128,)),
     Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
-    Mutation("what was measured on a left node is lost", WorkerGroup, "regroup", _orphans_lost, (), (_GROWN,)),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (68,)),
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),

@@ -100,7 +100,6 @@ class Process:
         watch: The last look of another process at it.
         outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
         is_driver: Whether it is the driver itself, whose end is the end of all.
-        has_left: Whether it was ended in good health because its node was going away.
         died_at: When it ended.
         thawed_at: When it last went on after it was frozen.
         answered_at: When its last answer arrived.
@@ -114,7 +113,7 @@ class Process:
         self.world = World(rank=-1, size=0)
         self.replica: SimReplica | None = None
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
-        self.loads = self.is_endless = self.has_left = False
+        self.loads = self.is_endless = False
         self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
         self.ready_at = _NEVER
         self.watch: Call | None = None
@@ -134,11 +133,6 @@ class Process:
     @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.node, f"address of {self.node}", self.pid)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it is dead, or will be as soon as it is not frozen any more."""
-        return (self.is_dead or self.is_killed) and not self.has_left
 
     # ------------------------------------------------------------------------------------ calls
 

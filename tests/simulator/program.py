@@ -197,7 +197,7 @@ class Program:
         self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
         state = self._one([each.state for each in walked])
         is_known = self._is_alone and is_exact and self._is_joint_batch_constant
-        self._check_measured(walked, state, number, before if is_known else None)
+        self._check_measured(walked, state, before if is_known else None)
         self._commit(state)
         return state
 
@@ -324,8 +324,8 @@ class Program:
         """What of a state is still there after it."""
         return state if self._is_joint_batch_constant else State(noted=state.noted)
 
-    def _check_measured(self, walked: Sequence[Walked], state: State, call: int, before: State | None) -> None:
-        """No sample is measured twice, nor one that was not used; and all that were used, but by lost ranks."""
+    def _check_measured(self, walked: Sequence[Walked], state: State, before: State | None) -> None:
+        """No sample is measured twice, nor one that was not used; and all that were used, also by lost ranks."""
         for epoch, used in enumerate(state.used):
             masks = _masks([each.measured for each in walked], epoch)
             self._invariants.require(sum(masks) & ~used == 0, f"measured more of pass {epoch} than was used")
@@ -335,8 +335,6 @@ class Program:
                 together |= mask
             if before is not None:
                 missing = used & ~sum(_masks([before.used], epoch)) & ~together
-                for mask in _masks(self._invariants.lost_measures(call), epoch):
-                    missing &= ~mask
                 self._invariants.require(not missing, f"of pass {epoch}, {missing:b} was used and not measured")
 
     def _judge(self, error: BaseException, op: Op, budget: WatchedBudget, before: Any) -> None:

@@ -31,7 +31,6 @@ FROM_OUTSIDE = (
     "a new worker owes the answers of the lost one",
     "workers that do not join after all are left over",
     "a call that broke off goes on from inside",
-    "what was measured on a left node is lost",
     "a dead standby worker steps in",
     "a snapshot inside a call covers one call less",
     "where survivors live is mixed up",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
@@ -57,6 +59,35 @@ class Walked:
     measured: tuple[int, ...]
 
 
+class Given(NamedTuple):
+    """What a rank gives to all others in a step.
+
+    Attributes:
+        state: The state that it steps from.
+        samples: Its samples of the step.
+        name: Its name.
+        measured: The samples that it has measured, with those of the step.
+    """
+
+    state: State
+    samples: int
+    name: str
+    measured: tuple[int, ...]
+
+
+class Progress(NamedTuple):
+    """How far a rank is in a call; see `RunState`."""
+
+    steps: int
+    call: int
+    requested: int | None
+    measured: tuple[int, ...]
+    name: str
+    others: Mapping[str, tuple[int, ...]]
+    lost: Mapping[str, tuple[int, ...]]
+    is_finished: bool = False
+
+
 @dataclass
 class Run:
     """One training call on one replica.
@@ -64,29 +95,35 @@ class Run:
     Attributes:
         call: Which call of the user's program it is.
         requested: How many steps it is to take; None for the rest of the pass.
-        given: The samples of the step that it is in, as `measured` has them: others may complete it.
-        dropped: Those of steps that others completed, and that it took over from them.
+        rows: What all ranks have told of what they measured.
     """
 
     call: int
     requested: int | None
+    rows: RankRows
     steps: int = 0
     measured: tuple[int, ...] = ()
-    given: tuple[int, ...] = ()
-    dropped: tuple[tuple[int, ...], ...] = ()
     is_finished: bool = False
     answer: Walked | None = None
     proposed: int | None = None
     agreed: Future | None = None
 
-    def measure(self, epoch: int, samples: int) -> None:
-        passes = [*self.measured, *[0] * (epoch + 1 - len(self.measured))]
-        passes[epoch] += samples  # a sum, not a union: one that is counted twice shows
-        self.measured = tuple(passes)
-
     def count(self, measured: Sequence[int]) -> None:
-        for epoch, samples in enumerate(measured):
-            self.measure(epoch, samples)
+        self.measured = together(self.measured, measured)
+
+    @property
+    def progress(self) -> Progress:
+        rows = self.rows
+        told = rows.as_of(self.steps)
+        return Progress(
+            self.steps, self.call, self.requested, self.measured, rows.name, told, dict(rows.lost), self.is_finished
+        )
+
+
+def together(*measured: Sequence[int]) -> tuple[int, ...]:
+    """What several ranks have measured."""
+    # Sums, not unions: a sample that is counted twice shows.
+    return tuple(map(sum, itertools.zip_longest(*measured, fillvalue=0)))
 
 
 class Surroundings(Protocol):
@@ -106,7 +143,7 @@ class Surroundings(Protocol):
     def step_s(self) -> float:
         """How long a step takes."""
 
-    def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
+    def check_step(self, replica: SimReplica, given: Mapping[int, Given]) -> None:
         """Before all ranks take a step together."""
 
     def check_state(self, state: State) -> None:
@@ -153,7 +190,6 @@ class SimReplica:
         self.is_whole = True
         self.is_poisoned = False
         self.run: Run | None = None
-        self.orphans: tuple[Any, ...] = ()
         self.is_walking = False
         self.hold_number = 0
         self.copies = PendingCopies()
@@ -173,8 +209,7 @@ class SimReplica:
 
     def _capture_inside(self, run: Run) -> Capture:
         self.copies.drop_unclaimed()
-        progress = (run.steps, run.call, run.requested, run.measured)
-        return self._with_copy(Capture(self.own, progress=progress))
+        return self._with_copy(Capture(self.own, progress=run.progress._replace(others={})))
 
     def _with_copy(self, part: Capture) -> Capture:
         if self.world.rank:
@@ -195,15 +230,20 @@ class SimReplica:
     def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
         assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"
         self.state, self.is_whole = shared_state, True
-        self.run, self.orphans = None, ()
+        self.run = None
         self.inside.clear()
 
-    def restore_inside(self, shared_state: State, own_state: Any, first: Any, parts: Iterable[Any]) -> None:
+    def restore_inside(self, shared_state: State, own_state: Any, first: Progress, parts: Iterable[Progress]) -> None:
         self.restore(shared_state, own_state)
-        steps, call, requested, _ = first
-        self.run = Run(call, requested, steps)
-        for part in parts:
-            self.run.count(part[3])
+        self.run = self._run_like(first)
+        self.run.count(together(*(part.measured for part in parts)))
+
+    def _run_like(self, progress: Progress) -> Run:
+        run = Run(progress.call, progress.requested, RankRows(self.name), progress.steps)
+        run.is_finished = progress.is_finished
+        run.rows.lost.update(progress.lost)
+        run.rows.settle(run.steps, progress.others, progress.others)
+        return run
 
     def shutdown(self) -> None:
         self.run = None
@@ -224,27 +264,29 @@ class SimReplica:
             self.run.proposed = self.run.agreed = None
         yield from self.around.point("regroup", self)
         if world.rank == handover.source and handover.takers:
-            run = self.run
-            told = None if run is None else (run.steps, run.call, run.requested, run.is_finished)
+            told = None if self.run is None else self.run.progress
             self.connection.send("handover", (self.state, told))
             yield from self.around.point("sent", self)
         elif world.rank in handover.takers:
             yield from self.around.point("taking", self)
             self._take_over(*(yield from self.connection.receive("handover")))
             yield from self.around.point("taken", self)
-        self.orphans = handover.orphans
+        names = yield from self.connection.exchange("names", self.name, lambda given: {*given.values()})
+        if self.run is not None:
+            self.run.rows.settle(self.run.steps, self.run.rows.as_of(self.run.steps), names)
+            self.run.rows.lost.update((part.name, part.measured) for part in handover.orphans)
         self.around.check_formed(self, handover)
         return self.setup()
 
-    def _take_over(self, state: State, told: tuple[int, int, int | None, bool] | None) -> None:
+    def _take_over(self, state: State, told: Progress | None) -> None:
         self.state, self.is_whole = state, True
         if told is None:
             self.run = None
             return
-        steps, call, requested, is_finished = told
-        before = self.run or Run(call, requested)
-        dropped = (*before.dropped, before.given)
-        self.run = Run(call, requested, steps, before.measured, dropped=dropped, is_finished=is_finished)
+        before, self.run = self.run, self._run_like(told)
+        if before is not None:
+            is_behind = before.steps < told.steps
+            self.run.measured = told.others.get(self.name, before.measured) if is_behind else before.measured
 
     # ------------------------------------------------------------------------------------ beside its work
 
@@ -284,7 +326,7 @@ class SimReplica:
         """Trains for so many steps; None for the rest of the pass."""
         self.inside.clear()
         self.is_whole = True
-        self.run = Run(call, num_steps)
+        self.run = Run(call, num_steps, RankRows(self.name))
         return (yield from self._go_through(self.run))
 
     def walk_on(self, call: int, num_steps: int | None) -> Task:
@@ -292,11 +334,8 @@ class SimReplica:
         if run is None:
             return (yield from self.walk(call, num_steps))
         assert run.call == call, f"call {call} goes on inside call {run.call}"
-        for part in self.orphans if self.world.rank == 0 else ():
-            run.count(part[3])
-        self.orphans = ()
         if run.answer is not None:
-            return run.answer
+            return self._with_lost(run)
         if run.is_finished:
             return self._finish(run)
         return (yield from self._go_through(run))
@@ -322,7 +361,13 @@ class SimReplica:
 
     def _finish(self, run: Run) -> Walked:
         run.is_finished, run.answer = True, Walked(self.state, run.steps, run.measured)
-        return run.answer
+        return self._with_lost(run)
+
+    def _with_lost(self, run: Run) -> Walked:
+        assert run.answer is not None
+        if self.world.rank:
+            return run.answer
+        return replace(run.answer, measured=together(run.answer.measured, *run.rows.lost.values()))
 
     def _stops(self, run: Run) -> Task:
         if run.proposed is None or run.steps < run.proposed:
@@ -336,20 +381,21 @@ class SimReplica:
     def _step(self, run: Run) -> Task:
         state = self.state
         own, consumed = self._next_part(state)
-        run.given = (*[0] * state.epoch, own)
+        measured = together(run.measured, (*[0] * state.epoch, own))
         yield from self.around.point("step", self)
         yield self.around.step_s()
         name = (state.weights, state.noted, run.steps)
-        given: Mapping[int, tuple[State, int]] = yield from self._reduce(name, (state, own))
+        given: Mapping[int, Given] = yield from self._reduce(name, Given(state, own, self.name, measured))
+        run.rows.note(run.steps, {each.name: each.measured for each in given.values()})
         if self.around.has_halves:
             self.is_whole = False
             yield from self.around.point("half", self)
-            yield from self._reduce((*name, "second half"), (state, own))
-        samples = [each for _, each in given.values()]
+            yield from self._reduce((*name, "second half"), Given(state, own, self.name, measured))
+        samples = [each.samples for each in given.values()]
         self.state, self.is_whole = stepped(state, consumed, self.around.num_samples, samples), True
         self.around.check_state(self.state)
         run.steps += 1
-        run.measure(state.epoch, own)
+        run.measured = measured
         yield from self.around.point("stepped", self)
 
     def _next_part(self, state: State) -> tuple[int, int]:
@@ -357,11 +403,11 @@ class SimReplica:
         batch_size = max(1, self.around.batch_size // size)
         return next_part(num_samples, state.consumed, batch_size, size, self.world.rank, state.epoch)
 
-    def _reduce(self, name: Any, given: tuple[State, int]) -> Task:
+    def _reduce(self, name: Any, given: Given) -> Task:
         if self.is_poisoned and not self.connection.is_alone:
             self.connection.interrupt()
 
-        def merge(all_given: Mapping[int, tuple[State, int]]) -> Mapping[int, tuple[State, int]]:
+        def merge(all_given: Mapping[int, Given]) -> Mapping[int, Given]:
             self.around.check_step(self, all_given)
             return dict(all_given)
 

@@ -23,7 +23,7 @@ from tests.simulator.network import Network, SimConnection
 from tests.simulator.platform import Cluster, Node, SimPlatform
 from tests.simulator.processes import Process
 from tests.simulator.program import Program
-from tests.simulator.replica import SimReplica, State
+from tests.simulator.replica import Given, SimReplica, State
 from tests.simulator.schedule import Schedule
 from tests.simulator.watched import WatchedGroup
 
@@ -190,7 +190,7 @@ class Simulation:
     def step_s(self) -> float:
         return self.rng.uniform(0.02, 0.3)
 
-    def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
+    def check_step(self, replica: SimReplica, given: Mapping[int, Given]) -> None:
         self.invariants.check_step(given)
         self.befalling.at_moment("merge", self.process_of(replica))
 

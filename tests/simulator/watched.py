@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers
@@ -73,12 +73,6 @@ class WatchedGroup(WorkerGroup):
     def on_replica(self, *args: Any, **kwargs: Any) -> GroupReport:
         self._invariants.has_hung = None
         return super().on_replica(*args, **kwargs)
-
-    def remove_workers(self, ranks: Sequence[int]) -> None:
-        leaving = self._invariants.leaving_nodes()
-        for process in [self.processes[rank] for rank in ranks if rank not in self.silent | self.stuck]:
-            process.has_left = not process.is_dead and not process.is_frozen and process.node in leaving
-        super().remove_workers(ranks)
 
     def poll(self, rank: int, call: Any) -> Outcome:
         asked = [process.pid for process in self.processes[rank : rank + 1]]

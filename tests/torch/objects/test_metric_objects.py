@@ -291,7 +291,20 @@ def test_a_collection_of_meters_captures_metric_objects() -> None:
     assert metric.update_count == 0
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is not in the host's memory."""
+
+    is_cpu = False
+
+
 class TestTensorsInMeters:
+    def test_one_in_the_host_is_read_at_once_and_not_kept(self) -> None:
+        meters = AverageMeterCollection(lambda tensors: pytest.fail("it was kept"))
+        meters.update({"loss": torch.ones((1, 1), requires_grad=True) * 2, "batch_weight": torch.tensor(4.0)}, n=3)
+        assert meters.summary().totals == {"loss": (8.0, 4.0)}
+        with pytest.raises(ValueError, match="exactly one element"):
+            meters.update({"loss": torch.ones(2)}, n=3)
+
     def test_gradients_are_not_kept(self) -> None:
         read: list[torch.Tensor] = []
 
@@ -300,7 +313,7 @@ class TestTensorsInMeters:
             return torch.stack(tensors).tolist()
 
         meters = AverageMeterCollection(to_floats)
-        meters.update({"loss": torch.ones((), requires_grad=True) * 2}, n=3)
+        meters.update({"loss": (torch.ones((), requires_grad=True) * 2).as_subclass(OnDevice)}, n=3)
         assert meters.summary()["loss"] == 2.0
         assert [tensor.requires_grad for tensor in read] == [False]
 
