@@ -160,6 +160,8 @@ class CallMonitor:
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self.report())
+        if group.is_ended:  # by Ctrl-C, which ends the wait for the report when it is pressed again and again
+            return
         self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:
             group.kill_rank(rank)

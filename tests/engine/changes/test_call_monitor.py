@@ -97,6 +97,22 @@ def test_ranks_that_hang_together_are_ended_and_told_of_together(caplog: pytest.
     assert "ranks 1-4: no answer yet\n  no answer" in text
 
 
+def test_ranks_of_a_group_that_ends_while_they_are_told_of_are_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(heartbeat_s=5.0)
+    trainer.cluster.silent = {1}
+    ask = trainer.group.ask_beside
+
+    def end(*args: Any, **kwargs: Any) -> dict[int, Any]:
+        trainer.group.is_alive, trainer.cluster.silent = False, set()
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.group, "ask_beside", end)
+    trainer.during_calls(10)
+    trainer.walk(5, Lost((0, 1, 2)))
+    assert [group.killed_ranks for group in trainer.cluster.groups] == [[], []]
+    assert trainer.kinds == ["rebuilt"]
+
+
 def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
     alike = {"training": list(range(990)), **{f"elsewhere {number}": [990 + number] for number in range(10)}}
     lines = _reported(alike).splitlines()
