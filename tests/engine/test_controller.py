@@ -542,6 +542,8 @@ def test_without_an_end_of_the_budget_a_start_is_tried_until_it_works() -> None:
     cluster.starts = deque([Lost((0,))] * 20)  # more than the attempts to find room, which these are not
     assert trainer.controller.run(Call(read), budget=budget) == [(0, 0)] * 3
     assert (len(cluster.groups), budget.num_spent) == (32, 31)
+    first = trainer.controller.history.events[0]
+    assert (first.kind, first.old_size, first.new_size) == ("started", 0, 3)
 
 
 def test_deaths_at_the_start_of_new_workers_are_paid_for_out_of_what_the_loss_has_left() -> None:

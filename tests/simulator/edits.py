@@ -96,6 +96,8 @@ def edits_in(module: str, source: str) -> list[Edit]:
     seen: Counter[str] = Counter()
     found = []
     for number, place in enumerate(_places(ast.parse(source))):
+        if ast.unparse(place.old) == ast.unparse(place.new):  # two arguments that are the same
+            continue
         lines = place.old.lineno, place.old.end_lineno or place.old.lineno  # type: ignore[attr-defined]
         edit = Edit(module, place.kind, place.where, _shown(place.old), _shown(place.new), lines, number)
         found.append(replace(edit, copy=seen[str(edit)]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 _RAY = "what Ray does, which only the integration tests run"
 _PACE = "how soon it is looked at again, not what is done then"
 _WORDS = "only which lines of a status stand together"
-_FRONT_ENDS = "the front ends' tests of bad input find it"
 _OWN_PROCESS = "its test runs it in a process of its own, without the edit"
 _SCHEDULE = "a schedule of its own in `test_simulator` finds it"
 
@@ -26,10 +25,10 @@ EXPLAINED = {
     "growth.Growth.start_spares: `group is None or not self._spec.num_spares` -> `group is None and (not self._spec.num_spares)`": "the callers have a group, and without spares none are missing",
     "in_place.InPlaceChanges.are_possible: `False` -> `True`": "the change in place fails for the same exception, and a rebuild follows either way",
     "members.Members.close: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
-    "placement.Placement._check_resources: `if not isinstance(amounts, Mapping) or not all((isinstance(name, str) for name in amounts)...` -> `return`": _FRONT_ENDS,
-    "resources.Reservation.close: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,
+    "reservation_guard.guard: `0` -> `1`": _RAY,
+    "resources.Reservation._await_removal: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,
+    "resources.Reservation._await_removal: `time.monotonic() + timeout_s` -> `time.monotonic() - timeout_s`": _RAY,
     "resources.Reservation.close: `self._own is None` -> `not self._own is None`": _RAY,
-    "resources.Reservation.close: `time.monotonic() + timeout_s` -> `time.monotonic() - timeout_s`": _RAY,
     "resources.Reservation.is_granted: `group = self._own or self._outer` -> `return`": _RAY,
     "resources._run_beside: `0` -> `1` (2)": _RAY,
     "resources._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
@@ -38,6 +37,7 @@ EXPLAINED = {
     "resources.outer_group: `ray = _ray()` -> `return`": _RAY,
     "slots.Slots.__init__: `False` -> `True`": "a default that the group always overrides",
     "snapshot_pace.SnapshotRule.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
+    "standby.StandbyWorkers.take: `min(1.05 * pause_s, _LONGEST_POLL_S)` -> `max(1.05 * pause_s, _LONGEST_POLL_S)`": _PACE,
     "standby.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
     "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
@@ -46,7 +46,7 @@ EXPLAINED = {
     "worker.WorkerProcess.relay: `[value] = ray.get(list(references))` -> `return`": _RAY,
     "worker._HostedProcess.__init__: `os.environ['CUDA_VISIBLE_DEVICES'] = ''` -> `pass`": _RAY,
     "worker._actor_class: `_ACTOR_CLASS is None` -> `_ACTOR_CLASS is not None`": _RAY,
-    "worker_group.WorkerGroup._relay: `Placed(self.infos[keeper].node_id, copy)` -> `Placed(copy, self.infos[keeper].node_id)`": _RAY,
+    "worker_group.WorkerGroup._relay: `StoredPart(self.infos[keeper].node_id, copy)` -> `StoredPart(copy, self.infos[keeper].node_id)`": _RAY,
     "worker_group.WorkerGroup.kill_rank: `self._members.workers[rank].kill()` -> `pass`": "the signal of the next line ends the process as well; the first way is for where no other process can be started",
     "worker_group.WorkerGroup.renew: `False` -> `True`": "a copy is made that no one uses",
 }

@@ -53,6 +53,8 @@ def told(first: list[Literal[1]]) -> Literal[2]:
     assert first > 1
     return f"{first + 1}"
 
+asked = asked(first, first)
+
 def words(first) -> str:
     return "one" if first == 1 else "more"
 

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 
-from tests.simulator.edits import KINDS
+from tests.simulator.edits import KINDS, edits_of, paths
+from tests.simulator.explained import EXPLAINED
 from tests.simulator.surviving import Result, as_table, survivors, unexplained
 from tests.stories import ROOT
 
@@ -62,3 +63,8 @@ def test_what_survives_is_told_with_its_reason_and_what_has_none_stands_out() ->
     results = [result("order", "survives", is_reached=False), result("order", "unit tests")]
     assert survivors(results) == "order survives\n    (not run by the simulator) ?"
     assert unexplained(results) == ["order survives"]
+
+
+def test_what_is_explained_is_an_edit_that_there_can_be() -> None:
+    edits = {str(edit) for module in paths() for edit in edits_of(module)}
+    assert sorted(EXPLAINED.keys() - edits) == []

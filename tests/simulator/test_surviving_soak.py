@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulator.edits import FOLDER, edits_of
-from tests.simulator.explained import EXPLAINED
 from tests.simulator.surviving import as_table, read, survivors, unexplained
 from tests.stories import ROOT
 
@@ -24,9 +22,3 @@ def test_nearly_every_random_edit_is_found_or_is_known_not_to_matter(tmp_path: P
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     results = read(file)
     assert len(unexplained(results)) <= MOST_UNEXPLAINED, f"{as_table(results)}\n\n{survivors(results)}"
-
-
-@pytest.mark.soak
-def test_what_is_explained_is_an_edit_that_there_can_be() -> None:
-    edits = {str(edit) for path in FOLDER.glob("*.py") for edit in edits_of(path.stem)}
-    assert sorted(EXPLAINED.keys() - edits) == []

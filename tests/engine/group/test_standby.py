@@ -354,3 +354,26 @@ def test_after_a_shutdown_no_worker_is_replaced() -> None:
     standby.cancel()
     assert standby.num_coming == standby.num_ready == 0
     assert machine.num_started == 1
+
+
+class Leaving(DyingStarts):
+    """A machine whose node goes away; what starts on it dies when it is ended."""
+
+    def node_of(self, slot: Any) -> str:
+        return "node"
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        if not self.ended:
+            return Outcome(rank, answered=False)
+        return Outcome(rank, failure=Failure("died", fault()))
+
+
+def test_a_worker_that_is_ended_while_it_starts_gives_its_place_back_once() -> None:
+    machine: Any = Leaving(0)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    standby = StandbyWorkers(spec, machine, machine)
+    standby.start(1, world_size=1)
+    standby.kill_on(frozenset({"another node"}))
+    assert (standby.num_coming, machine.num_free) == (1, 0)
+    standby.kill_on(frozenset({"node"}))
+    assert (standby.num_coming, machine.num_free) == (0, 1)
