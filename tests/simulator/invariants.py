@@ -179,7 +179,8 @@ class Invariants:
     def check_ended(self, process: Process) -> None:
         """The driver ends a process by force: not one that can be seen to load, and will be ready some day."""
         is_seen = process.watch is None or process.watch.is_done
-        self.require(not process.loads or process.is_endless or not is_seen, f"{process} was ended while it loaded")
+        loads = process.loads and not process.is_endless and not process.is_dead
+        self.require(not loads or not is_seen, f"{process} was ended while it loaded")
 
     # ------------------------------------------------------------------------------------ after every call, at the end
 

@@ -132,6 +132,16 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
     assert (verdict.broken, verdict.num_happened) == (None, 4)
 
 
+def test_ctrl_c_again_and_again_leaves_no_thread_that_looks_after_workers_of_a_group_that_has_ended() -> None:
+    """The third time, the driver does not wait any more until the thread has told which rank froze."""
+    interrupts = [Fault("interrupt", "wait", nth) for nth in (122, 143, 236)]
+    losses = Fault("drain", "noted", 3, 5), Fault("stall", "step", 13, 5), Fault("die", "prepare", 2, 2)
+    schedule = Schedule(2519147, num_workers=3, nodes=(2, 4), num_samples=23, is_large=True, use_local=True)
+    schedule = replace(schedule, rejoins=False, regroups=False, renews=True, heartbeat_s=3.0)
+    verdict = run(replace(schedule, ops=(Op("note", 1), Op("train", None, 6)), faults=(*interrupts, *losses)))
+    assert (verdict.broken, verdict.num_happened) == (None, 6)
+
+
 @pytest.mark.parametrize("nth", range(90, 111, 4))
 def test_ctrl_c_while_the_driver_asks_who_is_stuck_leaves_no_ranks_in_different_states(nth: int) -> None:
     losses = Fault("lose connection", "last", 1, 5), Fault("die", "joined", 1, 6), Fault("stall", "last", 1)
@@ -148,6 +158,17 @@ def test_ctrl_c_while_the_driver_asks_who_is_stuck_leaves_no_ranks_in_different_
     )
     verdict = run(schedule)
     assert (verdict.broken, verdict.num_happened) == (None, 4)
+
+
+@pytest.mark.parametrize(("seed", "point"), [(3, "taking"), (12, "taken")])
+def test_what_those_measured_who_left_is_counted_once_where_the_next_group_is_formed_twice(
+    seed: int, point: str
+) -> None:
+    """Rank 0 takes its place in the first group too late for the driver, which does not hear that it counted it."""
+    faults = Fault("drain", "step", 5), Fault("slow", "sent", 1, 1), Fault("die", point, 1)
+    schedule = Schedule(seed, nodes=(2, 2), num_spares=1, num_samples=40, batch_size=2, ops=(Op("train"),))
+    verdict = run(replace(schedule, faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 3)
 
 
 def test_a_worker_that_froze_is_ended_where_a_spare_takes_its_place() -> None:
@@ -254,6 +275,13 @@ def test_a_replica_that_breaks_its_group_calls_later_is_a_reason_for_the_loss() 
     verdict = run(replace(schedule, late_s=1.2, ops=train, faults=faults))
     assert (verdict.broken, verdict.num_happened) == (None, 2)
     assert any("no step was completed since" in line for line in verdict.log)
+
+
+def test_a_worker_that_died_with_its_node_while_it_loaded_does_not_load_any_more() -> None:
+    faults = Fault("load long", "prepare", 5, 1), Fault("drain", "warm up", 1), Fault("die", "joined", 2, 1)
+    schedule = Schedule(2522029, num_workers=3, nodes=(4,), num_spares=1, num_samples=8, batch_size=6)
+    verdict = run(replace(schedule, ops=(Op("steps", 5),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 3)
 
 
 def test_a_rank_that_answered_counts_as_a_survivor_however_long_another_one_is_waited_for() -> None:
