@@ -1,4 +1,7 @@
-"""The data of one replica: where it is, what a saved position does to it, and what becomes of it in another group."""
+"""The data of one replica: where it is, what a saved position does to it, and what becomes of it in another group.
+
+Covers `raysgd.worker.data.feed`: what it shares with TensorFlow is seen here over loaders.
+"""
 
 from __future__ import annotations
 
