@@ -12,7 +12,7 @@ and behind it, so that a machine that becomes slower or faster shows. The model 
 see `_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
 
 torchft counts steps and not samples: a step of the worker that is left counts as one of both, and the samples of the
-other, and of steps that it discards, are lost. So its goodput is that of its steps; see what they cost in samples.
+other, and of steps that it discards, are lost. Samples that are lost do not count, so its goodput is that much smaller.
 
 The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
 again and it measures the rows that are missing. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
@@ -31,7 +31,7 @@ from typing import Any
 
 from _common import OWN, JobError, Report, Target, choose_peers, dispatch, machine, make_parser, run_job
 from _contenders import run_ray_train, run_raysgd, run_torchft, run_torchrun
-from _counted import NUM_WORKERS, STEPS_OF_PASS
+from _counted import NUM_SAMPLES, NUM_WORKERS, STEPS_OF_PASS
 from _torchft import PYTHON as TORCHFT
 
 PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
@@ -116,7 +116,7 @@ class Plan:
         run = self._disturbed()
         calm += [self._calm() for _ in range(self.num_calm - 1)]
         mean = sum(calm) / len(calm)
-        run["goodput"] = mean * _num_passes(self.seconds) / run["wall_s"]
+        run["goodput"] = goodput_of(run, mean, _num_passes(self.seconds))
         run["calm_differ"] = 100 * (max(calm) - min(calm)) / mean
         return {**asdict(self), **run, "load": os.getloadavg()[0], "cpu": machine()["cpu"]}
 
@@ -138,6 +138,11 @@ class Plan:
     @property
     def _role(self) -> str:
         return OWN if self.contender in OWN_WAYS else self.contender
+
+
+def goodput_of(run: Row, pass_s: float, num_passes: int) -> float:
+    """Which share of the time went into samples that count, if a pass takes so many seconds without kills."""
+    return float(pass_s * num_passes / run["wall_s"] * (1 - run["samples_lost"] / (num_passes * NUM_SAMPLES)))
 
 
 def _num_passes(seconds: float) -> int:

@@ -211,6 +211,13 @@ def test_only_some_contenders_are_measured_if_they_are_named(goodput: Any) -> No
         plans(goodput, "--contenders", "tarchrun")
 
 
+def test_lost_samples_are_no_goodput(goodput: Any, counted: Any) -> None:
+    run = {"wall_s": 20.0, "samples_lost": 0.0}
+    assert goodput.goodput_of(run, pass_s=5.0, num_passes=3) == 0.75
+    half = {**run, "samples_lost": 1.5 * counted.NUM_SAMPLES}
+    assert goodput.goodput_of(half, pass_s=5.0, num_passes=3) == 0.375
+
+
 def test_rows_that_are_in_the_file_are_not_measured_again(goodput: Any, tmp_path: Path) -> None:
     wanted = plans(goodput)[:3]
     for plan in wanted:
