@@ -1,11 +1,15 @@
 """Sums over many processes: raysgd's own connections against gloo.
 
     python examples/benchmarks/small_sums.py [--smoke-test] [--repetitions 15] [--sizes 4,16,40] [--bytes 400,65536]
+    python examples/benchmarks/small_sums.py --rows [--sizes 2,4,8]
     python examples/benchmarks/small_sums.py --nodes 2 --delay-ms 2 --loss 0.01 --sizes 2,4,8 --bytes 65536,2097152
 
 All processes are on this machine, in one group over loopback, and take turns between the two: some sums of raysgd, some
 of gloo's `all_reduce`, and so on. What counts is the time of one sum, and the ratio of the two within a turn. With more
 processes than cores this measures how much work a sum is for all of them together, not how long messages take.
+
+With `--rows`, a third one takes part: raysgd's sum with an exchange of running sums of metrics, as in each step of a
+training.
 
 With `--nodes`, as many processes are on each node, with a network between them that delays and loses packets (Linux,
 as root).
@@ -28,9 +32,12 @@ from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ru
 from _network import DEVICE, Node, network
 from _ranks import on_ranks
 
+from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.connections.torch import exchanges_at_once
+from raysgd.worker.data.rank_rows import RowExchange
 
 PEERS = {"gloo": "torch"}
+WITH_ROWS = "raysgd_with_rows"
 SUMS_PER_TURN = 5
 
 
@@ -46,19 +53,41 @@ def by_gloo(numbers: np.ndarray[Any, Any]) -> None:
     dist.all_reduce(torch.from_numpy(numbers))
 
 
+class WithRows:
+    """As gradients of small models are added up, with what each rank tells the others of its metrics.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        group = exchanges_at_once()
+        assert group is not None
+        self._group, self._meters = group, AverageMeterCollection()
+        self._exchange = RowExchange(str(rank), group.gather)
+        self._loss = torch.tensor(0.5)
+
+    def __call__(self, numbers: np.ndarray[Any, Any]) -> None:
+        metrics = {"train_loss": self._loss}
+        tally = self._meters.tally(metrics, 32)
+        self._exchange.exchange({"metrics": (tally.layout, tally.numbers)}, partial(self._group.add_up_with, numbers))
+        self._meters.update(metrics, 32)
+
+
 WAYS: dict[str, Callable[[np.ndarray[Any, Any]], None]] = {OWN: by_raysgd, "gloo": by_gloo}
 
 
 def add_up(rank: int, size: int, num_bytes: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
     """The seconds of one sum in each turn, by way; in every process of the group."""
     found: dict[str, list[float]] = {way: [] for way in ways}
+    functions = {**WAYS, WITH_ROWS: WithRows(rank)}
     for _ in range(1 + repetitions):
         for way in ways:
             numbers = np.ones(num_bytes // 4, np.float32)
             dist.barrier()
             began = time.perf_counter()
             for _ in range(SUMS_PER_TURN):
-                WAYS[way](numbers)
+                functions[way](numbers)
             found[way].append((time.perf_counter() - began) / SUMS_PER_TURN)
             assert math.isclose(numbers[0], float(size) ** SUMS_PER_TURN, rel_tol=1e-5), way
     return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
@@ -81,6 +110,7 @@ def main() -> None:
     parser = make_parser("Sums over many processes", repetitions=15, peers=PEERS)
     parser.add_argument("--sizes", default="4,16,40", help="how many processes")
     parser.add_argument("--bytes", default="400,65536,1048576", help="how large the arrays are")
+    parser.add_argument("--rows", action="store_true", help="also with running sums of metrics")
     parser.add_argument("--nodes", type=int, default=1, help="how many nodes the processes are on")
     parser.add_argument("--delay-ms", type=float, default=2.0, help="how long a packet between nodes is on its way")
     parser.add_argument("--loss", type=float, default=0.0, help="the share of packets between nodes that are lost")
@@ -90,7 +120,7 @@ def main() -> None:
     sizes, amounts = arguments.sizes.split(","), arguments.bytes.split(",")
     if arguments.smoke_test:
         sizes, amounts, arguments.repetitions = ["2"], ["400"], 1
-    ways, targets = [OWN, *peers.selected], []
+    ways, targets = [OWN, *[WITH_ROWS] * arguments.rows, *peers.selected], []
     place = {"num_nodes": arguments.nodes, "delay_s": arguments.delay_ms / 1e3, "loss": arguments.loss}
     environment = {"GLOO_SOCKET_IFNAME": DEVICE} if arguments.nodes > 1 else {}
     for size in map(int, sizes):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from raysgd._numbers.tally import Flat, Tally
@@ -282,15 +283,16 @@ class AverageMeterCollection:
         return tally
 
     def _add_to(self, tally: Tally, metrics: Mapping[str, Any], n: int | float) -> None:
-        """Add to a tally what `update` would count."""
+        """Add to a tally what `update` would count; what that would refuse is left out."""
         tally.num_samples += float(n)
         weight_of_batch = metrics.get(BATCH_WEIGHT, n)
         for name, value in metrics.items():
             if is_weight(name) or _is_metric_object(type(value)):
                 continue
-            total, count, _ = tally.sums.get(name, (0.0, 0.0, 0.0))
-            weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
-            tally.sums[name] = (total + number * weight if weight else total), count + weight, number
+            with suppress(TypeError, ValueError, RuntimeError):
+                weight, number = float(metrics.get(weight_of(name), weight_of_batch)), float(value)
+                total, count, _ = tally.sums.get(name, (0.0, 0.0, 0.0))
+                tally.sums[name] = (total + number * weight if weight else total), count + weight, number
 
     def summary_of(self, tally: Tally) -> MetricSummary:
         """Return what a collection that counted so much would return as its summary."""

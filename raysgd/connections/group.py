@@ -22,7 +22,7 @@ from raysgd.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
+_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # kinds of exchanges
 _QUICK_BYTES_OF_MANY = 8 * 2**20
 """Up to this size sums of more than `MOST` ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py`
 measures. Those of fewer ranks always are."""
@@ -67,6 +67,20 @@ class Group:
             flat = _flat(numbers)
             assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.add_up(flat, _kind(_SUM, flat))
+
+    def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
+        """Puts the sums over all ranks into `numbers`; returns every rank's row, which travels along if they are few.
+
+        Args:
+            numbers: What is added up.
+            row: Bytes, as many on each rank.
+        """
+        flat = _flat(numbers)
+        if self._adding is not None and self._adding.can_carry(flat):
+            return self._adding.add_up_with(flat, row, _kind(_SUM_AND_ROW, flat))
+        rows = self.gather(row)
+        self.add_up(numbers)
+        return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """The sum of all ranks' rows, added in the order of ranks and rows, to the same bits on all of them.

@@ -566,6 +566,12 @@ def test_a_batch_without_weight_is_left_out_of_a_tally_whatever_it_says() -> Non
     assert meters.tally({"loss": math.nan}, 0).sums["loss"][:2] == (4.0, 4.0)
 
 
+@pytest.mark.parametrize("value", ["text", None, numpy.ones(2)])
+def test_what_is_no_metric_is_left_to_the_batch_to_refuse(value: Any) -> None:
+    meters = summed(({"loss": 1.0}, 4))
+    assert meters.tally({"other": value, "loss": 3.0}, 4).sums == {"loss": (16.0, 8.0, 3.0)}
+
+
 def test_sums_of_others_leave_the_last_value_as_it_is_seen_here() -> None:
     meters, others = summed(({"loss": FakeTensor(3.0)}, 1)), summed(({"loss": 5.0, "iou": 1.0}, 3))
     meters.go_on_from(others.summary())

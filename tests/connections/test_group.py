@@ -55,6 +55,24 @@ def on_all(groups: list[Group], function: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(function, groups))
 
 
+@pytest.mark.parametrize("length", [1, 500, 40_000])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bytes_of_each_rank_travel_along_with_a_sum(groups: list[Group], length: int, dtype: Any) -> None:
+    given = terms(len(groups), (length,), dtype)
+    expected = functools.reduce(np.add, given)
+    row = np.arange(12, dtype=np.uint8)
+
+    def add_up(group: Group) -> Any:
+        for _ in range(2):  # the second time in the same memory
+            numbers = given[group.rank].copy()
+            rows = group.add_up_with(numbers, row + group.rank)
+        return numbers, rows
+
+    for numbers, rows in on_all(groups, add_up):
+        assert numbers.tobytes() == expected.tobytes()
+        assert [each.tolist() for each in rows] == [(row + rank).tolist() for rank in range(len(groups))]
+
+
 def terms(size: int, shape: Any, dtype: Any) -> list[np.ndarray[Any, Any]]:
     """One array for each rank, of numbers whose sum depends on the order in which they are added."""
     generator = np.random.default_rng(7)

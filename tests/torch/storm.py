@@ -96,14 +96,14 @@ def weights_of(trainer: TorchTrainer) -> list[float]:
 
 def train_in_the_storm(mode: str, seconds: float, seed: int) -> dict[str, Any]:
     """Trains pass after pass as long as it lasts, and one more in peace."""
-    storm, done, sizes = Storm(seconds, seed), [], []
+    storm, done, sizes, metrics = Storm(seconds, seed), [], [], []
     began = time.monotonic()
     with trainer_of(mode, num_workers=NUM_WORKERS, resize_check_s=1.0) as trainer:
         storm.start()
         is_over = False
         while not is_over:
             is_over = not storm.is_alive()
-            trainer.train()
+            metrics.append(_measured(trainer.train()))
             done.append(time.monotonic() - began)
             sizes.append(trainer.num_workers)
         history = controller_of(trainer).history
@@ -115,18 +115,28 @@ def train_in_the_storm(mode: str, seconds: float, seed: int) -> dict[str, Any]:
             "passes a minute": per_minute,
             "books": sorted(uses(trainer)),
             "weights": weights_of(trainer),
+            "metrics": metrics,
             "rejoins": history.count("rejoined"),
             "rebuilds": history.count("rebuilt"),
             "events": [str(event) for event in history.events],
         }
 
 
-def train_in_peace(mode: str, num_passes: int) -> list[float]:
-    """The weights after as many passes of as many workers, undisturbed."""
+def _measured(result: dict[str, Any]) -> list[float]:
+    """How many samples a pass has measured, and their loss."""
+    return [result["num_samples"], result["train_loss"]]
+
+
+def train_in_peace(mode: str, num_passes: int) -> tuple[list[float], list[list[float]]]:
+    """The weights after as many passes of as many workers, undisturbed; and what each pass has measured."""
     with trainer_of(mode, num_workers=NUM_WORKERS) as trainer:
-        for _ in range(num_passes):
-            trainer.train()
-        return weights_of(trainer)
+        metrics = [_measured(trainer.train()) for _ in range(num_passes)]
+        return weights_of(trainer), metrics
+
+
+def _distance(these: Any, those: Any) -> float:
+    """The largest difference, as a part of the numbers themselves where they are larger than 1."""
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(these, those, strict=True))
 
 
 def main() -> None:
@@ -144,8 +154,10 @@ def main() -> None:
     before = RaySurroundings.now()
     seen = train_in_the_storm(arguments.mode, arguments.seconds, arguments.seed)
     seen["leaks"] = before.leaks()
-    weights, undisturbed = seen.pop("weights"), train_in_peace(arguments.mode, seen["passes"])
-    seen["apart"] = max(abs(a - b) for a, b in zip(weights, undisturbed, strict=True))
+    weights, metrics = seen.pop("weights"), seen.pop("metrics")
+    undisturbed, metrics_in_peace = train_in_peace(arguments.mode, seen["passes"])
+    seen["apart"] = _distance(weights, undisturbed)
+    seen["metrics apart"] = max(map(_distance, metrics, metrics_in_peace))
     seen["digest"] = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     print(json.dumps(seen))
 

@@ -71,6 +71,20 @@ class RankSums:
         else:
             self._by_lanes(flat, kind)
 
+    def can_carry(self, flat: Array) -> bool:
+        """Whether something can travel along with a sum. All ranks come to the same."""
+        return flat.nbytes <= MAX_WHOLE_BYTES and len(self._all) <= MOST
+
+    def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
+        """Puts the sums over all ranks into a row; returns the bytes that each rank has sent along, equally many."""
+        others, split = self._without_self(self._all), flat.nbytes
+        own = np.concatenate([flat.view(np.uint8), row])
+        received = self._room(others, own.dtype, len(own))
+        self._mesh.swap(dict.fromkeys(others, as_bytes(own)), _views(received), kind)
+        terms = {rank: piece[:split].view(flat.dtype) for rank, piece in received.items()}
+        _add_in_order({**terms, self._rank: flat}, flat)
+        return [row if rank == self._rank else received[rank][split:].copy() for rank in self._all]
+
     def tell(self, flat: Array, kind: int) -> None:
         """Puts rank 0's into a row, through few messages of each rank and one between two nodes."""
         if self._rank in self._nodes.leaders:

@@ -43,7 +43,7 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
-from raysgd.worker.data.rank_rows import Part
+from raysgd.worker.data.rank_rows import Part, Row
 from raysgd.worker.operator import Internals, take_place
 from raysgd.worker.state.putting_back import MOST_BYTES, putting_back
 from raysgd.worker.time.ledger import Ledger
@@ -310,7 +310,10 @@ class TorchHosted(hosted.Hosted):
         def read() -> dict[str, Part]:
             return {METRICS: run.part_of_row(*(counted() if is_stock else (None, 0)))}
 
-        self.parallel.rows.open_call(run.rows.name, read, lambda rows: run.rows.note(run.num_completed, rows))
+        def note(rows: Mapping[str, Row]) -> None:
+            run.rows.note(run.num_completed, rows)
+
+        self.parallel.rows.open_call(run.rows.name, self.world.size, read, note)
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""

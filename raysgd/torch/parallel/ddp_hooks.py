@@ -120,8 +120,9 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     try:
         with parallel.exchanges.timed(group):
             if bucket.is_last():
-                parallel.rows.exchange()
-            group.add_up(gradients.numpy())
+                parallel.rows.add_up(group, gradients.numpy())
+            else:
+                group.add_up(gradients.numpy())
     except Exception as error:
         parallel.exchanges.note(error)
         raise

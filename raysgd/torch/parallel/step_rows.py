@@ -7,15 +7,16 @@ Rows go over the mesh of the ranks, so they are exchanged where there is one: wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import numpy as np
 from torch.distributed import DistNetworkError
 
-from raysgd.connections.group import Group
+from raysgd.connections.group import Array, Group
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.step import BatchStep
-from raysgd.worker.data.rank_rows import Part, Row, RowExchange
+from raysgd.worker.data.rank_rows import Gather, Part, Row, RowExchange
 
 ReadParts = Callable[[], Mapping[str, Part]]
 NoteRows = Callable[[Mapping[str, Row]], None]
@@ -34,35 +35,50 @@ class StepRows:
 
     def __init__(self, step: BatchStep, is_used: bool) -> None:
         self._step, self.is_used = step, is_used
-        self._group: Group | None = None
+        self._gather: Gather | None = None
         self._exchange: RowExchange | None = None
         self.close_call()
 
-    def open_call(self, name: str, read: ReadParts, note: NoteRows) -> None:
+    def open_call(self, name: str, size: int, read: ReadParts, note: NoteRows) -> None:
         """Begin a call, as all ranks do.
 
         Args:
             name: What this rank is known by.
+            size: How many ranks there are. One that is left alone keeps its rows for others who may join it.
             read: Returns what it tells.
             note: Called with what all ranks have told, before the step is taken.
         """
-        group = exchanges_at_once() if self.is_used else None
-        if group is not self._group:
-            self._group, self._exchange = group, None if group is None else RowExchange(name, group.gather)
-        self._read, self._note, self._is_open = read, note, True
+        group = exchanges_at_once()
+        gather = _to_itself if size == 1 else None if group is None else group.gather
+        if gather != self._gather:
+            self._gather, self._exchange = gather, None if gather is None else RowExchange(name, gather)
+        self._read, self._note, self._is_open = read, note, self.is_used
 
     def close_call(self) -> None:
         """End a call, in whatever way."""
         self._is_open = False
 
-    def exchange(self) -> None:
+    def exchange(self, gather: Gather | None = None) -> bool:
         """Exchange rows, unless that was done in this step, or the step goes on with other batches.
+
+        Args:
+            gather: As for `RowExchange.exchange`.
+
+        Returns:
+            Whether that was done now.
 
         Raises:
             MeshBroken: A connection to another rank ended.
         """
-        if self._exchange is not None and self._is_open and self._step.begin_exchange():
-            self._note(self._exchange.exchange(self._read()))
+        if self._exchange is None or not self._is_open or not self._step.begin_exchange():
+            return False
+        self._note(self._exchange.exchange(self._read(), gather))
+        return True
+
+    def add_up(self, group: Group, gradients: Array) -> None:
+        """Add up the last gradients of a model over the ranks, with an exchange of rows if it is time for one."""
+        if not self.exchange(partial(group.add_up_with, gradients)):
+            group.add_up(gradients)
 
     def exchange_beside_gloo(self) -> None:
         """Do the same while gloo exchanges gradients, in which other ranks may wait.
@@ -74,6 +90,10 @@ class StepRows:
             self.exchange()
         except MeshBroken as error:
             raise DistNetworkError(str(error)) from None  # else it would be taken for one that no rank waits in
+
+
+def _to_itself(row: Array) -> list[Array]:
+    return [row]
 
 
 def names_of_all(name: str) -> Collection[str] | None:

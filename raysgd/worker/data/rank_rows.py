@@ -63,13 +63,18 @@ class RowExchange:
         self._told: Any = None
         self._layouts: dict[int, Any] = {}
 
-    def exchange(self, parts: Mapping[str, Part]) -> dict[str, Row]:
-        """Tell all ranks these parts; return what each of them tells, by its name."""
+    def exchange(self, parts: Mapping[str, Part], gather: Gather | None = None) -> dict[str, Row]:
+        """Tell all ranks these parts; return what each of them tells, by its name.
+
+        Args:
+            parts: The numbers and their layouts.
+            gather: What does the same with something else in addition.
+        """
         own = self._encoded(parts)
-        received = self._gathered(own)
+        received = self._gathered(own, gather or self._gather)
         while (needed := max(_HEAD.unpack_from(row)[0] for row in received)) > self._capacity:
             self._capacity = 1 << (needed - 1).bit_length()  # all ranks come to the same
-            received = self._gathered(own)
+            received = self._gathered(own, self._gather)
         rows = [self._decoded(rank, row) for rank, row in enumerate(received)]
         return {name: row for name, row in rows}
 
@@ -81,11 +86,11 @@ class RowExchange:
         body = struct.pack(f"<{len(numbers)}d", *numbers) + told
         return _HEAD.pack(_HEAD.size + len(body), len(numbers), len(told)) + body
 
-    def _gathered(self, row: bytes) -> list[Array]:
+    def _gathered(self, row: bytes, gather: Gather) -> list[Array]:
         room = np.zeros(self._capacity, np.uint8)
         fitting = row[: self._capacity]
         room[: len(fitting)] = np.frombuffer(fitting, np.uint8)
-        return self._gather(room)
+        return gather(room)
 
     def _decoded(self, rank: int, row: Array) -> tuple[str, Row]:
         _, num_numbers, num_bytes = _HEAD.unpack_from(row)

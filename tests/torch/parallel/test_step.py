@@ -437,3 +437,15 @@ def test_gradients_of_a_loss_that_is_weighted_go_out_as_they_are() -> None:
         assert step.outgoing_weight() == 1.0
     assert step.outgoing_weight() == 1.5
     assert kept
+
+
+def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
+    step = joint(2)
+    found = []
+    for index in range(4):
+        step.begin(1.0, 4, 8, is_last=index == 3)
+        found.append([step.begin_exchange() for _ in range(3)])
+    assert found == [[False] * 3, [True, False, False]] * 2
+    step.open_call(1)
+    step.begin(1.0, 4, 8)
+    assert step.begin_exchange()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torchmetrics
 from torch.utils.data import DataLoader
 
 from raysgd._numbers.meters import AverageMeterCollection
+from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.shared.replica import Capture
+from raysgd.messages.epochs import merged
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.data.streams import DividedLoaderSource, TorchBatchStream
+from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.utils import BATCH_COUNT
-from raysgd.worker.data.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.rank_rows import RankRows
+from raysgd.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.worker.data.rank_rows import RankRows, Row
 from raysgd.worker.state.copies import MidCallSnapshots
 
 PATIENCE_S = 60.0
@@ -360,3 +367,70 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
     assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
     assert (run.is_exhausted, run.is_finished) == (True, True)
+
+
+# ------------------------------------------------------------------------------------------------ lost ranks
+
+
+def told(name: str, run: EpochRun) -> tuple[str, Row]:
+    layout, numbers = run.part_of_row({"loss": 3.0}, 2)
+    return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
+
+
+def after_steps(name: str, num_steps: int, loss: float) -> EpochRun:
+    """A run that has completed so many steps, in each of which it has told what it measured."""
+    run = EpochRun(0, None, AverageMeterCollection(), RankRows(name), num_steps_before=num_steps)
+    for _ in range(num_steps):
+        run.meters.update({"loss": loss}, n=2)
+    return run
+
+
+def averages(**totals: float) -> WorkerMetrics:
+    return WorkerMetrics({"num_samples": 4, **totals}, {name: (4 * value, 4.0) for name, value in totals.items()})
+
+
+def test_the_rank_that_answers_for_lost_ranks_counts_what_they_had_told() -> None:
+    run, other, gone = (after_steps(name, 2, loss) for name, loss in (("a", 1.0), ("b", 5.0), ("c", 7.0)))
+    run.rows.note(1, dict([told("a", run), told("b", other), told("c", gone)]))
+    run.settle({"a", "b", "new"})
+    answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2))
+    assert answer.metrics is not None
+    assert answer.metrics.values == {"num_samples": 10, "loss": (4 * 1.0 + 2 * 2 * 7.0 + 2 * 3.0) / 10}
+    assert answer.num_inherited == 6
+    assert merged([answer], reduce_results=False) == [{**answer.metrics.values, "inherited_samples": 6}]
+
+
+def test_a_rank_that_is_behind_counts_its_own_batch_of_the_step_that_others_completed() -> None:
+    source, behind = after_steps("a", 3, 1.0), after_steps("b", 2, 5.0)
+    source.rows.note(2, dict([told("a", source), told("b", behind)]))
+    behind.take_over(source.state(with_metrics=False))
+    assert behind.meters.summary().totals == {"loss": (2 * 2 * 5.0 + 2 * 3.0, 6.0)}
+    assert behind.num_completed == 3
+    again = after_steps("b", 3, 5.0)
+    again.take_over(source.state(with_metrics=False))
+    assert again.meters.summary().totals == {"loss": (30.0, 6.0)}, "one that is not behind knows it best"
+
+
+def test_whoever_steps_in_knows_what_was_told_and_who_was_lost_before() -> None:
+    source, gone, new = (
+        after_steps("a", 1, 1.0),
+        after_steps("b", 1, 5.0),
+        EpochRun(0, None, AverageMeterCollection(), RankRows("new")),
+    )
+    source.rows.lost["long ago"] = gone.meters.summary()
+    source.rows.note(0, dict([told("a", source), told("b", gone)]))
+    new.take_over(pickle.loads(pickle.dumps(source.state(with_metrics=False))))
+    new.settle({"new"})
+    assert {name: lost["num_samples"] for name, lost in new.rows.lost.items()} == {"long ago": 2, "a": 4, "b": 4}
+
+
+def test_a_metric_object_whose_state_was_not_told_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    run, gone = after_steps("a", 1, 1.0), after_steps("b", 1, 5.0)
+    metric = torchmetrics.CatMetric()
+    metric.update(torch.tensor([1.0]))
+    run.meters = AverageMeterCollection(None, metric_objects.capture, metric_objects)
+    run.meters.update({"grows": metric}, n=2)
+    run.rows.note(0, dict([told("b", gone)]))
+    run.settle({"a"})
+    run.with_lost(EpochAnswer(averages(loss=1.0), None, 1))
+    assert "`grows` does not cover what lost workers had seen" in caplog.text
