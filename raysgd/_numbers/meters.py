@@ -405,7 +405,7 @@ class _NumberMeter:
             self._last = last
 
     def drop(self) -> None:
-        """Nothing: nobody else has what was counted."""
+        """Nothing: it has what was counted to itself."""
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
@@ -496,11 +496,15 @@ class _ObjectMeter:
 
     def captured_like(self, flat: Flat, objects: FlatObjects) -> CapturedMetric | None:
         """Return what `flat` of another one said; None where that one is another kind of metric."""
-        like, (layout, numbers), states = self._live if self._captured is None else self._captured, flat, []
+        like, (layout, numbers) = self._live if self._captured is None else self._captured, flat
+        states: list[CapturedMetric] = []
         for meaning, length in layout:
-            states.append(objects.captured_like(like, (meaning, numbers[:length])))
-            numbers = numbers[length:]
-        return states[0].merged_with(states[1:]) if states and None not in states else None
+            state, numbers = objects.captured_like(like, (meaning, numbers[:length])), numbers[length:]
+            if state is None:
+                return None
+            states.append(state)
+        merged: CapturedMetric = states[0].merged_with(states[1:])
+        return merged
 
     def add(self, value: Any, weight: int | float) -> None:
         if not _is_metric_object(type(value)):

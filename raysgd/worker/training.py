@@ -226,8 +226,13 @@ class Training:
     def _new_run(self, epoch_idx: int, num_steps: int | None) -> EpochRun:
         return EpochRun(epoch_idx, num_steps, self._hosted.loop.new_meters(), RankRows(self.name))
 
-    def settle(self, present: Collection[str], left: Iterable[RunState]) -> None:
-        """Goes on in another group: other ranks than those `present` are gone, some of which `left` in order."""
+    def settle(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
+        """Goes on in another group.
+
+        Args:
+            present: Its ranks, all others are gone; None where that is not known.
+            left: How far those were that left in an orderly way.
+        """
         run = self._activity.run
         if run is not None:
             run.settle(present)

@@ -7,7 +7,6 @@ Rows go over the mesh of the ranks, so they are exchanged where there is one: wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 
 import numpy as np
 from torch.distributed import DistNetworkError
@@ -77,7 +76,7 @@ class StepRows:
 
     def add_up(self, group: Group, gradients: Array) -> None:
         """Add up the last gradients of a model over the ranks, with an exchange of rows if it is time for one."""
-        if not self.exchange(partial(group.add_up_with, gradients)):
+        if not self.exchange(lambda row: group.add_up_with(gradients, row)):
             group.add_up(gradients)
 
     def exchange_beside_gloo(self) -> None:

@@ -234,7 +234,7 @@ class EpochRun:
         return self.meters.summary_of(Tally.of(*row.part(METRICS)))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Goes on in another group, of these ranks: of others there is what they had told, which nobody counts yet."""
+        """Goes on in another group, of these ranks: of others there is what they had told, which is not counted yet."""
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
 

@@ -1,9 +1,9 @@
 """Rows: what each rank tells all others in every step, before the optimizer steps.
 
 A row has named parts, each of them numbers with a layout: what they mean. Layouts seldom change, so they travel only
-when they do. Whoever completes a step has the rows of all ranks as of that step, and keeps those of the step before,
-too: a step may break off, and then the ranks go on from the one before. So what a lost rank had told is known to all
-that live.
+when they do. A rank that completes a step has the rows of all ranks as of that step, and keeps those of the step
+before, too: a step may break off, and then the ranks go on from the one before. So what a lost rank had told is known
+to all that live.
 
 `RowExchange` moves rows within one group, `RankRows` keeps them over the groups of one call. Why: ADR 116.
 """
@@ -72,7 +72,7 @@ class RowExchange:
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
-        while (needed := max(_HEAD.unpack_from(row)[0] for row in received)) > self._capacity:
+        while (needed := max(_HEAD.unpack_from(row.data)[0] for row in received)) > self._capacity:
             self._capacity = 1 << (needed - 1).bit_length()  # all ranks come to the same
             received = self._gathered(own, self._gather)
         rows = [self._decoded(rank, row) for rank, row in enumerate(received)]
@@ -93,7 +93,7 @@ class RowExchange:
         return gather(room)
 
     def _decoded(self, rank: int, row: Array) -> tuple[str, Row]:
-        _, num_numbers, num_bytes = _HEAD.unpack_from(row)
+        _, num_numbers, num_bytes = _HEAD.unpack_from(row.data)
         end = _HEAD.size + 8 * num_numbers
         if num_bytes:
             self._layouts[rank] = pickle.loads(row[end : end + num_bytes].data)
