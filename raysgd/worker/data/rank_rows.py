@@ -10,6 +10,7 @@ to all that live.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 from collections import deque
@@ -72,11 +73,12 @@ class RowExchange:
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
-        while (needed := max(_HEAD.unpack_from(row.data)[0] for row in received)) > self._capacity:
+        heads = _heads_of(received)
+        while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
             self._capacity = 1 << (needed - 1).bit_length()  # all ranks come to the same
             received = self._gathered(own, self._gather)
-        rows = [self._decoded(rank, row) for rank, row in enumerate(received)]
-        return {name: row for name, row in rows}
+            heads = _heads_of(received)
+        return dict(map(self._decoded, itertools.count(), received, heads))
 
     def _encoded(self, parts: Mapping[str, Part]) -> bytes:
         layout = self._name, tuple((name, layout, len(numbers)) for name, (layout, numbers) in parts.items())
@@ -92,13 +94,17 @@ class RowExchange:
         room[: len(fitting)] = np.frombuffer(fitting, np.uint8)
         return gather(room)
 
-    def _decoded(self, rank: int, row: Array) -> tuple[str, Row]:
-        _, num_numbers, num_bytes = _HEAD.unpack_from(row.data)
+    def _decoded(self, rank: int, row: Array, head: tuple[int, int, int]) -> tuple[str, Row]:
+        _, num_numbers, num_bytes = head
         end = _HEAD.size + 8 * num_numbers
         if num_bytes:
             self._layouts[rank] = pickle.loads(row[end : end + num_bytes].data)
         name, parts = self._layouts[rank]
         return name, Row(parts, row[_HEAD.size : end].view("<f8"))
+
+
+def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
+    return [_HEAD.unpack_from(row.data) for row in rows]
 
 
 class RankRows:
