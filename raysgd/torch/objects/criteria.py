@@ -133,12 +133,11 @@ class LossCalls:
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
         """Call a criterion, of which listeners hear also if it takes no hooks."""
         if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
-            self._tell_of(compared_by(criterion, output, target))
+            comparison = compared_by(criterion, output, target)
+            if comparison is not None:
+                for listener in self._listeners:
+                    listener(comparison)
         return criterion(output, target)
-
-    def _tell_of(self, comparison: Comparison | None) -> None:
-        for listener in self._listeners if comparison is not None else ():
-            listener(comparison)
 
 
 def losses_in(criterion: Any) -> list[tuple[Any, _Loss]]:
