@@ -65,6 +65,7 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 
 RECOVERIES = {
+    "raysgd, four workers: the others go on (default)": "raysgd, 4 workers",
     "raysgd, two workers: waiting for a new process (default)": "raysgd, 2 workers",
     "raysgd, two workers, with a spare": "raysgd, 2 workers and a spare",
     "raysgd, two workers: the other goes on (`resize_check_s=60`)": "raysgd, 2 workers, going on",
@@ -80,7 +81,7 @@ def recovery() -> str:
     """How long until the next step after a kill."""
     return _bars(
         "A worker is killed: seconds until the next training step",
-        "2 workers, 2 cores; medians, lines are ranges; less is better",
+        "2 workers unless it says 4; 2 cores; 4 workers and torchft on a busy machine; medians, ranges; less is better",
         {RECOVERIES[name]: each for name, each in readings("| contender | next step, s |", RECOVERIES).items()},
         "Ray Train and torchrun repeat batches since the last checkpoint, torchft loses one. "
         "Source: examples/benchmarks/recovery.py",
