@@ -585,7 +585,7 @@ MUTATIONS = (
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (308,)),
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
-    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (893,)),
+    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (3890,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (29,)
     ),
