@@ -47,19 +47,6 @@ def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
     return int(value)
 
 
-def check_worker_range(name: str, value: Any, hint: str) -> tuple[int, int]:
-    """Refuses what is no number of workers, and no pair of such; returns the least and the most."""
-    if not isinstance(value, tuple | list):
-        number = check_num_workers(name, value, hint)
-        return number, number
-    if len(value) != 2:
-        raise InvalidCountError(f"`{name}={value!r}`: need two numbers, the least and the most. {hint}")
-    least, most = (check_num_workers(name, each, hint) for each in value)
-    if least > most:
-        raise InvalidCountError(f"`{name}={value!r}`: the least is above the most. {hint}")
-    return least, most
-
-
 def is_number(value: Any) -> bool:
     """Return whether it is a number, also one of numpy's, and neither infinite nor NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from raysgd._arguments.checks import accelerator, check_amount, check_seconds, check_worker_range, refuse_text
+from raysgd._arguments.checks import accelerator, check_amount, check_num_workers, check_seconds, refuse_text
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:
@@ -203,8 +203,16 @@ def is_open(value: Any) -> bool:
 
 
 def _checked_workers(num_workers: Any) -> int | tuple[int, int]:
-    pair = check_worker_range("num_workers", num_workers, _HINT_WORKERS)
-    return pair if isinstance(num_workers, tuple | list) else pair[0]
+    if not isinstance(num_workers, tuple | list):
+        return check_num_workers("num_workers", num_workers, _HINT_WORKERS)
+    if len(num_workers) != 2:
+        raise InvalidCountError(
+            f"`num_workers={num_workers!r}`: need two numbers, the least and the most. {_HINT_WORKERS}"
+        )
+    least, most = (check_num_workers("num_workers", each, _HINT_WORKERS) for each in num_workers)
+    if least > most:
+        raise InvalidCountError(f"`num_workers={num_workers!r}`: the least is above the most. {_HINT_WORKERS}")
+    return least, most
 
 
 def _check_resources(name: str, resources: Any) -> None:

@@ -87,7 +87,7 @@ class BackendExecutor:
             heartbeat_s,
             placement,
         )
-        self._is_elastic = self._settings.min_workers < self._settings.max_workers
+        self._is_elastic = not isinstance(num_workers, int)
         self._rules = rules or ExecutorRules()
         self._max_retries = MaxRetries(max_retries, self._rules.retry_advice)
         self._resize_check_s = resize_check_s

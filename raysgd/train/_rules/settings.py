@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._arguments.checks import MIN_HEARTBEAT_S, check_amount, check_seconds, check_worker_range
+from raysgd._arguments.checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_seconds
 from raysgd.engine.decisions.failures import Diagnosis
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
@@ -165,4 +165,16 @@ def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: Neither a positive integer nor a pair of such, the smaller one first.
     """
-    return check_worker_range("num_workers", num_workers, "Pass a number, or a pair such as `(2, 8)`.")
+    pair = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    if (
+        isinstance(num_workers, bool)
+        or not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(isinstance(number, int) for number in pair)
+        or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS
+    ):
+        raise ValueError(
+            f"`num_workers={num_workers!r}`: need at least 1 and at most {MAX_WORKERS}, or a pair such as `(2, 8)`, "
+            "the smallest and the largest number."
+        )
+    return pair
