@@ -49,7 +49,7 @@ STANDS_ON = {
     "tf": "_arguments _imports _numbers _reading arrays compat connections driver engine exceptions history messages "
     "storage utils worker",
     "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "
-    "engine exceptions history messages storage utils worker",
+    "engine exceptions history messages storage streams utils worker",
     "cli": "_imports _version air compat storage torch utils",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "

@@ -31,19 +31,23 @@ class StreamBatch(NamedTuple):
     """What a worker does in a joint batch, or in one of several batches of it.
 
     Attributes:
+        start: The first of the rows, counted from that of the joint batch.
         rows: The rows; where the worker has none some that it repeats, without one of them counting.
         num_rows: How many of them count.
         num_joint: Rows of all workers at the same time.
         is_first: Whether the joint batch begins with it.
         is_last: Whether the joint batch ends with it.
+        ends_pass: Whether the joint batch is known to be the last one.
         after: The position behind the joint batch.
     """
 
+    start: int
     rows: list[Any]
     num_rows: int
     num_joint: int
     is_first: bool
     is_last: bool
+    ends_pass: bool
     after: StreamPosition
 
 
@@ -84,32 +88,42 @@ class JointReader:
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Iterate over the rest of the pass."""
-        is_full = True
+        is_last = False
         self._begin()
-        while is_full:
+        while not is_last:
             dealt = self._ends.deal()
             self._num_rows += dealt.num_rows
             is_full = dealt.num_rows == self._shares.joint_size
             if not dealt.num_rows or (self._pass.stream.drop_last and not is_full):
                 return
-            batches = self._batches(dealt)
-            if is_full:
+            is_last = not is_full or self._ends_here()
+            batches = self._batches(dealt, is_last)
+            if not is_last:
                 self._begin()  # answered while the worker trains on these
             yield from batches
 
     def _begin(self) -> None:
         limit, most = self._pass.stream.limit, self._shares.joint_size
-        self._ends.begin(most if limit is None else min(most, limit - self._num_rows))
+        num_rows = most if limit is None else min(most, limit - self._num_rows)
+        self._ends.begin(num_rows, num_seen=num_rows + most * self._pass.stream.drop_last)
 
-    def _batches(self, dealt: Deal) -> list[StreamBatch]:
+    def _ends_here(self) -> bool:
+        """Whether no joint batch follows the one that was dealt last, as far as that is known."""
+        stream, num_left = self._pass.stream, self._ends.num_left
+        if stream.limit is not None:
+            of_limit = stream.limit - self._num_rows
+            num_left = of_limit if num_left is None else min(num_left, of_limit)
+        return num_left is not None and num_left < (self._shares.joint_size if stream.drop_last else 1)
+
+    def _batches(self, dealt: Deal, ends_pass: bool) -> list[StreamBatch]:
         parts = self._shares.parts(dealt.num_rows, self._rank)
         rows = [self._rows(dealt, start, stop) for start, stop, _ in parts]
         shown = self._shown(dealt, rows)
         self._lanes.end_batch(dealt.counts)
         after = self._ends.position()
         return [
-            StreamBatch(own or shown, len(own), num_joint, number == 1, number == len(parts), after)
-            for number, (own, (_, _, num_joint)) in enumerate(zip(rows, parts, strict=True), 1)
+            StreamBatch(start, own or shown, len(own), num_joint, number == 1, number == len(parts), ends_pass, after)
+            for number, (own, (start, _, num_joint)) in enumerate(zip(rows, parts, strict=True), 1)
         ]
 
     def _shown(self, dealt: Deal, rows: list[list[Any]]) -> list[Any]:

@@ -29,11 +29,20 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
 class LaneEnds(Protocol):
     """Says what is left in the lanes."""
 
-    def begin(self, num_rows: int) -> None:
-        """Called by all ranks when the rows before a joint batch are read, which has up to so many rows."""
+    def begin(self, num_rows: int, num_seen: int) -> None:
+        """Called by all ranks when the rows before a joint batch are read.
+
+        Args:
+            num_rows: How many rows the joint batch has at most.
+            num_seen: How far to look, to know where the pass ends.
+        """
 
     def deal(self) -> Deal:
         """Return the rows of that joint batch."""
+
+    @property
+    def num_left(self) -> int | None:
+        """How many rows of the pass are left behind it; None if that is not known, and more than none."""
 
     def position(self) -> StreamPosition:
         """Return where the pass is after the joint batch dealt last."""
@@ -51,8 +60,12 @@ class KnownEnds:
         self._before, self._turn = of_pass.dealt(begin.num_rows)
         self._dealt = Deal([0] * of_pass.num_lanes, self._turn)
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int, num_seen: int) -> None:
         self._to_deal = num_rows
+
+    @property
+    def num_left(self) -> int:
+        return sum(self._pass.lengths) - self._num_rows
 
     def deal(self) -> Deal:
         before = zip(self._before, self._dealt.counts, strict=True)
@@ -93,11 +106,12 @@ class SharedEnds:
         self._num_rows, self._to_deal = begin.num_rows, 0
         self._dealt = Deal([0] * num_lanes, begin.turn)
         self._num_live = num_lanes
+        self.num_left: int | None = None
         self._asked: tuple[int, Callable[[], Numbers]] | None = None
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int, num_seen: int) -> None:
         self._to_deal = num_rows
-        self._ask(num_ahead=-(-num_rows // max(1, self._num_live)) + 1)
+        self._ask(num_ahead=-(-num_seen // max(1, self._num_live)) + 1)
 
     def _ask(self, num_ahead: int) -> None:
         numbers = np.zeros((len(self._lanes), 4), np.int64)
@@ -113,10 +127,11 @@ class SharedEnds:
             num_left, *lanes = wait().T.tolist()
             left = [number if number < num_ahead else ENDLESS for number in num_left]
             dealt = deal(self._to_deal, left, self._dealt.turn)
-            if max(dealt.counts) <= num_ahead:  # a lane is not known to have more; as all ranks see
+            if max(dealt.counts) < num_ahead:  # else a lane may have fewer rows than it gave; all ranks see that
                 break
             self._ask(2 * num_ahead)
         self._lanes = tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
+        self.num_left = None if ENDLESS in left else sum(left) - dealt.num_rows
         self._num_live = sum(map(bool, num_left))
         self._num_rows += dealt.num_rows
         self._dealt = dealt

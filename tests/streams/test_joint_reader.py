@@ -66,6 +66,7 @@ def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
     num_lanes = chance.choice([7, 16, 64])
     undisturbed = [joint(step) for step in read_together(pass_of(stream, 2, seed, num_lanes), 1)]
     done: list[Any] = []
+    ends: list[bool] = []
     position = START
     while True:
         world_size, num_steps = chance.randint(1, 7), chance.randint(1, 4)
@@ -75,11 +76,13 @@ def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
         if not steps:
             break
         done += [joint(step) for step in steps]
+        ends += [batch.ends_pass for step in steps for batch in step[0] if batch.is_last]
         positions = {batch.after for batches in steps[-1] for batch in batches}
         assert len(positions) == 1  # all ranks know it
         [position] = positions
         assert position.num_rows == sum(map(len, done))
     assert done == undisturbed
+    assert ends == [False] * (len(done) - 1) + [True]
 
 
 def test_a_worker_without_rows_repeats_some_that_do_not_count() -> None:

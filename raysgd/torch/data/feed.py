@@ -9,12 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from raysgd.arrays.ray_batches import RayLoader, RayShare
 from raysgd.arrays.whole_data import WholeShare
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
+from raysgd.streams.data import StreamData
+from raysgd.streams.lane_ends import Numbers, alone
+from raysgd.streams.source import StreamSource
 from raysgd.torch.data import call_data
 from raysgd.torch.data.balancing import Balancing
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatches
@@ -24,6 +28,7 @@ from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.streams import (
     Agreement,
     DividedLoaderSource,
+    DrawnItem,
     LoaderOncePerCall,
     LoaderSource,
     LockstepSource,
@@ -33,6 +38,7 @@ from raysgd.torch.data.streams import (
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 from raysgd.worker.data import feed
+from raysgd.worker.data.streams import NO_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +56,11 @@ class TorchFeed(feed.Feed):
         balance: Whether shares follow the speed of the ranks.
     """
 
-    divided_source = DividedLoaderSource
+    divided_source = DividedLoaderSource, StreamSource
 
     def __init__(
         self,
-        data_of: Callable[[str], ShardedLoader | UndividedLoader | None],
+        data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
         parallel: NoParallel,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
@@ -79,7 +85,20 @@ class TorchFeed(feed.Feed):
         if stream is self.train_stream and isinstance(stream.source, DividedLoaderSource):
             self._prepare_check(stream.source)
             self._prepare_counts(stream.source)
+        elif isinstance(stream.source, StreamSource):
+            self._prepare_lanes(stream.source)
         return stream
+
+    def _prepare_lanes(self, source: StreamSource) -> None:
+        """Lets ranks tell each other what they see of their lanes, where nothing else says it."""
+        source.start_sum = alone
+        if self._world_size > 1 and not source.is_known:
+            if not self._parallel.synchronizes:
+                raise ValueError(
+                    'With `parallel="none"` workers tell each other nothing, which a stream with a filter, or with '
+                    "shards of unknown lengths, needs."
+                )
+            source.start_sum = partial(_sum_of_numbers, self._start_sum())
 
     def _prepare_counts(self, source: DividedLoaderSource) -> None:
         """Lets the shares of a source follow the speed of the ranks, or else the samples that collators return."""
@@ -156,6 +175,8 @@ class TorchFeed(feed.Feed):
             return PlainSource(_Missing(name))
         if isinstance(data, ShardedLoader):
             return DividedLoaderSource(data, seed)
+        if isinstance(data, StreamData):
+            return StreamSource(data, seed, default_collate, DrawnItem, NO_BATCH)
         return self._plain_source(data.loader, lockstep)
 
     def _plain_source(self, loader: Any, lockstep: bool) -> LoaderSource:
@@ -217,23 +238,27 @@ class TorchFeed(feed.Feed):
         self.validation.drop()
         for name in ("train", "validation"):
             data = self._data_of(name)
-            if isinstance(data, ShardedLoader):
+            if isinstance(data, StreamData):
+                data.rank, data.world_size = rank, size
+            elif isinstance(data, ShardedLoader):
                 data.sampler.joint = self._joint
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
     def obstacle(self, name: str) -> str | None:
         data = self._data_of(name)
-        if data is None or isinstance(data, ShardedLoader):
+        if data is None or isinstance(data, ShardedLoader | StreamData):
             return None
         return f"the {name} loader is not divided by the library ({data.reason})"
 
     def ledger(self) -> DataLedger | None:
         stream = self.train_stream
-        if stream is None or not isinstance(stream.source, DividedLoaderSource):
+        if stream is None or not isinstance(stream.source, self.divided_source):
             return None
         return DataLedger(stream.pass_index, *stream.ledger())
 
     def _origin(self, stream: TorchBatchStream) -> dict[str, Any]:
+        if isinstance(stream.source, StreamSource):
+            return stream.source.state(stream.completed if stream.is_mid_pass else 0)
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
         origin = {"seed": stream.source.seed, "num_samples": data.num_samples}
@@ -245,6 +270,11 @@ class TorchFeed(feed.Feed):
         self._order_before = None
 
     def _go_to_position(self, stream: TorchBatchStream, position: Mapping[str, Any]) -> None:
+        if isinstance(stream.source, StreamSource):
+            stream.source.load_state(position["consumed"], position)
+            if position["is_mid_pass"]:
+                stream.resume(position["pass_index"], position["consumed"])
+            return
         data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
         if position["num_samples"] != data.num_samples:
@@ -269,6 +299,18 @@ class _StepOfEvaluation(BatchStep):
     def end_stream(self) -> None:
         super().end_stream()
         self._parallel.await_others()
+
+
+def _sum_of_numbers(start_sum: Summation, numbers: Numbers) -> Callable[[], Numbers]:
+    """Begins to add up arrays of NumPy over all ranks, beside the training; returns what waits for the sums."""
+    tensor = torch.from_numpy(numbers)
+    wait = start_sum(tensor)
+
+    def summed() -> Numbers:
+        wait()
+        return numbers
+
+    return summed
 
 
 class _Missing:

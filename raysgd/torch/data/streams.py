@@ -324,13 +324,14 @@ class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
     def completed(self) -> int:
         return self.ledger()[1]
 
-    def ledger(self) -> tuple[int, int, int]:
-        """Samples due in this pass, used so far, and in the step that is not done, over all ranks.
+    def ledger(self) -> tuple[int | None, int, int]:
+        """Samples due in this pass, if known, used so far, and in the step that is not done, over all ranks.
 
         May be called from a second thread, while the first works.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
-        due = self.source.consumed_after(self.source.num_steps() or 0)
+        num_due = self.source.num_steps()
+        due = None if num_due is None else self.source.consumed_after(num_due)
         if to_resume is not None:
             return due, to_resume[1], 0
         if not num_steps:

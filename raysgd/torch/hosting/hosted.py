@@ -16,6 +16,7 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.streams.data import StreamData
 from raysgd.torch.data import batch_norms, predicting
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.predicting import PredictionLoader
@@ -185,8 +186,8 @@ class TorchHosted(hosted.Hosted):
             num_models=len(registered.original_models),
             num_optimizers=len(registered.optimizers),
             num_schedulers=len(registered.schedulers) or None,
-            train_data=train.signature if isinstance(train, ShardedLoader) else None,
-            validation_data=validation.signature if isinstance(validation, ShardedLoader) else None,
+            train_data=train.signature if isinstance(train, ShardedLoader | StreamData) else None,
+            validation_data=validation.signature if isinstance(validation, ShardedLoader | StreamData) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
             keeps_own_state=overrides(self.operator, "state_dict"),
             is_synchronous=self.parallel.synchronizes,
@@ -328,14 +329,15 @@ class TorchHosted(hosted.Hosted):
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
         """What user code is told about shares of joint batches that do not work, and about PyTorch's own errors."""
         models, step = self.internals.registered.wrapped, self.parallel.step
-        is_divided = isinstance(source, DividedLoaderSource) and (self.world.is_distributed or bool(source.num_shards))
+        has_shares = self.world.is_distributed or bool(source.num_shards)
+        is_divided = has_shares and isinstance(source, self.feed.divided_source)
         is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
             if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
                 is_balanced = self.settings.batch_options.balance is not None
                 stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
-            if is_divided and is_stock and run.num_steps is None:
+            if is_divided and is_stock and run.num_steps is None and isinstance(source, DividedLoaderSource):
                 stack.enter_context(batch_norms.refusing_single_samples(models, source, step))
             yield
 

@@ -16,6 +16,8 @@ import torch
 from raysgd.arrays.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.streams.data import StreamData, stream_data
+from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import JointBatches
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
@@ -77,8 +79,8 @@ class RegisteredData:
         validation: The validation loader, divided or not; None where there is none.
     """
 
-    train: ShardedLoader | UndividedLoader | None = None
-    validation: ShardedLoader | UndividedLoader | None = None
+    train: ShardedLoader | UndividedLoader | StreamData | None = None
+    validation: ShardedLoader | UndividedLoader | StreamData | None = None
 
     @property
     def ray_batches(self) -> dict[str, RayBatches]:
@@ -267,7 +269,7 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
         InvalidRegistrationError: One of them yields no batches.
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
-        if ray_batches(loader) is None:
+        if ray_batches(loader) is None and not isinstance(loader, Stream):
             registration.check_loader(name, loader)
     return RegisteredData(
         _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
@@ -284,9 +286,13 @@ def joint_batches(settings: TorchSettings) -> JointBatches | None:
     return JointBatches(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
 
 
-def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | UndividedLoader | None:
+def _divided(
+    context: OperatorContext, loader: Any, *, training: bool
+) -> ShardedLoader | UndividedLoader | StreamData | None:
     if loader is None:
         return None
+    if isinstance(loader, Stream):
+        return _of_stream(context, loader, "train" if training else "validation")
     batches = ray_batches(loader)
     if batches is not None:
         return _of_ray(context, batches, training=training)
@@ -302,6 +308,19 @@ def _divided(context: OperatorContext, loader: Any, *, training: bool) -> Sharde
             data.reason,
         )
     return data
+
+
+def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
+    """A stream, which all workers read together."""
+    settings, world = context.settings, context.world
+    joint = joint_batches(settings)
+    if joint is None or settings.batch_options.balance is not None or not settings.add_dist_sampler:
+        raise InvalidRegistrationError(
+            f"`register_data({name}_loader=...)` got a stream, whose `batch(size)` is always the joint batch of all "
+            'workers, in even shares: pass `joint_batch="constant"` to the trainer, and neither `balance` nor '
+            "`add_dist_sampler=False`."
+        )
+    return stream_data(stream, name, replace(joint, multiple=1).division, world.rank, world.size)
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:

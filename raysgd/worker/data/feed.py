@@ -24,10 +24,10 @@ class Feed(ABC):
         train_stream: The one over the registered train data, once a call has used it.
         validation: The streams to evaluate on.
         data_of_call: This worker's share of what a call of `train`, or of `validate`, brought along last.
-        divided_source: The class of sources whose position means the same on any number of workers.
+        divided_source: The class, or classes, of sources whose position means the same on any number of workers.
     """
 
-    divided_source: ClassVar[type]
+    divided_source: ClassVar[type | tuple[type, ...]]
 
     def __init__(self) -> None:
         self.epoch = 0

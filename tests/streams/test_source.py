@@ -1,0 +1,128 @@
+"""Passes over a stream for one worker, and the positions that a state carries.
+
+Covers `raysgd.streams.data` and `raysgd.streams.own_lanes`: a source is where both are used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from raysgd.arrays.division import Division, ShardedJointBatch
+from raysgd.streams.data import StreamData, stream_data
+from raysgd.streams.source import StreamSource
+from raysgd.streams.stream import Stream
+from tests.streams.made import MadeStream
+
+
+class Item(NamedTuple):
+    batch: Any
+    weight: float
+    num_samples: int
+    total: int
+    is_first: bool = True
+    is_last: bool = True
+    seeds: Any = None
+
+
+def data_of(stream: Stream, name: str = "train", rank: int = 0, world_size: int = 1) -> StreamData:
+    return stream_data(stream, name, Division, rank, world_size)
+
+
+def source_of(data: StreamData, seed: int = 0) -> StreamSource:
+    return StreamSource(data, seed, tuple, Item, "no batch")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_saved_position_leads_to_the_next_row_in_another_process(is_known: bool) -> None:
+    stream = MadeStream([30] * 4, is_known).shuffle(50).batch(16)
+    source = source_of(data_of(stream), seed=7)
+    items = list(source.open(1, 0))
+    assert [item.num_samples for item in items] == [16] * 7 + [8]
+    assert source.num_steps() == 8
+    for num_steps in (0, 3, 8):
+        consumed = source.consumed_after(num_steps)
+        assert consumed == min(120, 16 * num_steps)
+        state = json.loads(json.dumps(source.state(consumed)))  # plain data
+        other = source_of(data_of(stream))
+        other.load_state(consumed, state)
+        assert list(other.open(1, consumed)) == items[num_steps:]
+        assert other.consumed_after(8 - num_steps) == 120
+
+
+def test_steps_of_a_pass_are_counted_as_soon_as_they_are_known() -> None:
+    known, unknown = (source_of(data_of(MadeStream([20, 13], each).batch(8))) for each in (True, False))
+    assert (known.num_steps(), unknown.num_steps()) == (5, None)
+    items = known.open(0, 16), unknown.open(0, 0)
+    assert known.num_steps() == 3
+    assert sum(1 for _ in items[0]) == 3
+    for number, _ in enumerate(items[1], 1):
+        assert unknown.num_steps() == (5 if number == 5 else None)
+        assert unknown.consumed_after(number) == min(33, 8 * number)
+    exact = source_of(data_of(MadeStream([20, 12], is_known=False).batch(8)))
+    opened = exact.open(0, 0)
+    assert [exact.num_steps() for _ in zip(range(4), opened, strict=False)] == [None, None, None, 4]  # known with the last one
+    left_out = data_of(MadeStream([20, 13]).batch(8, drop_last=True))
+    assert (left_out.num_rows, source_of(left_out).num_steps()) == (32, 4)
+
+
+def test_weights_average_to_one_over_the_ranks() -> None:
+    stream = MadeStream([21]).batch(8)
+    steps = zip(*(source_of(data_of(stream, rank=rank, world_size=3)).open(0, 0) for rank in range(3)), strict=True)
+    for ranks in steps:
+        assert sum(item.weight for item in ranks) == pytest.approx(3)
+        assert [item.weight for item in ranks] == [pytest.approx(3 * item.num_samples / item.total) for item in ranks]
+
+
+def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers() -> None:
+    def shards(world_size: int) -> list[Any]:
+        data = [
+            stream_data(
+                MadeStream([40]).batch(16),
+                "train",
+                lambda size, number: ShardedJointBatch(size, number, 4),
+                rank,
+                world_size,
+            )
+            for rank in range(world_size)
+        ]
+        assert source_of(data[0]).num_shards == 4
+        found = [item for each in data for item in source_of(each).open(0, 0) if item.num_samples]
+        return sorted((item.batch, item.seeds) for item in found)
+
+    assert shards(1) == shards(2) == shards(3)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_evaluation_takes_each_row_once(is_known: bool) -> None:
+    stream = MadeStream([25, 3], is_known).batch(8)
+    items = [
+        item
+        for rank in range(3)
+        for item in source_of(data_of(stream, "validation", rank, 3)).open(0, 0)
+        if item.num_samples
+    ]
+    assert sorted(row for item in items for row in item.batch) == sorted(
+        (f"shard-{shard}", row) for shard, length in ((0, 25), (1, 3)) for row in range(length)
+    )
+
+
+def test_what_cannot_be_read_by_many_is_refused() -> None:
+    for stream in (MadeStream([3]), MadeStream([3]).map(str)):
+        with pytest.raises(ValueError, match=r"the train stream has no batch size: end it with `\.batch\(size\)`"):
+            data_of(stream)
+    with pytest.raises(ValueError, match="65 workers for a stream, which has 64 lanes"):
+        data_of(MadeStream([3]).batch(2), world_size=65)
+    with pytest.raises(ValueError, match="the validation stream has a `take` and no known length"):
+        data_of(MadeStream([3], is_known=False).take(2).batch(2), "validation")
+
+
+def test_shards_that_changed_since_a_state_was_saved_are_named_with_both_lengths() -> None:
+    state = source_of(data_of(MadeStream([10, 20]).batch(4))).state(8)
+    with pytest.raises(ValueError, match="'shard-1' had 20 rows when the state was saved, and has 21 now"):
+        source_of(data_of(MadeStream([10, 21]).batch(4))).load_state(8, state)
+    with pytest.raises(ValueError, match=r"other shards than when the state was saved \(2 then, 3 now"):
+        source_of(data_of(MadeStream([10, 20, 1]).batch(4))).load_state(8, state)
+    source_of(data_of(MadeStream([10, 20]).batch(9))).load_state(8, state)  # another size of the joint batch is fine
