@@ -63,7 +63,8 @@ def test_steps_of_a_pass_are_counted_as_soon_as_they_are_known() -> None:
         assert unknown.consumed_after(number) == min(33, 8 * number)
     exact = source_of(data_of(MadeStream([20, 12], is_known=False).batch(8)))
     opened = exact.open(0, 0)
-    assert [exact.num_steps() for _ in zip(range(4), opened, strict=False)] == [None, None, None, 4]  # known with the last one
+    # Known as soon as the last one is.
+    assert [exact.num_steps() for _ in zip(range(4), opened, strict=False)] == [None, None, None, 4]
     left_out = data_of(MadeStream([20, 13]).batch(8, drop_last=True))
     assert (left_out.num_rows, source_of(left_out).num_steps()) == (32, 4)
 
