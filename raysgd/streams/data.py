@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from raysgd.streams.joint_reader import Shares
@@ -71,7 +72,7 @@ class StreamData:
             return num_rows
         return num_rows - num_rows % self.batch_size
 
-    @property
+    @cached_property
     def signature(self) -> StreamSignature:
         """To compare across ranks, and with a saved position."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}" for shard in self.shards)

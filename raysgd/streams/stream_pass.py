@@ -103,7 +103,7 @@ class StreamPass:
         seed = self.seed if self.stream.seed is None else self.stream.seed
         return f"{seed}/{self.pass_index}"
 
-    @property
+    @cached_property
     def _of_shards(self) -> list[int]:
         lengths: list[Any] = [shard.num_rows for shard in self.shards]
         assert self.is_known, "asked for only where lengths are known"

@@ -54,8 +54,8 @@ class FileStream(Stream):
     endings: ClassVar[tuple[str, ...]]
 
     def __init__(self, paths: Paths, filesystem: Any = None) -> None:
-        is_single = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
-        self._paths = [checked_text("paths", path) for path in ([paths] if is_single else paths)]
+        several = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else paths
+        self._paths = [checked_text("paths", path) for path in several]
         self._filesystem = filesystem
         if not self._paths:
             raise ValueError("`paths=[]`: need at least one file, folder or pattern.")

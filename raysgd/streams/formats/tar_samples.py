@@ -28,15 +28,14 @@ class TarStream(FileStream):
                 yield _sample(tar, key, members)
 
 
-def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
         tar.members.clear()  # which would remember each of them
         if member.isreg():
             yield member
     # The library takes whatever it cannot read for the end, so a file that was cut off would be a shorter one.
-    content: Any = tar.fileobj
-    content.seek(tar.offset)
-    if content.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("the file is cut off or damaged: it has no mark at its end")
 
 

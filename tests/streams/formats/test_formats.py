@@ -120,10 +120,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return open_folder(server.uri(f"streams/{tmp_path.name}"))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# In stores, files of the other formats are opened in one of the same two ways.
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [*((name, "disk") for name in FORMATS), *((name, "s3") for name in IN_STORES)],
+    indirect=["folder"],
+)
 def test_each_row_is_read_once_from_any_row_on(name: str, folder: Folder) -> None:
-    if not folder.is_local and name not in IN_STORES:
-        pytest.skip("files of other formats are opened in the same two ways")
     kind, files = filled(folder, name)
     stream = kind(folder.uri)
     assert all_rows(stream) == all_rows(stream.shuffle(100), 3) == list(range(60))
