@@ -26,7 +26,7 @@ class StreamSource:
         seed: Decides the order of every pass; the same on all ranks.
         collate: Makes a batch of a list of rows.
         item: Makes what is yielded: of the batch, the weight of its gradient, its rows that count, those of all ranks,
-            whether a joint step begins and ends with it, the seeds of a logical shard, and whether the pass ends with it.
+            whether a joint step begins and ends with it, the seeds of a logical shard, and whether the pass ends.
         no_batch: Yielded in the place of a batch without rows.
 
     Attributes:

@@ -25,6 +25,7 @@ class Item(NamedTuple):
     is_first: bool = True
     is_last: bool = True
     seeds: Any = None
+    is_last_of_pass: bool | None = None
 
 
 def data_of(stream: Stream, name: str = "train", rank: int = 0, world_size: int = 1) -> StreamData:
