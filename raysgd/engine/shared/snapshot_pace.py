@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 EverySeconds = float | Literal["auto"] | None
 
 _SHARE = 0.02  # of the time, for copies
-_SHORT_S = 0.1  # told in milliseconds
+_FREE_S = 0.001  # a copy this quick costs less than the call that it comes with
 _MAX_REPLAY_S = 30.0
 _MAX_CALLS = 10_000  # each is kept, with its arguments
 
@@ -51,7 +51,7 @@ class SnapshotRule:
             return True
         if self.every_s != "auto":
             return since_s >= self.every_s
-        return copy_s <= _SHARE * since_s or self.is_overdue(replay_s)
+        return copy_s <= max(_FREE_S, _SHARE * since_s) or self.is_overdue(replay_s)
 
     def is_overdue(self, replay_s: float) -> bool:
         """Whether one is due without a call, because so much would have to be repeated."""
@@ -63,11 +63,9 @@ class SnapshotRule:
             return "switched off"
         if self.every_s != "auto":
             return f"every {self.every_s:g} s" if self.every_s else "after each call"
-        if copy_s is None:
+        if copy_s is None or copy_s <= _FREE_S:
             return "after each call"
         every_s = min(copy_s / _SHARE, _MAX_REPLAY_S)
-        if every_s < _SHORT_S:
-            return f"after each call that ends {1000 * every_s:.0f} ms after the last copy, or later"
         return f"every {every_s:.1f} s, for copies take {copy_s:.3f} s"
 
 
