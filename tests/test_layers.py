@@ -56,7 +56,7 @@ STANDS_ON = {
     "exceptions messages storage tf torch writers",
     "util": "_arguments _imports tf torch",
     "__main__": "cli",
-    "data": "_arguments _imports arrays tf torch util",
+    "data": "_arguments _imports arrays streams tf torch util",
     "tune": "_arguments _imports _numbers _text air callbacks driver storage torch train",
     "v2": "_imports exceptions train",
 }
@@ -133,6 +133,7 @@ INSIDE = {
 """The same inside the large rooms: folders, and modules that stand in the room itself."""
 
 MADE_LATE = {
+    ("raysgd.streams.stream", "raysgd.streams.pipeline"),
     ("raysgd.tf.training_operator", "raysgd.tf.creator_operator"),
     ("raysgd.torch.torch_trainer", "raysgd.torch.torch_trainable"),
     ("raysgd.torch.training_operator", "raysgd.torch.creator_operator"),

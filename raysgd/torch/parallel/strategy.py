@@ -133,7 +133,7 @@ class NoParallel:
             votes: What else the ranks have to agree on.
 
         Returns:
-            The sums of all ranks' votes, where the ranks had to ask each other anyway; None where nobody was asked.
+            The sums of all ranks' votes, where the ranks had to ask each other anyway; None where no rank was asked.
 
         Raises:
             ValueError: That cannot be done.
