@@ -285,8 +285,8 @@ def _counts_those_who_are_there(real: Any) -> Any:
     return lambda self, num_steps, rows, present: real(self, num_steps, rows, ())
 
 
-def _as_of_the_step_before(real: Any) -> Any:
-    return lambda self, num_steps: real(self, num_steps - 1)
+def _as_of(num_steps_more: int) -> Callable[[Any], Any]:
+    return lambda real: lambda self, num_steps: real(self, num_steps + num_steps_more)
 
 
 def _kills_only_handles(real: Any) -> Any:
@@ -527,7 +527,8 @@ MUTATIONS = (
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
-    Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of_the_step_before),
+    Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
+    Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
     Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
@@ -585,7 +586,7 @@ MUTATIONS = (
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (308,)),
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
-    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (3890,)),
+    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (653,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (29,)
     ),

@@ -385,8 +385,7 @@ class SimReplica:
         yield from self.around.point("step", self)
         yield self.around.step_s()
         name = (state.weights, state.noted, run.steps)
-        given: Mapping[int, Given] = yield from self._reduce(name, Given(state, own, self.name, measured))
-        run.rows.note(run.steps, {each.name: each.measured for each in given.values()})
+        given: Mapping[int, Given] = yield from self._tell(run, name, Given(state, own, self.name, measured))
         if self.around.has_halves:
             self.is_whole = False
             yield from self.around.point("half", self)
@@ -397,6 +396,13 @@ class SimReplica:
         run.steps += 1
         run.measured = measured
         yield from self.around.point("stepped", self)
+
+    def _tell(self, run: Run, name: tuple[Any, ...], own: Given) -> Task:
+        """Tells all others: with the gradients, or in front of large ones, so that a step may break off in between."""
+        comes_first = self.around.is_large
+        told = yield from self._reduce((*name, "rows") if comes_first else name, own)
+        run.rows.note(run.steps, {each.name: each.measured for each in told.values()})
+        return (yield from self._reduce(name, own)) if comes_first else told
 
     def _next_part(self, state: State) -> tuple[int, int]:
         size, num_samples = self.world.size, self.around.num_samples

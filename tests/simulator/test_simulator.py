@@ -134,9 +134,9 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
 
 def test_ctrl_c_again_and_again_leaves_no_thread_that_looks_after_workers_of_a_group_that_has_ended() -> None:
     """The third time, the driver does not wait any more until the thread has told which rank froze."""
-    interrupts = [Fault("interrupt", "wait", nth) for nth in (122, 143, 236)]
+    interrupts = [Fault("interrupt", "wait", nth) for nth in (117, 123, 232)]
     losses = Fault("drain", "noted", 3, 5), Fault("stall", "step", 13, 5), Fault("die", "prepare", 2, 2)
-    schedule = Schedule(2519147, num_workers=3, nodes=(2, 4), num_samples=23, is_large=True, use_local=True)
+    schedule = Schedule(2519147, num_workers=3, nodes=(2, 4), num_samples=23, use_local=True)
     schedule = replace(schedule, rejoins=False, regroups=False, renews=True, heartbeat_s=3.0)
     verdict = run(replace(schedule, ops=(Op("note", 1), Op("train", None, 6)), faults=(*interrupts, *losses)))
     assert (verdict.broken, verdict.num_happened) == (None, 6)
