@@ -174,7 +174,10 @@ def test_workers_that_die_at_any_other_time_lose_nothing_either(ray_cluster: Non
 def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_cluster: None) -> None:
     options = {"joint_batch": "constant", "recovery_options": Recovery(snapshot_every_n_steps=2)}
     trainer, in_peace, with_kills = in_peace_and_with_kills(
-        Ledger, {4: 2, 16: [0, 1]}, **options, config={"step_s": 0.1}
+        Ledger,
+        {4: 2, 9: [0, 1]},
+        **options,
+        config={"step_s": 0.1},  # before a new worker can be ready
     )
     with trainer:
         events = [event for event in trainer.status().events if event.is_loss]
