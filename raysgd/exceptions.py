@@ -291,32 +291,38 @@ def _as_both(original: BaseException) -> WorkerError:
     return error
 
 
-def _joined(own: type[Exception], original: BaseException) -> BaseException:
+def _joined(own: type[Exception], original: BaseException, also: type[Exception] | None = None) -> BaseException:
     try:
-        both = _class_of_both(own, type(original))
+        both = _class_of_both(own, type(original), also)
         return _made(both, original.args, original.__dict__, tuple(_slots(original)))
     except Exception:  # a class that refuses to be subclassed or built this way; the original is still the cause
         return own(str(original))
 
 
-def _class_of_both(own: type[Exception], user_class: type[BaseException]) -> type[BaseException]:
+def _class_of_both(
+    own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
+) -> type[BaseException]:
     if issubclass(user_class, own):  # of workers that have workers
         return user_class
     if not issubclass(user_class, Exception):  # SystemExit and the like must not end the driver
         user_class = RuntimeError
-    return type(f"{own.__name__}({user_class.__name__})", (own, user_class), {"__module__": __name__})
+    bases = (own, user_class) if also is None or issubclass(user_class, also) else (own, user_class, also)
+    return type(f"{own.__name__}({user_class.__name__})", bases, {"__module__": __name__})
 
 
-def training_failed_error(failure: Exception, advice: str = "") -> TrainingFailedError:
+def training_failed_error(
+    failure: Exception, advice: str = "", also: type[Exception] | None = None
+) -> TrainingFailedError:
     """Builds the exception for a run that has failed: a `TrainingFailedError` that is also of the class of its cause.
 
     Args:
         failure: What ended the run; of a `WorkerError` the exception of the user is the cause.
         advice: How to go on.
+        also: Another class under which programs catch it.
     """
     is_of_user = isinstance(failure, WorkerError) and failure.__cause__ is not None
     cause = failure.__cause__ if is_of_user else failure
-    error = _joined(TrainingFailedError, cause or failure)
+    error = _joined(TrainingFailedError, cause or failure, also)
     assert isinstance(error, TrainingFailedError)
     error.failure, error.advice = failure, advice
     error.__cause__ = cause

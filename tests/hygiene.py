@@ -34,7 +34,7 @@ _FOREIGN_VARIABLES = (
     "CRC32C_SW_MODE",
 )
 # Actors that Ray Data starts once for a whole cluster.
-_SERVICES_OF_RAY = {"_AutoscalingCoordinatorActor", "_StatsActor"}
+_SERVICES_OF_RAY = {"ActorLocationTracker", "_AutoscalingCoordinatorActor", "_StatsActor"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ import cloudpickle
 import pytest
 
 from raysgd import exceptions
-from raysgd.exceptions import WorkerError, WorkerFault, describe_faults, worker_error
+from raysgd.exceptions import (
+    TrainingFailedError,
+    WorkerError,
+    WorkerFault,
+    describe_faults,
+    training_failed_error,
+    worker_error,
+)
 from tests.fakes import fault
 
 
@@ -275,3 +282,14 @@ def test_old_and_new_code_may_both_catch_what_they_expect(
     for base in bases:
         with pytest.raises(base):
             raise cls("x")
+
+
+def test_a_failed_run_is_of_one_more_class_if_programs_catch_it_by_that() -> None:
+    class CaughtByPrograms(Exception):
+        pass
+
+    for cause in (KeyError("lost"), CaughtByPrograms("lost")):
+        error = training_failed_error(cause, "go on", CaughtByPrograms)
+        assert isinstance(error, TrainingFailedError)
+        assert isinstance(error, type(cause))
+        assert isinstance(error, CaughtByPrograms)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from raysgd._text.once import Once
 from raysgd.air.config import ScalingConfig
+from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
@@ -54,8 +55,13 @@ class RunningSession(Protocol):
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+    def report(
+        self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None
+    ) -> None:
         """Send metrics, and perhaps a checkpoint with them."""
+
+    def ask(self, question: str) -> Any:
+        """Return what the driver answers to a question that all ranks ask."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Send a checkpoint."""

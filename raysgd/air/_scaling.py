@@ -27,7 +27,8 @@ class ScalingConfig:
         (1, 4)
 
     Attributes:
-        trainer_resources: What the trial itself needs; None for one CPU.
+        trainer_resources: What the trial itself needs; None for one CPU. `fit` runs in the driver, so it reserves only
+            what you pass.
         num_workers: How many workers; or `(least, most)` for as many as there is room for.
         use_gpu: Whether each worker gets a GPU.
         resources_per_worker: What each worker needs; None for one CPU, or for one GPU with `use_gpu`. In a dict that
@@ -37,6 +38,7 @@ class ScalingConfig:
         elastic_resize_monitor_interval_s: How often a run on fewer workers than it might have looks for room, in
             seconds; it grows after a checkpoint.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
+        label_selector: The labels that a node has to have for a worker, as Ray selects nodes: `{"region": "us-west"}`.
 
     Raises:
         ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
@@ -50,6 +52,7 @@ class ScalingConfig:
     _max_cpu_fraction_per_node: float | None = None
     elastic_resize_monitor_interval_s: float = 60.0
     accelerator_type: str | None = None
+    label_selector: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -72,8 +75,24 @@ class ScalingConfig:
             accelerator(self.accelerator_type)
         for name in ("trainer_resources", "resources_per_worker"):
             _check_resources(name, getattr(self, name))
+        self._check_labels()
         if not is_open(self.use_gpu) and not is_open(self.resources_per_worker):
             self._check_gpus()
+
+    def _check_labels(self) -> None:
+        labels = self.label_selector
+        if labels is None:
+            return
+        if not isinstance(labels, dict) or not all(isinstance(text, str) for each in labels.items() for text in each):
+            raise ValueError(
+                f"`label_selector={labels!r}`: need a dict of labels and values for all workers alike, such as "
+                '`{"region": "us-west"}`, or None.'
+            )
+        if labels and self.is_elastic:
+            raise ValueError(
+                f"`label_selector={labels!r}` and `num_workers={self.num_workers!r}`: with a range, room is counted on "
+                "all nodes. Pass one number of workers, or a custom resource in `resources_per_worker`."
+            )
 
     def _check_gpus(self) -> None:
         num_gpus = (self.resources_per_worker or {}).get("GPU", int(self.use_gpu))
@@ -192,7 +211,8 @@ class ScalingConfig:
         if any(is_open(value) for value in values + inner):
             return values
         workers = self.worker_range if self.num_workers is not None else None
-        return self.trainer_bundle, self.worker_bundle if workers else None, workers, self.placement_strategy
+        bundle = self.worker_bundle if workers else None
+        return self.trainer_bundle, bundle, workers, self.placement_strategy, self.label_selector or None
 
 
 def is_open(value: Any) -> bool:

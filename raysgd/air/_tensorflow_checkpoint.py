@@ -31,15 +31,20 @@ class TensorflowCheckpoint(Checkpoint):
         """The weights that were saved: NumPy arrays, in the order of `model.get_weights()`.
 
         Raises:
-            RuntimeError: The checkpoint has no weights.
+            RuntimeError: The checkpoint has no weights, or a model of another framework.
         """
         content = self.to_dict()
         if MODEL_KEY not in content:
             raise RuntimeError(
                 f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model`.'
             )
-        weights: list[Any] = content[MODEL_KEY]
-        return weights
+        weights = content[MODEL_KEY]
+        if not isinstance(weights, list | tuple):
+            raise RuntimeError(
+                f'The "{MODEL_KEY}" of the checkpoint is a `{type(weights).__name__}`, not the weights of a Keras '
+                "model. For a model of PyTorch use `TorchCheckpoint` and `TorchPredictor`."
+            )
+        return list(weights)
 
     def get_model(self, model: Any | Callable[[], Any]) -> Any:
         """A model with the weights that were saved.

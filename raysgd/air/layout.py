@@ -145,9 +145,13 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
     Raises:
         StorageError: The storage cannot be used.
     """
+    return new_trial(experiment_folder(run_config, trainer_name), trainer_name)
+
+
+def experiment_folder(run_config: Any, trainer_name: str) -> Folder:
+    """The folder of an experiment: that of the name in the config, or a new one."""
     root, name = storage_of(run_config), run_config.name
-    experiment = root / name if name else make_new(root, f"{trainer_name}_{_now()}")
-    return new_trial(experiment, trainer_name)
+    return root / name if name else make_new(root, f"{trainer_name}_{_now()}")
 
 
 def storage_of(run_config: Any) -> Folder:

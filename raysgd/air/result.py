@@ -46,6 +46,8 @@ class Result:
         best_checkpoints: The checkpoints that were kept, with the metrics reported with them: the worst first, the best
             last.
         reports: All reports of rank 0, where they are not read from the folder.
+        return_value: What the function of rank 0 returned, if that is plain data: numbers, text, arrays of numbers, and
+            lists and dicts of them. Anything else stays in the worker. None where the result is read from a folder.
     """
 
     metrics: dict[str, Any] | None
@@ -54,6 +56,7 @@ class Result:
     folder: Folder | None = None
     best_checkpoints: list[Kept] = field(default_factory=list)
     reports: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    return_value: Any = None
     _dataframe: Any = field(default=None, repr=False, compare=False)
 
     @property

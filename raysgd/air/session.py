@@ -7,9 +7,11 @@ return a default, so you can call your function by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.air._running import TrialFacts, current_session, place, session_or_warning
+from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 
 if TYPE_CHECKING:
@@ -46,23 +48,30 @@ def report(*args: Any, **kwargs: Any) -> None:
     function that `fit` runs you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: a dict
     called `metrics` is all metrics there, and a `checkpoint` that is neither a number nor text is the checkpoint.
 
+    In a function that `fit` runs, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` goes on while the files of a
+    folder are stored, and then deletes it; `delete_local_checkpoint_after_upload` says otherwise, or the same for
+    `SYNC`. What else Ray's `report` takes is refused with what to do instead; see `UploadOptions`.
+
     In a function that `Trainer.run` runs, the checkpoint beside a dict of metrics may also be a dict.
 
     Every worker must report the same number of times.
 
     Raises:
         TypeError: Anything else.
-        ValueError: There is a tensor among the metrics of a function that `fit` runs.
+        ValueError: There is a tensor among the metrics of a function that `fit` runs, or an option is not done here.
     """
     session = current_session()
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
-    metrics, checkpoint = _metrics_and_checkpoint(*args, **kwargs) if is_one_dict else (kwargs, None)
+    metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
     session = session_or_warning("report")
     if session is not None:
-        session.report(metrics, checkpoint)
+        session.report(metrics, checkpoint, options)
 
 
-def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+def _arguments_of(
+    *args: Any, checkpoint: Any = None, **kwargs: Any
+) -> tuple[dict[str, Any], Any, UploadOptions | None]:
+    options = {each.name: kwargs.pop(each.name) for each in fields(UploadOptions) if each.name in kwargs}
     given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
     if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
         beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
@@ -71,7 +80,7 @@ def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -
             "`report({'loss': 0.1}, checkpoint=...)`; it was given "
             f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
         )
-    return given[0], checkpoint
+    return given[0], checkpoint, UploadOptions(**options) if options else None
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -77,6 +77,11 @@ class _Redirected:
         """Return whether the program sees something else under this name than Ray's, or below it."""
         return name in self._modules or self.leads_away_below(name)
 
+    def place_of(self, name: str) -> str:
+        """Return where a single name leads; nothing for one that is Ray's."""
+        place = self._paths.find(name)
+        return place.new or "" if place is not None else ""
+
     def leads_away_below(self, name: str) -> bool:
         """Return whether it does below this name."""
         return self._paths.is_package(name)
@@ -107,7 +112,10 @@ class _RayView(Alias):
 
     def __getattr__(self, name: str) -> Any:
         full, redirected = f"{vars(self)['__name__']}.{name}", vars(self)["_raysgd_redirected"]
-        return redirected.seen(full) if redirected.leads_away(full) else getattr(vars(self)["_raysgd_target"], name)
+        if redirected.leads_away(full):
+            return redirected.seen(full)
+        module, _, moved = redirected.place_of(full).rpartition(".")
+        return getattr(importlib.import_module(module) if module else vars(self)["_raysgd_target"], moved or name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _view_there, (vars(self)["__name__"],)

@@ -25,7 +25,7 @@ _V2 = (
 _WORKER_GROUP = "Worker WorkerGroup WorkerMetadata"
 _LOGGERS = "JsonLoggerCallback TBXLoggerCallback MLflowLoggerCallback PrintCallback TorchTensorboardProfilerCallback"
 _TORCH = (
-    "TorchConfig accelerate backward enable_reproducibility get_device prepare_data_loader prepare_model "
+    "TorchConfig accelerate backward enable_reproducibility get_device get_devices prepare_data_loader prepare_model "
     "prepare_optimizer TorchWorkerProfiler"
 )
 _SESSION_C = (
@@ -137,7 +137,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
         "raysgd.train",
         f"{_STRATEGY} {_SESSION_A} {_CONFIGS} Checkpoint DataConfig Result SyncConfig TRAIN_DATASET_KEY get_checkpoint "
-        "get_context",
+        "get_context CheckpointConsistencyMode CheckpointUploadMode LoggingConfig PreemptionInfo ReportedCheckpoint "
+        "ReportedCheckpointStatus TrainContext TrainingFailedError get_all_reported_checkpoints get_preemption_info",
     ),
     "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
     "ray.train.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
@@ -145,6 +146,7 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.backends.torch": ("raysgd.train.torch", "TorchConfig"),
     "ray.train.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
     "ray.train.backends.horovod": ("raysgd.train.horovod", "HorovodConfig"),
+    "ray.train.batch_predictor": ("raysgd.train.batch_predictor", "BatchPredictor"),
     "ray.train.base_trainer": ("raysgd.train.base_trainer", "BaseTrainer GenDataset TrainingFailedError"),
     "ray.train.callbacks": ("raysgd.train.callbacks", f"TrainingCallback {_LOGGERS}"),
     "ray.train.callbacks.callback": ("raysgd.train.callbacks.callback", "TrainingCallback"),
@@ -159,16 +161,22 @@ _TRAIN: dict[str, tuple[str, str]] = {
         "ExcludedKeysResultsPreprocessor IndexedResultsPreprocessor ResultsPreprocessor SequentialResultsPreprocessor",
     ),
     "ray.train.checkpoint": ("raysgd.train.checkpoint", "CheckpointManager CheckpointStrategy"),
-    "ray.train.constants": ("raysgd.train.constants", "TRAIN_DATASET_KEY"),
+    "ray.train.collective": ("raysgd.train.collective", "barrier broadcast_from_rank_zero"),
+    "ray.train.constants": (
+        "raysgd.train.constants",
+        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TRAIN_DATASET_KEY WILDCARD_KEY",
+    ),
+    "ray.train.context": ("raysgd.train.session", "TrainContext get_context"),
     "ray.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
     "ray.train.error": ("raysgd.train.error", "SessionMisuseError"),
     "ray.train.horovod": ("raysgd.train.horovod", "HorovodConfig HorovodTrainer"),
+    "ray.train.predictor": ("raysgd.train.predictor", "Predictor PredictorNotSerializableException"),
     "ray.train.session": ("raysgd.train.session", f"{_SESSION_A} SessionMisuseError"),
     "ray.train.tensorflow": (
         "raysgd.train.tensorflow",
-        "TensorflowCheckpoint TensorflowConfig TensorflowTrainer prepare_dataset_shard",
+        "TensorflowCheckpoint TensorflowConfig TensorflowPredictor TensorflowTrainer prepare_dataset_shard",
     ),
-    "ray.train.torch": ("raysgd.train.torch", f"{_TORCH} TorchCheckpoint TorchTrainer"),
+    "ray.train.torch": ("raysgd.train.torch", f"{_TORCH} TorchCheckpoint TorchPredictor TorchTrainer"),
     "ray.train.train_loop_utils": ("raysgd.train.train_loop_utils", _SESSION_A),
     "ray.train.trainer": (
         "raysgd.train.trainer",
@@ -192,7 +200,9 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.air.integrations.wandb": ("raysgd.air.integrations.wandb", "WandbLoggerCallback"),
     "ray.air.result": ("raysgd.air.result", "Result"),
     "ray.air.session": ("raysgd.air.session", _SESSION_C),
+    "ray.tune.result_grid": ("raysgd.tune.tuner", "ResultGrid"),
     "ray.tune.syncer": ("raysgd.air.config", "SyncConfig"),
+    "ray.tune.tuner": ("raysgd.tune.tuner", "Tuner"),
 }
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {"sgd": {**_SGD, **_BESIDE_SGD}, "train": _TRAIN}
 
@@ -201,9 +211,21 @@ _RENAMED = {
     "ray.util.sgd.pytorch.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.v2.SGDBackendError": "raysgd.v2.SGDBackendError",
     "ray.util.ml_utils.util.find_free_port": "raysgd.utils.find_free_port",
+    "ray.tune.function": "raysgd.tune.function",
 }
 """Single names that have another name, or stand in no module of the tables."""
+_RENAMED_TRAIN = {
+    "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
+    "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
+    "ray.tune.Tuner": "raysgd.tune.Tuner",
+}
+"""The same for those under which today's Ray has something else."""
 
+RAY_TRAIN = "2.60"
+"""The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
+
+_VALIDATION = "validate in the function before you report, and report what you find"
+_TREES = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
 _GONE = {
     "ray.util.sgd.torch.torch_runner": _INTERNAL,
@@ -211,6 +233,11 @@ _GONE = {
     "ray.util.sgd.torch.worker_group": _INTERNAL,
     "ray.util.sgd.torch.torch_trainer.TUNE_INSTALLED": "`as_trainable` says how to install Ray Tune",
     "ray.util.sgd.tf.tf_runner": _INTERNAL,
+    "ray.util.sgd.torch.examples.image_models": "`examples/resnet_folder.py` trains an image model in its place",
+    "ray.util.sgd.torch.examples.segmentation": "`examples/segmentation.py` trains in its place, with a "
+    "`SegmentationOperator`",
+    "ray.util.sgd.torch.examples.transformers": "`examples/text_classification.py` trains in its place, with a "
+    "`HuggingFaceOperator`",
     "ray.util.sgd.torch.torch_dataset.TorchIterableDataset": "`TorchMLDataset.get_shard` returns the iterable dataset",
     "ray.util.sgd.torch.torch_dataset.convert_to_tensor": "`TorchMLDataset` converts",
     "ray.util.sgd.v2.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
@@ -224,6 +251,25 @@ _GONE = {
     "ray.train.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
     "ray.train.checkpoint.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
     "ray.train._internal": _INTERNAL,
+    "ray.train.ControllerError": "the driver looks after the workers: `fit` raises `TrainingFailedError` for every "
+    "failure",
+    "ray.train.NCCLHangError": "a rank that hangs counts as lost, see `FailureConfig(max_failures=...)`",
+    "ray.train.PreemptionError": "workers leave a node that is about to go behind the next checkpoint, and no error is "
+    "raised; see `raysgd.train.get_preemption_info`",
+    "ray.train.UserCallback": "pass a `raysgd.callbacks.Callback`, or a callback of Ray Tune, in "
+    "`RunConfig(callbacks=...)`",
+    "ray.train.ValidationConfig": _VALIDATION,
+    "ray.train.ValidationFn": _VALIDATION,
+    "ray.train.ValidationTaskConfig": _VALIDATION,
+    "ray.train.WorkerGroupError": "`fit` raises `TrainingFailedError`, which is of the class of your exception too, "
+    "and whose `failure.faults` has the exception of each rank",
+    "ray.train.huggingface": "run `transformers.Trainer` in the function of a `TorchTrainer`, or use "
+    "`HuggingFaceOperator`",
+    "ray.train.lightning": "run Lightning's `Trainer` in the function of a `TorchTrainer`, or use `LightningOperator`",
+    "ray.train.examples": "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`",
+    "ray.train.lightgbm": _TREES,
+    "ray.train.xgboost": _TREES,
+    "ray.train.v2": _INTERNAL,
     "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
     "ray.util.iter.from_actors": "shards are no actors any more: use `raysgd.util.iter.from_iterators`",
 }
@@ -256,8 +302,8 @@ class Paths:
 
     def __init__(self, ray_train: bool = False, beside_sgd: bool = True) -> None:
         self._modules = {**_SGD, **(_BESIDE_SGD if beside_sgd else {}), **(_TRAIN if ray_train else {})}
+        self._renamed = {**_RENAMED, **(_RENAMED_TRAIN if ray_train else {})}
         self._packages = {package for module in self._modules for package in _packages_of(module)}
-        self._others = {*_RENAMED, *_GONE}
 
     def find(self, old: str) -> NewPlace | None:
         """Return what became of a dotted name; None for one that is not of the old library.
@@ -286,8 +332,8 @@ class Paths:
         new_module, names = self._modules.get(module, ("", ""))
         if last in names.split():
             return NewPlace(name, f"{new_module}.{last}")
-        if name in _RENAMED and self._knows(name):
-            return NewPlace(name, _RENAMED[name])
+        if name in self._renamed:
+            return NewPlace(name, self._renamed[name])
         return NewPlace(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
 
     def _knows(self, name: str) -> bool:
@@ -311,7 +357,7 @@ def gone() -> dict[str, str]:
 
 def renamed() -> dict[str, str]:
     """The names that have another name now."""
-    return dict(_RENAMED)
+    return {**_RENAMED, **_RENAMED_TRAIN}
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ class Placement:
     accelerator_type: str | None = None
     placement_strategy: Literal["PACK", "SPREAD"] | None = None
     runtime_env: Mapping[str, Any] | None = None
+    labels: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._check_resources()
@@ -59,7 +60,7 @@ class Placement:
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:
         """All that a worker needs."""
-        return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}))
+        return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}), dict(self.labels or {}))
 
     def packs(self, by_default: bool) -> bool:
         """Return whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.

@@ -23,20 +23,32 @@ if TYPE_CHECKING:
     from raysgd.air.config import (
         CheckpointConfig,
         FailureConfig,
+        LoggingConfig,
         RunConfig,
         ScalingConfig,
         SyncConfig,
     )
     from raysgd.air.constants import TRAIN_DATASET_KEY
+    from raysgd.air.reports import (
+        CheckpointConsistencyMode,
+        CheckpointUploadMode,
+        PreemptionInfo,
+        ReportedCheckpoint,
+        ReportedCheckpointStatus,
+    )
     from raysgd.air.result import Result
+    from raysgd.exceptions import TrainingFailedError
     from raysgd.train.backend import BackendConfig
     from raysgd.train.callbacks.callback import TrainingCallback
     from raysgd.train.checkpoint import CheckpointStrategy
     from raysgd.train.fit.data import DataConfig
     from raysgd.train.session import (
+        TrainContext,
+        get_all_reported_checkpoints,
         get_checkpoint,
         get_context,
         get_dataset_shard,
+        get_preemption_info,
         load_checkpoint,
         local_rank,
         report,
@@ -50,21 +62,31 @@ __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointStrategy",
+    "CheckpointUploadMode",
     "DataConfig",
     "FailureConfig",
+    "LoggingConfig",
+    "PreemptionInfo",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "SyncConfig",
     "TRAIN_DATASET_KEY",
+    "TrainContext",
     "Trainer",
     "TrainingCallback",
+    "TrainingFailedError",
     "TrainingIterator",
     "TrainWorkerGroup",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "load_checkpoint",
     "local_rank",
     "report",
@@ -74,9 +96,12 @@ __all__ = [
 ]
 
 _SESSION = (
+    "TrainContext",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "load_checkpoint",
     "local_rank",
     "report",
@@ -84,7 +109,14 @@ _SESSION = (
     "world_rank",
     "world_size",
 )
-_CONFIGS = ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
+_CONFIGS = ("CheckpointConfig", "FailureConfig", "LoggingConfig", "RunConfig", "ScalingConfig", "SyncConfig")
+_REPORTS = (
+    "CheckpointConsistencyMode",
+    "CheckpointUploadMode",
+    "PreemptionInfo",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
+)
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
@@ -98,20 +130,25 @@ __getattr__, __dir__ = lazy_names(
         "TrainingCallback": "raysgd.train.callbacks.callback",
         "TrainingIterator": "raysgd.train.trainer",
         "TrainWorkerGroup": "raysgd.train.trainer",
+        "TrainingFailedError": "raysgd.exceptions",
+        **dict.fromkeys(_REPORTS, "raysgd.air.reports"),
         **dict.fromkeys(_CONFIGS, "raysgd.air.config"),
         **dict.fromkeys(_SESSION, "raysgd.train.session"),
     },
     submodules=(
         "backend",
         "base_trainer",
+        "batch_predictor",
         "callbacks",
         "checkpoint",
+        "collective",
         "constants",
         "data_parallel_trainer",
         "error",
         "executor",
         "fit",
         "horovod",
+        "predictor",
         "session",
         "tensorflow",
         "torch",

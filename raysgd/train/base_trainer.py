@@ -30,6 +30,11 @@ __all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
 
 logger = logging.getLogger(__name__)
 
+_NOT_RAYS_TUNER = (
+    "`{name}` is a trainer of raysgd, and `ray.tune.Tuner` takes those of Ray: pass it to `raysgd.tune.Tuner`, which "
+    "takes the same arguments."
+)
+
 TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
 GenDataset = Callable[[], Any] | Any
 """A dataset, or a function that returns one."""
@@ -63,7 +68,7 @@ class BaseTrainer(ABC):
         1
     """
 
-    _scaling_config_allowed_keys: ClassVar[tuple[str, ...]] = ("trainer_resources",)
+    _scaling_config_allowed_keys: ClassVar[list[str]] = ["trainer_resources"]
     _arguments: dict[str, Any]
 
     def __new__(cls: type[TrainerType], *args: Any, **kwargs: Any) -> TrainerType:
@@ -146,6 +151,19 @@ class BaseTrainer(ABC):
         from raysgd.train.fit.tuned import make_trainable
 
         return make_trainable(self)
+
+    def __call__(self, config: Any) -> Any:
+        """Refuses: what Ray's own `Tuner` can call, it takes for a function.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
+
+    @property
+    def _name(self) -> str:
+        """Ray's own `Tuner` asks for this, before anything starts, of what it is given and can call."""
+        raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
         """Checks what only `fit` needs, so that a trial of Ray Tune may still choose it.

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raysgd.air.constants import EVALUATION_DATASET_KEY as EVALUATION_DATASET_KEY
+from raysgd.air.constants import MODEL_KEY as MODEL_KEY
+from raysgd.air.constants import PREPROCESSOR_KEY as PREPROCESSOR_KEY
 from raysgd.air.constants import TIME_THIS_ITER_S as TIME_THIS_ITER_S
 from raysgd.air.constants import TIMESTAMP as TIMESTAMP
 from raysgd.air.constants import TRAIN_DATASET_KEY as TRAIN_DATASET_KEY
 from raysgd.air.constants import TRAINING_ITERATION as TRAINING_ITERATION
+from raysgd.air.constants import WILDCARD_KEY as WILDCARD_KEY
 
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 

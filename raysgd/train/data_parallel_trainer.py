@@ -60,7 +60,7 @@ class DataParallelTrainer(BaseTrainer):
         2
     """
 
-    _scaling_config_allowed_keys: ClassVar[tuple[str, ...]] = (
+    _scaling_config_allowed_keys: ClassVar[list[str]] = [
         "trainer_resources",
         "num_workers",
         "use_gpu",
@@ -69,7 +69,8 @@ class DataParallelTrainer(BaseTrainer):
         "accelerator_type",
         "_max_cpu_fraction_per_node",
         "elastic_resize_monitor_interval_s",
-    )
+        "label_selector",
+    ]
 
     def __init__(
         self,

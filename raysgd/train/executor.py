@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._arguments.checks import check_seconds
+from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.history import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy
-from raysgd.engine.processes.resources import draining_nodes, ensure_ray
+from raysgd.engine.processes.resources import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
@@ -26,11 +27,12 @@ from raysgd.storage import Folder
 from raysgd.train._rules.max_retries import MaxRetries, RenewingPolicy
 from raysgd.train._rules.settings import ExecutorRules, WorkerSettings
 from raysgd.train._rules.worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
+from raysgd.train._run.answers import preemption_of
 from raysgd.train._run.launch import DataShards, Launch
 from raysgd.train._run.plan import RunPlan
 from raysgd.train._run.plugin_hooks import PluginHooks
 from raysgd.train._run.run import FunctionRun, FunctionStep
-from raysgd.train._worker.messages import FunctionSpec, TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData
 from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
@@ -242,6 +244,7 @@ class BackendExecutor:
         data: DataShards | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
+        answers: Mapping[str, Callable[[], Any]] | None = None,
     ) -> FunctionRun:
         """Starts a function on all workers; its checkpoints go to whatever takes those of this executor.
 
@@ -250,6 +253,7 @@ class BackendExecutor:
             data: Divides its data, whenever workers start; see `place` and `workers`.
             make_session: See `FunctionSpec`.
             on_wait: Called some ten times a second while a step of the function is waited for.
+            answers: What the function may ask the driver for, beside what every function may.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -270,10 +274,14 @@ class BackendExecutor:
             max_workers=self._settings.max_workers,
             resize_check_s=self._resize_check_s,
             on_wait=on_wait,
+            answers={PREEMPTION: self._preemption, **(answers or {})},
         )
         self._max_retries.renew()
         run.start()
         return run
+
+    def _preemption(self) -> PreemptionInfo | None:
+        return preemption_of([worker.metadata.node_id for worker in self.workers], drain_deadlines())
 
     def place(self, value: Any) -> Any:
         """Puts a value where workers can take it from; returns Ray's reference."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.air._running import current_session, place, session_or_warning
+from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint
 from raysgd.air.session import (
     TrainContext,
     get_checkpoint,
@@ -27,7 +28,7 @@ from raysgd.air.session import (
     report,
 )
 from raysgd.exceptions import SessionMisuseError
-from raysgd.train._worker.messages import TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import PREEMPTION, REPORTED, TrainingResult, TrainingResultType
 from raysgd.train._worker.session import Session
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingResult",
     "TrainingResultType",
     "current_session",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
@@ -45,6 +47,7 @@ __all__ = [
     "get_local_world_size",
     "get_metadata",
     "get_node_rank",
+    "get_preemption_info",
     "get_trial_dir",
     "get_trial_id",
     "get_trial_name",
@@ -78,6 +81,47 @@ def load_checkpoint() -> dict[str, Any] | None:
     """
     session = session_or_warning("load_checkpoint")
     return session.load_checkpoint() if session is not None else None
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
+) -> list[ReportedCheckpoint]:
+    """The checkpoints of the run that are kept, oldest first, with what rank 0 reported with them.
+
+    For functions that `fit` runs. All workers have to call it. It waits for the checkpoint that is on its way.
+
+    Args:
+        consistency_mode: Either one: see the class.
+        timeout_s: None. The driver answers as soon as that checkpoint is stored.
+
+    Raises:
+        ValueError: An argument is something else.
+        SessionMisuseError: In a trial of Ray Tune, which keeps the checkpoints itself.
+    """
+    if not isinstance(consistency_mode, CheckpointConsistencyMode) or timeout_s is not None:
+        raise ValueError(
+            f"`consistency_mode={consistency_mode!r}, timeout_s={timeout_s!r}`: need a "
+            "`raysgd.train.CheckpointConsistencyMode`, and no time: the driver answers as soon as the checkpoint that "
+            "is on its way is stored."
+        )
+    session = session_or_warning(REPORTED)
+    found: list[ReportedCheckpoint] | None = session.ask(REPORTED) if session is not None else []
+    if found is None:
+        raise SessionMisuseError(
+            f"`{REPORTED}` is for functions that `fit` runs: a trial of Ray Tune gives its checkpoints to Tune, and "
+            "`Trainer.run` keeps those of `save_checkpoint` in its folder."
+        )
+    return found
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """The nodes with workers that Ray says will be taken away soon; None while there are none.
+
+    All workers have to call it, and get the same answer. Report a checkpoint when there are some: behind it the driver
+    leaves these nodes by itself, and the function goes on elsewhere.
+    """
+    session = session_or_warning(PREEMPTION)
+    return session.ask(PREEMPTION) if session is not None else None
 
 
 def world_rank() -> int:

@@ -17,12 +17,25 @@ from raysgd.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:
     from raysgd.train._fit_trainers import TensorflowTrainer
+    from raysgd.train._tensorflow.predictor import TensorflowPredictor
 
 require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
-__all__ = ["TensorflowCheckpoint", "TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
+__all__ = [
+    "TensorflowCheckpoint",
+    "TensorflowConfig",
+    "TensorflowPredictor",
+    "TensorflowTrainer",
+    "prepare_dataset_shard",
+]
 
-__getattr__, __dir__ = lazy_names(__name__, {"TensorflowTrainer": "raysgd.train._fit_trainers"})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "TensorflowPredictor": "raysgd.train._tensorflow.predictor",
+        "TensorflowTrainer": "raysgd.train._fit_trainers",
+    },
+)
 
 
 @dataclass

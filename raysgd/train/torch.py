@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd._imports.lazy import lazy_names
-from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device
+from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device, get_devices
 from raysgd.train._torch.checkpoint import TorchCheckpoint
 from raysgd.train._torch.loaders import prepare_data_loader
 from raysgd.train._torch.models import gather_state, load_state, prepare_model
@@ -19,11 +19,13 @@ from raysgd.train._torch.profiler import TorchWorkerProfiler
 
 if TYPE_CHECKING:
     from raysgd.train._fit_trainers import TorchTrainer
+    from raysgd.train._torch.predictor import TorchPredictor
 
 __all__ = [
     "TorchBackend",
     "TorchCheckpoint",
     "TorchConfig",
+    "TorchPredictor",
     "TorchTrainer",
     "TorchWorkerProfiler",
     "accelerate",
@@ -31,9 +33,12 @@ __all__ = [
     "enable_reproducibility",
     "gather_state",
     "get_device",
+    "get_devices",
     "load_state",
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
 ]
-__getattr__, __dir__ = lazy_names(__name__, {"TorchTrainer": "raysgd.train._fit_trainers"})
+__getattr__, __dir__ = lazy_names(
+    __name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train._fit_trainers"}
+)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.layout import experiment_folder
 from raysgd.air.result import Result
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit.arguments import own_values
-from raysgd.train.fit.restore import at_place
+from raysgd.train.fit.restore import SWEEP_FILE, at_place, save_trainer, trainer_of_sweep
 from raysgd.train.fit.space import check_space
 from raysgd.tune._callbacks import for_tune
 
@@ -70,10 +71,14 @@ class Tuner:
             raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
         if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
             raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
-        run_config = chosen(trainable, run_config)
+        run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
+        if isinstance(trainable, BaseTrainer):
+            experiment = experiment_folder(run_config, type(trainable).__name__)
+            run_config = replace(run_config, name=experiment.name)
+            save_trainer(experiment, type(trainable), trainable._arguments, SWEEP_FILE)
         self._tuner = tune.Tuner(
             as_trainable(trainable, run_config),
-            param_space=_as_space(trainable, param_space or {}),
+            param_space=space,
             tune_config=tune_config,
             run_config=as_ray_config(run_config),
         )
@@ -90,7 +95,7 @@ class Tuner:
     def restore(
         cls,
         path: str | Path,
-        trainable: Any,
+        trainable: Any = None,
         resume_unfinished: bool = True,
         resume_errored: bool = False,
         restart_errored: bool = False,
@@ -101,7 +106,7 @@ class Tuner:
 
         Args:
             path: The folder with the sweep's name, or its URI.
-            trainable: The same trainer again.
+            trainable: The same trainer again; None for the one that was saved with the sweep, without datasets.
             resume_unfinished: Whether trials that had not ended continue from their last checkpoints.
             resume_errored: Whether trials that failed continue from their last checkpoints.
             restart_errored: Whether trials that failed begin again.
@@ -110,11 +115,15 @@ class Tuner:
 
         Raises:
             ValueError: There is no sweep that can be restored; `param_space` is wrong, as for the tuner itself.
+                The trainer was not saved, because it cannot be pickled, or had datasets.
         """
         tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
+        is_sweep = cls.can_restore(path, storage_filesystem)
+        if trainable is None and is_sweep:
+            trainable = trainer_of_sweep(place, storage_filesystem)
         space = None if param_space is None else _as_space(trainable, param_space)
-        if not cls.can_restore(path, storage_filesystem):
+        if not is_sweep:
             raise ValueError(
                 f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
+import warnings
+from collections.abc import Iterator
 
 import pytest
 
-from raysgd.compat.paths import Paths, gone, renamed, table
+from raysgd.compat.paths import RAY_TRAIN, Paths, gone, renamed, table
+from tests.run_if import RunIf
 
 VENDORS = {"comet": "comet_ml", "keras": "tensorflow", "mlflow": "mlflow", "wandb": "wandb", "horovod": "horovod"}
 ROWS = [(old, new, names) for group in ("sgd", "train") for old, new, names in table(group)]  # type: ignore[arg-type]
@@ -78,6 +82,40 @@ def test_the_names_of_others_are_not_in_the_table(name: str) -> None:
 def test_todays_names_of_ray_are_in_it_if_the_user_means_the_old_ones() -> None:
     found = [Paths(ray_train=True).find(name) for name in ("ray.train.Trainer", "ray.air.session.report")]
     assert [place and place.new for place in found] == ["raysgd.train.Trainer", "raysgd.air.session.report"]
+
+
+def public_names_of_ray_train() -> Iterator[str]:
+    """What the modules of today's `ray.train` list as theirs, of those whose packages are installed."""
+    import ray.train
+
+    below = [each.name for each in pkgutil.iter_modules(ray.train.__path__) if not each.name.startswith("_")]
+    for module in ("ray.train", *(f"ray.train.{name}" for name in below), "ray.train.huggingface.transformers"):
+        try:
+            names = getattr(importlib.import_module(module), "__all__", ())
+        except ImportError:
+            continue
+        yield from (f"{module}.{name}" for name in names)
+
+
+@RunIf(modules=["pandas", "pyarrow", "pydantic"])
+def test_every_public_name_of_todays_ray_train_is_here_or_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning leaves it once it is imported
+
+    paths = Paths(ray_train=True)
+    names = list(public_names_of_ray_train())
+    places = {name: paths.find(name) for name in names}
+    missing = [
+        name
+        for name, place in places.items()
+        if place is None or (place.new is None and place.reason.endswith("has no such name"))
+    ]
+    if ray.__version__.startswith(f"{RAY_TRAIN}."):
+        assert len(names) > 40
+        assert missing == []
+    elif missing:
+        warnings.warn(f"Ray {ray.__version__} has names of `ray.train` that no table has: {missing}", stacklevel=1)
 
 
 def test_iterators_mean_ours_beside_other_old_names_only() -> None:

@@ -136,6 +136,15 @@ def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Pa
     assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
 
 
+def test_the_tuner_of_ray_says_where_a_trainer_belongs(ray_cluster: None, tmp_path: Path) -> None:
+    from ray.tune import Tuner
+
+    with pytest.raises(TypeError, match=r"of raysgd, and `ray.tune.Tuner` takes those of Ray: .* `raysgd.tune.Tuner`"):
+        Tuner(make_trainer(tmp_path))
+    with pytest.raises(TypeError, match=r"`raysgd.tune.Tuner`"):
+        make_trainer(tmp_path)({})
+
+
 def test_a_trainer_that_runs_already_is_no_trial() -> None:
     class Running:
         def as_trainable(self) -> None: ...

@@ -123,11 +123,19 @@ def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
 
 
 def draining_nodes() -> frozenset[str]:
-    """The nodes that Ray knows will go away soon. Ray keeps this query private; where it is missing, none are known."""
+    """The nodes that Ray knows will go away soon."""
+    return frozenset(drain_deadlines())
+
+
+def drain_deadlines() -> dict[str, int]:
+    """When each of them goes, in milliseconds of Unix time; 0 where no one said.
+
+    Ray keeps this query private; where it is missing, none are known.
+    """
     try:
-        return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
+        return dict(importlib.import_module("ray._private.state").state.get_draining_nodes())
     except (ImportError, AttributeError):
-        return frozenset()
+        return {}
 
 
 def find_process(actor: Any) -> WorkerInfo | None:
@@ -197,7 +205,8 @@ def _processor_ticks(pid: int) -> int:
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     """The table for error messages: what was asked, what the cluster has, and what holds it."""
-    lines = [f"  requested:  {num_workers} x {need.bundle()}"]
+    where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
+    lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
     for node in view.nodes:
         lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
     for holder in view.holders:
@@ -261,7 +270,8 @@ class Reservation:
             if has_driver and need.num_gpus:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
             self._guard = guard(name)
-            self._own = ray.util.placement_group(bundles, strategy="PACK" if packs else "SPREAD", name=name)
+            labels = {"bundle_label_selector": [dict(need.labels)] * num_workers} if need.labels else {}
+            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, **labels)
 
     def __len__(self) -> int:
         return self._num_workers

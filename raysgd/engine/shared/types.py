@@ -99,12 +99,14 @@ class Resources:
         num_gpus: GPUs.
         custom: Other amounts by name.
         runtime_env: The environment that Ray makes for its process; empty for that of the job.
+        labels: What the labels of its node have to be; empty for any node.
     """
 
     num_cpus: float = 1
     num_gpus: float = 0
     custom: Mapping[str, float] = field(default_factory=dict)
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
         """The same as a mapping for Ray, without the zeros (Ray refuses bundles of zeros)."""

@@ -36,10 +36,11 @@ def dataset_over(loader: RayLoader) -> Any:
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
     """Return what a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
-    return formed(trees.mapped(arrays, _as_array), form, _joined)
+    return formed(trees.mapped(arrays, as_array), form, _joined)
 
 
-def _as_array(values: Any) -> Any:
+def as_array(values: Any) -> Any:
+    """Return a column as models have it: float32 for float64."""
     values = stacked(values)
     return values.astype(np.float32) if values.dtype == np.float64 else values
 

@@ -25,6 +25,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._rules.max_retries import MaxRetries
+from raysgd.train._run.answers import answer_to, asked_in
 from raysgd.train._run.launch import Launch
 from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
@@ -108,6 +109,7 @@ class FunctionRun:
         resize_check_s: How often to look.
         now: The clock.
         on_wait: Called some ten times a second while a step is waited for.
+        answers: What functions may ask for, by name.
     """
 
     def __init__(
@@ -121,8 +123,10 @@ class FunctionRun:
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,
         on_wait: Callable[[], None] | None = None,
+        answers: Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         self._controller = controller
+        self._answers = answers or {}
         self._launch = launch
         self._decode = decode
         self._checkpoints = checkpoints
@@ -166,7 +170,11 @@ class FunctionRun:
         return step
 
     def _taken_step(self) -> FunctionStep:
-        step = check_step(self._next_messages())
+        messages = self._next_messages()
+        while (name := asked_in(messages)) is not None:
+            self._answer(answer_to(name, messages, self._answers))
+            messages = self._next_messages()
+        step = check_step(messages)
         if step.checkpoint_ref is None or self._take(step, step.checkpoint_ref):
             return step
         return self._taken_step()  # the functions were started again, and come to this one once more
@@ -176,6 +184,10 @@ class FunctionRun:
         if not self._ahead.has_step(self._launch.started_on):
             self._ahead.add(self._call(FunctionReplica.take, self._told))
         return self._ahead.take_step()
+
+    def _answer(self, answer: bytes) -> None:
+        """Lets the functions go on with an answer."""
+        self._call(FunctionReplica.answer, lambda worlds: [(answer, *start) for start in self._launch(worlds)])
 
     @contextmanager
     def _aborted_on_error(self) -> Iterator[None]:

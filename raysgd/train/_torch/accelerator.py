@@ -70,6 +70,15 @@ def get_device() -> torch.device:
     return accelerator_of("get_device").device
 
 
+def get_devices() -> list[torch.device]:
+    """The devices of this worker: one for each of its GPUs, or the CPU.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return _devices_of(running_session("get_devices"))
+
+
 def enable_reproducibility(seed: int = 0) -> None:
     """Makes two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
 
@@ -95,14 +104,20 @@ def accelerator_of(helper: str) -> Accelerator:
 
 
 def _device_of(session: RunningSession) -> torch.device:
-    """The first of this worker's GPUs, as the process counts those that it sees; else the CPU."""
+    """The first of this worker's GPUs; else the CPU."""
+    return _devices_of(session)[0]
+
+
+def _devices_of(session: RunningSession) -> list[torch.device]:
+    """This worker's GPUs, as the process counts those that it sees; else the CPU."""
     gpu_ids = session.world.gpu_ids
     if not gpu_ids or not torch.cuda.is_available():
-        return torch.device("cpu")
+        return [torch.device("cpu")]
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if gpu_ids[0] not in visible:
+    missing = [gpu_id for gpu_id in gpu_ids if gpu_id not in visible]
+    if missing:
         raise RuntimeError(
-            f"This worker's GPU {gpu_ids[0]} is not among CUDA_VISIBLE_DEVICES={','.join(visible)!r}, which something "
+            f"This worker's GPU {missing[0]} is not among CUDA_VISIBLE_DEVICES={','.join(visible)!r}, which something "
             "has changed after the worker was started."
         )
-    return torch.device("cuda", visible.index(gpu_ids[0]))
+    return [torch.device("cuda", visible.index(gpu_id)) for gpu_id in gpu_ids]

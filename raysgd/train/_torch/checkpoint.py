@@ -87,4 +87,10 @@ class TorchCheckpoint(Checkpoint):
                 f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model` or '
                 "`from_state_dict`."
             )
-        return content[MODEL_KEY]
+        saved = content[MODEL_KEY]
+        if not isinstance(saved, torch.nn.Module | Mapping):
+            raise RuntimeError(
+                f'The "{MODEL_KEY}" of the checkpoint is a `{type(saved).__name__}`, neither a model of PyTorch nor '
+                "its state. For the weights of a Keras model use `TensorflowCheckpoint` and `TensorflowPredictor`."
+            )
+        return saved

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, TrainingResultType
+from raysgd.train._worker.messages import FunctionMessage, Question, TrainingResultType
 
 
 class MessageQueues:
@@ -18,7 +18,7 @@ class MessageQueues:
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._queues: list[deque[FunctionMessage | FunctionEnded]] = []
+        self._queues: list[deque[FunctionMessage | FunctionEnded | Question]] = []
 
     def begin(self, group: Sequence[Any]) -> None:
         """Says which workers messages come from; nothing of others is kept."""
@@ -33,12 +33,12 @@ class MessageQueues:
         """Return whether there is none of this rank."""
         return not self._queues[rank]
 
-    def add(self, found: Sequence[Sequence[FunctionMessage | FunctionEnded]]) -> None:
+    def add(self, found: Sequence[Sequence[FunctionMessage | FunctionEnded | Question]]) -> None:
         """Takes what the ranks answered."""
         for queue, messages in zip(self._queues, found, strict=True):
             queue.extend(messages)
 
-    def take_step(self) -> list[FunctionMessage | FunctionEnded]:
+    def take_step(self) -> list[FunctionMessage | FunctionEnded | Question]:
         """The oldest message of each rank. There has to be one."""
         return [queue.popleft() for queue in self._queues]
 

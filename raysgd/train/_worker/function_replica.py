@@ -14,7 +14,7 @@ from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._worker.ahead import is_mere_report
 from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
+from raysgd.train._worker.messages import FunctionMessage, FunctionSpec, Question
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
 from raysgd.train._worker.session import Session
 
@@ -52,7 +52,7 @@ class FunctionReplica:
         open_session(self._session)
         self._session.mailbox.start()
 
-    def next(self, index: int | None = None) -> FunctionMessage | FunctionEnded:
+    def next(self, index: int | None = None) -> FunctionMessage | FunctionEnded | Question:
         """The function's next message, waiting for it.
 
         Args:
@@ -78,7 +78,7 @@ class FunctionReplica:
         self._num_messages += 1
         if isinstance(message, FunctionEnded):
             self._close()
-        assert isinstance(message, FunctionMessage | FunctionEnded)
+        assert isinstance(message, FunctionMessage | FunctionEnded | Question)
         return message
 
     def start(self, *start: Any) -> None:
@@ -87,7 +87,7 @@ class FunctionReplica:
             spec, checkpoint, shard = start
             self.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
-    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[FunctionMessage | FunctionEnded]:
+    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[FunctionMessage | FunctionEnded | Question]:
         """The messages that there are, at least one, and none behind a checkpoint; as `next`.
 
         Args:
@@ -101,12 +101,18 @@ class FunctionReplica:
             messages.append(self.next(index))
         return messages
 
-    def _has_more_behind(self, messages: Sequence[FunctionMessage | FunctionEnded]) -> bool:
+    def _has_more_behind(self, messages: Sequence[FunctionMessage | FunctionEnded | Question]) -> bool:
         """Return whether to add a message that is there already. A function may well report as fast as it is read."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
+
+    def answer(self, value: Any, *start: Any) -> None:
+        """Gives the function the answer to its question. One that is only started with this has not asked yet."""
+        self.start(*start)
+        if not start and self._session is not None:
+            self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
         """Lets the function continue without waiting for its reports to be read. It may have ended before that."""

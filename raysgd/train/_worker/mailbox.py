@@ -47,6 +47,7 @@ class Mailbox:
         self._is_cancelled = False
         self._is_wanted = False
         self._told: Any = None
+        self._answers: list[Any] = []
         self._ended: FunctionEnded | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -96,6 +97,25 @@ class Mailbox:
             if self._is_cancelled:
                 raise RunCancelled
             return self._told
+
+    def ask(self, question: Any) -> Any:
+        """From the function: leaves a question among the messages and waits for the answer.
+
+        Raises:
+            RunCancelled: There will be none.
+        """
+        self.offer(question)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cancelled or self._answers)
+            if self._is_cancelled:
+                raise RunCancelled
+            return self._answers.pop()
+
+    def answer(self, value: Any) -> None:
+        """Answers the question that was taken last."""
+        with self._changed:
+            self._answers.append(value)
+            self._changed.notify_all()
 
     def take(self, told: Any = None) -> Any:
         """Waits for the next message and returns it; an `FunctionEnded` if the function has returned.

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+BROADCAST = "broadcast_from_rank_zero"
+PREEMPTION = "get_preemption_info"
+REPORTED = "get_all_reported_checkpoints"
+"""What functions ask the driver for: each is named as what users call."""
+
 
 class TrainingResultType(Enum):
     """The kinds of messages."""
@@ -53,6 +58,19 @@ class FunctionMessage:
     kind: TrainingResultType
     data: Any = None
     checkpoint_ref: CheckpointRef | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What all functions ask the driver in step.
+
+    Attributes:
+        name: What they ask for.
+        data: What this rank says with it, pickled.
+    """
+
+    name: str
+    data: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 import warnings
@@ -10,11 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
+
 from raysgd._state.state_codec import EncodedState, StateEncoder
 from raysgd.air.metrics import node_ip
+from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.train._worker.mailbox import Mailbox
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train._worker.messages import (
+    CheckpointRef,
+    FunctionMessage,
+    FunctionSpec,
+    Question,
+    TrainingResultType,
+)
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
 from raysgd.train._worker.shards import with_to_torch
 from raysgd.train.constants import (
@@ -74,12 +84,14 @@ class Session:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
         return False
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Sends metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` is something else.
+            TypeError: `checkpoint` is something else, or there are options, which are for functions that `fit` runs.
         """
+        if options is not None:
+            raise TypeError(f"`{options}`: how a checkpoint is stored is said in functions that `fit` runs only.")
         if checkpoint is not None:
             self.checkpoint = checkpoint = content_of(checkpoint)
         if self.is_muted and checkpoint is None:
@@ -89,6 +101,15 @@ class Session:
             self._send_metrics(data)
         else:
             self._send(data, checkpoint)
+
+    def ask(self, name: str, data: Any = None) -> Any:
+        """Returns what the driver answers, the same on all ranks; all of them have to ask.
+
+        Args:
+            name: What is asked for.
+            data: What this rank says with it.
+        """
+        return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
         """Sends metrics alone. The function waits with encoded ones: the next ones need their buffer."""

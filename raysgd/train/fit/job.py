@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd.air._running import TrialFacts
@@ -61,6 +63,7 @@ class FitJob:
         begin_from: The checkpoint that the function starts from.
         num_ahead: How many reports may wait for the driver while the function goes on.
         aborts: End what it runs, once it does, from another thread.
+        returned: What the function of rank 0 returned, if that is plain data.
     """
 
     folder: TrialFolder
@@ -71,6 +74,7 @@ class FitJob:
     begin_from: Checkpoint | None
     num_ahead: int = 64
     aborts: list[Callable[[], None]] = field(default_factory=list)
+    returned: Any = None
 
     @classmethod
     def of(cls, trainer: FitTrainer, folder: TrialFolder | None = None) -> FitJob:
@@ -100,14 +104,16 @@ class FitJob:
         Raises:
             TrainingFailedError: `train` failed; of the class of its error too.
         """
+        logging_config = self.run_config.logging_config
         try:
-            train()
+            with logging_config.applied() if logging_config is not None else nullcontext():
+                train()
         except BaseException as error:
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
-            raise training_failed_error(error, self._advice) from error.__cause__
-        return self.recorder.end()
+            raise training_failed_error(error, self._advice, _tune_error()) from error.__cause__
+        return replace(self.recorder.end(), return_value=self.returned)
 
     @property
     def next_index(self) -> int:
@@ -130,6 +136,11 @@ class FitJob:
             f"`{self.trainer_name}.restore({str(self.folder.experiment)!r}).fit()`. To have it start again by itself, "
             f"pass `RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
         )
+
+
+def _tune_error() -> type[Exception] | None:
+    """The class by which programs for Ray AIR catch the failure of a run; None where none has imported it."""
+    return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
 def _newest_in(folder: TrialFolder) -> Checkpoint | None:

@@ -29,6 +29,8 @@ from raysgd.train.fit.record.recorder import RUN_FILE
 logger = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
+SWEEP_FILE = "swept_trainer.pkl"
+"""The same in the folder of a sweep, which `Tuner.restore` continues and not the trainer."""
 _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 
@@ -67,13 +69,16 @@ class _WithoutSecrets:
 # -------------------------------------------------------------------------------------------------------- writing it
 
 
-def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str, Any]) -> None:
+def save_trainer(
+    experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
+) -> None:
     """Writes what `restore` needs into the folder of an experiment.
 
     Args:
         experiment: The folder.
         trainer_class: The class of the trainer.
         arguments: The arguments that its constructor was given.
+        file: The name of the file.
     """
     from ray import cloudpickle
 
@@ -86,7 +91,7 @@ def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str
         )
         return
     experiment.make()
-    experiment.write(TRAINER_FILE, content, sealed=True)
+    experiment.write(file, content, sealed=True)
 
 
 def _for_later(name: str, value: Any) -> Any:
@@ -167,20 +172,33 @@ def restore(
     return _made(trainer_class, saved_class, arguments), _run_in(experiment)
 
 
-def _load(experiment: Folder, path: str | Path) -> tuple[type, dict[str, Any]]:
-    if not experiment.has(TRAINER_FILE):
+def trainer_of_sweep(path: str | Path, storage_filesystem: Any = None) -> Any:
+    """Makes the trainer of a sweep again.
+
+    Raises:
+        ValueError: It was not saved, or had datasets.
+    """
+    experiment = open_folder(path, storage_filesystem)
+    saved_class, arguments = _load(experiment, path, SWEEP_FILE)
+    arguments = _complete(arguments, {})
+    arguments["run_config"] = at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
+    return saved_class(**arguments)
+
+
+def _load(experiment: Folder, path: str | Path, file: str = TRAINER_FILE) -> tuple[type, dict[str, Any]]:
+    if not experiment.has(file):
         raise ValueError(
-            f"`path={masked(str(path))!r}`: there is no run to restore, because there is no `{TRAINER_FILE}`. Pass the "
+            f"`path={masked(str(path))!r}`: there is no run to restore, because there is no `{file}`. Pass the "
             f"folder with the run's name, in which `fit` made the folder of the trial.{_better_place(path)}"
         )
     try:
-        saved_class, arguments = pickle.loads(experiment.read(TRAINER_FILE))
+        saved_class, arguments = pickle.loads(experiment.read(file))
         return saved_class, dict(arguments)
     except StorageError:
         raise
     except Exception as error:
         raise ValueError(
-            f"`path={masked(str(path))!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: "
+            f"`path={masked(str(path))!r}`: `{file}` cannot be read: {type(error).__name__}: "
             f"{masked(str(error))}. If it names a module that has moved, make that importable; "
             "if the file is damaged, make a new trainer with "
             "`resume_from_checkpoint`."

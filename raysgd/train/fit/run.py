@@ -16,13 +16,18 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.reports import ReportedCheckpoint
 from raysgd.engine.decisions.failures import Diagnosis, words
+from raysgd.engine.processes.resources import Reservation, ensure_ray
+from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.messages.placement import Placement
 from raysgd.train._rules import settings
 from raysgd.train._rules.max_retries import RenewingPolicy
 from raysgd.train._run.run import FunctionRun
+from raysgd.train._worker.messages import REPORTED
 from raysgd.train.backend import BackendConfig
+from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
 from raysgd.train.fit.data import make_shards
@@ -30,6 +35,8 @@ from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.session import FitSession
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
 
 WORDS = replace(
     settings.WORDS,
@@ -97,6 +104,8 @@ class FitRun:
             num_ahead=job.num_ahead,
         )
         self._executor = _executor(plan, job.run_config, rules)
+        self._own_room: Reservation | None = None
+        self._job = job
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
@@ -130,6 +139,7 @@ class FitRun:
         """
         step = self._running().next_step()
         if step.kind is None:
+            self._job.returned = step.data[0]
             self._hand_over()
             return False
         landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
@@ -141,6 +151,7 @@ class FitRun:
         """Ends the workers, wherever they are, and hands over what was reported. A second time it does nothing."""
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
+        self._give_room_back()
         with suppress(Exception):  # of a run that has failed already; else the step that ended it has flushed
             self._checkpoints.flush()
         self._delete_too_late()
@@ -161,6 +172,7 @@ class FitRun:
 
     def _running(self) -> FunctionRun:
         if self._run is None:
+            self._reserve_own_room()
             self._executor.start()
             plan, executor = self._plan, self._executor
             events = executor.history.events
@@ -171,9 +183,34 @@ class FitRun:
                 else None
             )
             self._run = executor.launch(
-                plan.function, shards, partial(FitSession, facts=self._facts), on_wait=self._hand_over
+                plan.function,
+                shards,
+                partial(FitSession, facts=self._facts),
+                on_wait=self._hand_over,
+                answers={REPORTED: self._reported},
             )
         return self._run
+
+    def _reported(self) -> list[ReportedCheckpoint] | None:
+        """The checkpoints of the run, once the one that is on its way is stored."""
+        self._checkpoints.flush()
+        self._hand_over()
+        return self._recorder.reported()
+
+    def _reserve_own_room(self) -> None:
+        """Holds what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
+        own = self._plan.scaling.trainer_resources
+        if own and any(own.values()):
+            ensure_ray()
+            custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
+            need = Resources(own.get("CPU", 0), own.get("GPU", 0), custom)
+            self._own_room = Reservation(need, 1, when_not_granted=WORDS.when_not_granted)
+            self._own_room.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
+
+    def _give_room_back(self) -> None:
+        room, self._own_room = self._own_room, None
+        if room is not None:
+            room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
         """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
@@ -215,7 +252,9 @@ def _executor(plan: FitPlan, run_config: RunConfig, rules: settings.ExecutorRule
         max_retries=as_max_retries(run_config.failure_config.max_failures),
         resize_check_s=scaling.elastic_resize_monitor_interval_s,
         placement=Placement(
-            placement_strategy=followed(scaling.placement_strategy), runtime_env=run_config.worker_runtime_env
+            placement_strategy=followed(scaling.placement_strategy),
+            runtime_env=run_config.worker_runtime_env,
+            labels=scaling.label_selector,
         ),
         rules=rules,
     )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.layout import checkpoint_name
+from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
@@ -23,6 +29,7 @@ from raysgd.train._worker.session import Session
 from raysgd.train._worker.stored_files import names_in, store_beside
 
 METADATA_KEY = "_raysgd_metadata"
+_DEEPEST = 50
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _MISUSE_V2 = "cannot be used outside of a Ray Train training function"
@@ -54,12 +61,15 @@ class FitSession(Session):
         self.facts = facts
         self._newest = _opened(checkpoint)
         self._is_newest_stored = False
+        self._upload: Future[None] | None = None
 
-    def _run(self) -> None:
-        """Runs the function. What it returns stays in the worker."""
+    def _run(self) -> Any:
+        """Runs the function. What it returns stays in the worker, unless it is plain data."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
             try:
-                self._spec.run()
+                returned = self._spec.run()
+                self._await_upload()
+                return returned if is_plain(returned) else None
             except (UserWarning, RuntimeError) as error:
                 advised = _with_advice(error)
                 if advised is error:
@@ -68,6 +78,7 @@ class FitSession(Session):
 
     def current_checkpoint(self) -> Checkpoint | None:
         """The checkpoint that was reported last, or the one that the function started from."""
+        self._await_upload()
         if self._is_newest_stored:
             self.mailbox.await_request()  # until then the driver has not committed it
         return self._newest
@@ -77,7 +88,12 @@ class FitSession(Session):
         has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+    def ask(self, name: str, data: Any = None) -> Any:
+        """Returns what the driver answers."""
+        self._await_upload()
+        return super().ask(name, data)
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Sends metrics, and perhaps a checkpoint with them.
 
         Raises:
@@ -86,6 +102,7 @@ class FitSession(Session):
         """
         refuse_tensors(metrics)
         check_checkpoint(checkpoint)
+        self._await_upload()
         self.iteration += 1
         # Only what rank 0 reports is written down.
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self.world.rank == 0 else None
@@ -93,18 +110,37 @@ class FitSession(Session):
             self._send_metrics(data)
             return
         self._is_newest_stored = False
-        if checkpoint.get_internal_representation()[0] in _TRAVELS or not self.facts.keeps_files:
-            self._newest = checkpoint
-            self._send(data, {**checkpoint.to_dict(), **_metadata_of(checkpoint)})
-        else:
-            self._store(data, checkpoint)
+        options = options or UploadOptions()
+        if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
+            if options.is_async:
+                self._upload = in_thread(lambda: self._store(data, checkpoint, options))
+            else:
+                self._store(data, checkpoint, options)
+            return
+        content = checkpoint.to_dict()
+        self._newest = Checkpoint.from_dict(content) if options.deletes else checkpoint
+        self._send(data, {**content, **_metadata_of(checkpoint)})
+        self._delete_local(checkpoint, options)
 
-    def _store(self, data: Any, checkpoint: Checkpoint) -> None:
+    def _await_upload(self) -> None:
+        """Waits until a folder that is stored while the function goes on is there, and raises what went wrong."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.result()
+
+    def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
+        """Deletes the function's own folder, if it has one and wants that."""
+        kind, place = checkpoint.get_internal_representation()
+        if options.deletes and kind == "local_path":
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
         """Puts a folder where the driver finds it, next to what the other ranks put there, and sends the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
             self._store_folder(data, Path(path), folder.staged(name))
+        self._delete_local(checkpoint, options)
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
@@ -203,6 +239,35 @@ def _is_tensor(value: Any) -> bool:
     return (torch is not None and isinstance(value, torch.Tensor)) or (
         tensorflow is not None and tensorflow.is_tensor(value)
     )
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether a value can leave the worker without running code of a user's class, as pickling may.
+
+    >>> is_plain({"loss": [0.5, None]}), is_plain(object()), is_plain([object()])
+    (True, False, False)
+    """
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype.kind in "biufcSU"
+    if depth < _DEEPEST and kind in (list, tuple, dict):
+        items = [*value, *value.values()] if kind is dict else value
+        return all(is_plain(item, depth + 1) for item in items)
+    return kind in (type(None), bool, int, float, complex, str, bytes) or issubclass(kind, np.generic)
+
+
+def in_thread(function: Callable[[], None]) -> Future[None]:
+    """Starts a function in a thread that ends with the process; returns what to wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="raysgd-upload", daemon=True).start()
+    return future
 
 
 @contextmanager

@@ -38,10 +38,15 @@ def make_trainable(trainer: FitTrainer) -> type[Any]:
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
-        ValueError: The workers cannot write to the storage.
+        ValueError: The workers cannot write to the storage, or are to be on nodes with certain labels.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
     check_is_shared(storage)
+    if trainer.scaling_config.label_selector:
+        raise ValueError(
+            f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
+            "and takes no labels. Use a custom resource in `resources_per_worker`."
+        )
     # What Ray Tune calls stays in the driver: it may hold what cannot travel.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
@@ -78,6 +83,9 @@ class TrialRecorder:
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """What happens to the workers is nothing that Ray Tune asks for."""
+
+    def reported(self) -> None:
+        """Ray Tune keeps the checkpoints: there is nothing to tell."""
 
     def fail(self, error: BaseException) -> None:
         """An attempt ended with an error."""

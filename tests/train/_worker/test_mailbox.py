@@ -155,3 +155,22 @@ def test_what_a_function_raises_comes_after_all_messages_that_wait() -> None:
     assert not mailbox.has_more
     with pytest.raises(KeyError, match="boom"):
         mailbox.take()
+
+
+def test_a_question_waits_among_the_messages_and_the_function_for_its_answer() -> None:
+    def function(mailbox: Mailbox) -> list[str]:
+        mailbox.offer(0, may_wait=True)
+        return [mailbox.ask("first"), mailbox.ask("second")]
+
+    mailbox = start(function, num_ahead=5)
+    assert [mailbox.take(), mailbox.take()] == [0, "first"]
+    mailbox.answer("one")
+    assert mailbox.take() == "second"
+    mailbox.answer("two")
+    assert mailbox.take() == FunctionEnded(["one", "two"])
+
+
+def test_a_question_that_is_not_answered_ends_with_the_run() -> None:
+    mailbox = start(lambda mailbox: mailbox.ask("first"))
+    assert mailbox.take() == "first"
+    assert mailbox.cancel(60)

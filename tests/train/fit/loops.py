@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raysgd import train
 from raysgd.air import Checkpoint
+from raysgd.train import collective
 from tests.train.lab import claim
 
 
@@ -48,6 +51,35 @@ def count_epochs(config: dict[str, Any]) -> int:
         if epoch == config.get("stays_at") and claim(Path(f"{config['flag']}-{rank}")):
             time.sleep(600)  # until this worker is ended
     return 7
+
+
+def ask_everything() -> dict[str, Any]:
+    """Asks the driver for all that there is, in step, behind reports that may be ahead of it."""
+    import torch
+
+    from raysgd.train.torch import get_devices
+
+    rank = train.get_context().get_world_rank()
+    for epoch in range(3):
+        train.report({"epoch": epoch})
+        train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}) if rank == 1 else None)
+    told = collective.broadcast_from_rank_zero({"rank": rank})
+    collective.barrier()
+    reported = train.get_all_reported_checkpoints()
+    return {
+        "told": [told["rank"], collective.broadcast_from_rank_zero(7 - rank)],
+        "preemption": train.get_preemption_info(),
+        "reported": [(each.metrics["epoch"], each.checkpoint.to_dict()["epoch"]) for each in reported],
+        "devices": [str(device) for device in get_devices()],
+        "free": _free_cpus(),
+        "threads": np.array([torch.get_num_threads()]),
+    }
+
+
+def _free_cpus() -> float:
+    import ray
+
+    return float(ray.available_resources().get("CPU", 0.0))
 
 
 def _node() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from raysgd.air import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.air.config import LoggingConfig
 from raysgd.exceptions import StepMismatchError, TrainingFailedError, WorkersLostError
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
@@ -73,6 +74,24 @@ class TestARun:
         saved = pickle.loads(Path(result.path, "checkpoint_000002", "dict_checkpoint.pkl").read_bytes())
         assert saved["_current_checkpoint_id"] == 2
         assert Path(result.path).parent == tmp_path / "run"
+
+    def test_answers_what_the_function_asks_and_returns_what_that_returns(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import ray
+
+        free = ray.available_resources()["CPU"]
+        result = DataParallelTrainer(
+            loops.ask_everything,
+            scaling_config=ScalingConfig(num_workers=2, trainer_resources={"CPU": 1}),
+            run_config=RunConfig(storage_path=str(tmp_path), logging_config=LoggingConfig(log_level="error")),
+        ).fit()
+        found = result.return_value
+        assert found["told"] == [0, 7]
+        assert found["reported"] == [(0, 0), (1, 1), (2, 2)]
+        assert found["free"] == free - 3, "the trial has its own CPU"
+        assert (found["preemption"], found["devices"], len(found["threads"])) == (None, ["cpu"], 1)
+        assert [record for record in caplog.records if record.name.startswith("raysgd.train")] == []
 
     def test_puts_together_what_all_ranks_have_in_folders(self, tmp_path: Path) -> None:
         result = trainer(tmp_path, kind="folder", num_epochs=2, same_name=True).fit()

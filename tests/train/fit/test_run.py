@@ -33,7 +33,7 @@ class Steps:
     def next_step(self) -> FunctionStep:
         if not self.steps:
             self.is_over = True
-            return FunctionStep(None, ())
+            return FunctionStep(None, ("returned",))
         number, landing = self.steps.pop(0)
         self.fit._checkpoints.landing = landing or self.fit._checkpoints.landing
         ref: Any = object() if landing is not None else None

@@ -17,6 +17,7 @@ from raysgd.air import _running
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
+from raysgd.air.reports import CheckpointUploadMode
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
@@ -81,8 +82,10 @@ class TestReports:
             assert message(replica.next(0)).data == expected
             assert replica.next(0) == FunctionEnded()
 
-    def test_drop_what_the_function_returns(self, start: Start) -> None:
+    def test_come_before_what_the_function_returns_which_leaves_the_worker_if_it_is_plain(self, start: Start) -> None:
         assert start(lambda: threading.Lock()).next(0) == FunctionEnded(None)
+        assert start(lambda: [threading.Lock()]).next(0) == FunctionEnded(None)
+        assert start(lambda: {"losses": [0.5, None]}).next(0) == FunctionEnded({"losses": [0.5, None]})
 
     @pytest.mark.parametrize("nested", [lambda t: t, lambda t: {"deep": [1, (t,)]}])
     def test_refuse_tensors_in_the_function(self, start: Start, nested: Callable[[Any], Any]) -> None:
@@ -141,7 +144,7 @@ class TestKeywordsOfReports:
             {"metrics": 3, "checkpoint": SAVED},
             {"metrics": None, "checkpoint": SAVED},
             {"metrics": {"loss": 1}, "loss": 1},
-            {"metrics": {"loss": 1}, "checkpoint": SAVED, "checkpoint_dir_name": "best"},
+            {"metrics": {"loss": 1}, "checkpoint": SAVED, "checkpoint_upload": "best"},
             {"metrics": {"loss": 1}, "checkpoint": {"epoch": 3}},
             {"metrics": {"loss": 1}, "checkpoint": 5},
         ],
@@ -196,6 +199,59 @@ class TestCheckpoints:
         folder.commit("checkpoint_000007")
         assert replica.next(8) == FunctionEnded()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
+
+    @pytest.mark.parametrize(("deletes", "is_deleted"), [(None, True), (False, False)])
+    def test_folders_may_be_stored_while_the_function_goes_on(
+        self, start: Start, folder: Folder, tmp_path: Path, deletes: bool | None, is_deleted: bool
+    ) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "weights").write_bytes(b"1")
+        went_on, seen = threading.Event(), []
+
+        def loop() -> None:
+            session.report(
+                {"epoch": 1},
+                checkpoint=Checkpoint.from_directory(own),
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=deletes,
+            )
+            went_on.set()
+            seen.append(session.get_checkpoint())
+
+        replica = start(loop)
+        assert went_on.wait(60), "the driver has not asked for anything yet"
+        assert message(replica.next(7)).data == {"epoch": 1}
+        assert folder.staged("checkpoint_000007").read("weights") == b"1"
+        folder.commit("checkpoint_000007")
+        assert replica.next(8) == FunctionEnded()
+        assert seen[0].path == str(folder.local_path / "checkpoint_000007")
+        assert own.exists() is not is_deleted
+
+    def test_an_upload_that_fails_meanwhile_is_an_error_of_the_function(self, start: Start, tmp_path: Path) -> None:
+        gone = tmp_path / "own"
+        gone.mkdir()
+        checkpoint = Checkpoint.from_directory(gone)
+        gone.rmdir()
+        replica = start(
+            lambda: session.report({}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        )
+        with pytest.raises(OSError, match="own"):
+            replica.next(0)
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ({"checkpoint_dir_name": "best"}, "`checkpoint_dir_name='best'`: checkpoints are numbered"),
+            ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "NO_UPLOAD.*cannot be restored"),
+            ({"checkpoint_upload_mode": "ASYNC"}, "`checkpoint_upload_mode='ASYNC'`: need a `raysgd.train.Checkp"),
+            ({"checkpoint_upload_fn": print}, "`checkpoint_upload_fn=.*`: workers store checkpoints themselves"),
+            ({"validation": True}, "`validation=True`: validate in the function"),
+        ],
+    )
+    def test_what_is_not_done_with_them_is_refused(self, start: Start, option: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            start(lambda: session.report({}, checkpoint=SAVED, **option)).next(0)
 
     def test_folders_of_other_ranks_are_stored_when_the_names_that_are_taken_are_known(
         self, start: Start, folder: Folder, tmp_path: Path

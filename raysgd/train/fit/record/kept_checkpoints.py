@@ -14,6 +14,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.layout import TrialFolder, checkpoint_index
 from raysgd.air.metrics import RunProgress
+from raysgd.air.reports import ReportedCheckpoint
 from raysgd.air.result import by_checkpoint, value_at
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.record.chores import BackgroundTasks
@@ -67,6 +68,14 @@ class KeptCheckpoints:
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
         return [self._present[index] for index in self._ranking.kept]
+
+    @property
+    def by_age(self) -> list[ReportedCheckpoint]:
+        """The same, the oldest first, as they go to other processes."""
+        return [
+            ReportedCheckpoint(checkpoint.by_place(), dict(metrics))
+            for _, (checkpoint, metrics) in sorted(self._present.items())
+        ]
 
     def end(self) -> None:
         """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""

@@ -19,6 +19,7 @@ from raysgd.air.config import RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.air.layout import EXPERIMENT_TAG, TrialFolder
 from raysgd.air.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller
+from raysgd.air.reports import ReportedCheckpoint
 from raysgd.air.result import Result, read_reports
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.calling.run_callbacks import RunCallbacks
@@ -125,6 +126,10 @@ class Recorder:
         self._callbacks.end_step()
         self._logs.upload_soon()
         return bool(result[DONE])
+
+    def reported(self) -> list[ReportedCheckpoint]:
+        """The checkpoints that are kept, oldest first."""
+        return self._checkpoints.by_age
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
         """Lets callbacks see what happens to the workers."""

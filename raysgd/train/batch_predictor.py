@@ -1,0 +1,152 @@
+"""`BatchPredictor`: the predictions of a checkpoint's model for a dataset of Ray Data, made by several workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from raysgd._arguments.checks import check_num_workers
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.arrays.ray_data import is_of_ray
+from raysgd.train.predictor import FunctionPredictor, Predictor, columns_of
+
+__all__ = ["BatchPredictor"]
+
+
+class BatchPredictor:
+    """Predicts over a dataset of Ray Data. Each worker makes its own predictor of the checkpoint, once.
+
+    To predict with the workers and the model of a trainer that still trains, see `trainer.predict`.
+
+    Args:
+        checkpoint: The checkpoint, such as `result.checkpoint`.
+        predictor_cls: How its model predicts, such as `TorchPredictor`.
+        **predictor_kwargs: Passed on to `predictor_cls.from_checkpoint`.
+
+    Raises:
+        TypeError: `predictor_cls` is no `Predictor`, or `checkpoint` no checkpoint of raysgd.
+
+    Example:
+        >>> from raysgd.train.torch import TorchPredictor
+        >>> predictor = BatchPredictor.from_checkpoint(result.checkpoint, TorchPredictor)  # doctest: +SKIP
+        >>> predictor.predict(dataset, feature_columns=["x"]).to_pandas()  # doctest: +SKIP
+    """
+
+    def __init__(self, checkpoint: Checkpoint, predictor_cls: type[Predictor], **predictor_kwargs: Any) -> None:
+        if not isinstance(predictor_cls, type) or not issubclass(predictor_cls, Predictor):
+            raise TypeError(
+                f"`predictor_cls={predictor_cls!r}`: need a subclass of `raysgd.train.predictor.Predictor`."
+            )
+        if not isinstance(checkpoint, Checkpoint) and predictor_cls is not FunctionPredictor:
+            raise TypeError(
+                f"`checkpoint={checkpoint!r:.200}`: need a `raysgd.air.Checkpoint`. Those of Ray have the same name, "
+                "but are another class: `raysgd.air.Checkpoint(checkpoint.path)` reads the same folder."
+            )
+        self._checkpoint, self._predictor_cls, self._kwargs = checkpoint, predictor_cls, predictor_kwargs
+        self._preprocessor = checkpoint.get_preprocessor() if checkpoint is not None else None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, predictor_cls: type[Predictor], **kwargs: Any) -> BatchPredictor:
+        """Return a predictor for the model of a checkpoint; see the class."""
+        return cls(checkpoint, predictor_cls, **kwargs)
+
+    @classmethod
+    def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> BatchPredictor:
+        """Return a predictor that calls a function of a data frame."""
+        without_checkpoint: Any = None
+        return cls(without_checkpoint, FunctionPredictor, function=pandas_udf)
+
+    def get_preprocessor(self) -> Any:
+        """Return what batches go through first: by itself that of the checkpoint; None for nothing."""
+        return self._preprocessor
+
+    def set_preprocessor(self, preprocessor: Any) -> None:
+        """Let batches go through another preprocessor first; None for none."""
+        self._preprocessor = preprocessor
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        feature_columns: Sequence[str] | None = None,
+        keep_columns: Sequence[str] | None = None,
+        batch_size: int = 4096,
+        min_scoring_workers: int = 1,
+        max_scoring_workers: int | None = None,
+        num_cpus_per_worker: int | None = None,
+        num_gpus_per_worker: int | None = None,
+        separate_gpu_stage: bool = True,
+        ray_remote_args: dict[str, Any] | None = None,
+        **predict_kwargs: Any,
+    ) -> Any:
+        """Return a dataset with the predictions. They are made when it is read.
+
+        Args:
+            data: A dataset of Ray Data.
+            feature_columns: The columns, as the preprocessor leaves them, that the model gets; None for all.
+            keep_columns: Columns of `data` that the predictions are put beside.
+            batch_size: How many rows are predicted at once.
+            min_scoring_workers: The least number of workers.
+            max_scoring_workers: The largest number; None for as many as there is room for.
+            num_cpus_per_worker: CPUs of each; None for one.
+            num_gpus_per_worker: GPUs of each; None for none.
+            separate_gpu_stage: Whether the preprocessor runs in workers of its own where the model needs GPUs.
+            ray_remote_args: What else Ray is told of the workers.
+            **predict_kwargs: Passed on to the `predict` of each predictor.
+
+        Raises:
+            TypeError: `data` is no dataset of Ray Data.
+            ValueError: A number that cannot be.
+        """
+        if not is_of_ray(data):
+            raise TypeError(f"`data={data!r:.200}`: need a dataset of Ray Data. `Predictor.predict` takes batches.")
+        check_num_workers("min_scoring_workers", min_scoring_workers, "Leave it out for one.")
+        from ray.data import ActorPoolStrategy
+
+        preprocessor, kwargs = self._preprocessor, self._kwargs
+        if num_gpus_per_worker:
+            kwargs = {"use_gpu": True, **kwargs}
+            if preprocessor is not None and separate_gpu_stage:
+                data, preprocessor = preprocessor.transform(data), None
+        return data.map_batches(
+            _Scorer,
+            fn_constructor_args=(self._checkpoint, self._predictor_cls, kwargs, preprocessor),
+            fn_kwargs={"features": feature_columns, "kept": keep_columns or (), "options": predict_kwargs},
+            batch_size=batch_size,
+            batch_format="numpy",
+            compute=ActorPoolStrategy(min_size=min_scoring_workers, max_size=max_scoring_workers),
+            num_cpus=num_cpus_per_worker,
+            num_gpus=num_gpus_per_worker,
+            **(ray_remote_args or {}),
+        )
+
+    def predict_pipelined(self, data: Any, **options: Any) -> NoReturn:
+        """Refuse: Ray Data has no pipelines any more, and `predict` computes no more at once than fits into memory.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "`predict_pipelined`: Ray Data has no `DatasetPipeline` any more. Call `predict` and iterate over what it "
+            "returns: one block after the other is read and predicted."
+        )
+
+
+class _Scorer:
+    """Predicts in one worker of Ray Data."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, predictor_cls: type[Predictor], kwargs: Mapping[str, Any], preprocessor: Any
+    ) -> None:
+        self._predictor = predictor_cls.from_checkpoint(checkpoint, **kwargs)
+        self._predictor.set_preprocessor(None)  # the columns are chosen behind it
+        self._preprocessor = preprocessor
+
+    def __call__(
+        self, batch: Any, features: Sequence[str] | None, kept: Sequence[str], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the predictions for a batch, by column."""
+        if self._preprocessor is not None:
+            batch = columns_of(self._preprocessor.transform_batch(batch))
+        inputs = {name: batch[name] for name in features} if features is not None else batch
+        return {**self._predictor.predict(inputs, **options), **{name: batch[name] for name in kept}}

@@ -1,0 +1,32 @@
+"""Small exchanges between the workers of a function, by way of the driver: for decisions, not for tensors."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from raysgd.train._worker.messages import BROADCAST
+from raysgd.train._worker.session import running_session
+
+__all__ = ["barrier", "broadcast_from_rank_zero"]
+
+T = TypeVar("T")
+
+
+def broadcast_from_rank_zero(data: T) -> T:
+    """Returns on all workers what rank 0 passed. All of them have to call it; it waits for the last one.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        TypeError: It cannot be pickled.
+    """
+    found: T = running_session("broadcast_from_rank_zero").ask(BROADCAST, data)
+    return found
+
+
+def barrier() -> None:
+    """Waits until all workers have called it.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    running_session("barrier").ask(BROADCAST)
