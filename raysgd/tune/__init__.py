@@ -7,7 +7,8 @@ What it leaves to others: the search is Tune's. No other package of raysgd impor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from raysgd._imports.lazy import lazy_names
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from raysgd.tune.population import Exploration, Population
     from raysgd.tune.tuner import ResultGrid, Tuner
 
-__all__ = ["Exploration", "Population", "ResultGrid", "TuneConfig", "Tuner"]
+__all__ = ["Exploration", "Population", "ResultGrid", "TuneConfig", "Tuner", "function"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -29,3 +30,10 @@ __getattr__, __dir__ = lazy_names(
         "Tuner": "raysgd.tune.tuner",
     },
 )
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def function(func: Function) -> Function:
+    """Returns the function: the oldest programs marked those that are values in a config and no search space."""
+    return func

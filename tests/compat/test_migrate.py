@@ -27,9 +27,10 @@ def migrated(text: str, ray_train: bool = False) -> str:
 
 
 def failed(text: str) -> Migrated:
-    found = migrate(dedent(text).encode())
+    before = dedent(text).encode()
+    found = migrate(before)
     assert found.has_failed
-    assert found.text == dedent(text).encode(), "nothing is half-written"
+    assert found.or_nothing(before).text == before, "nothing is half-written"
     return found
 
 
@@ -116,6 +117,30 @@ def test_todays_ray_train_is_left_alone_unless_the_user_means_the_old_one() -> N
     )
 
 
+def test_names_of_ray_tune_that_mean_trainers_follow_and_the_others_stay() -> None:
+    text = """\
+    import ray.tune as t
+    from ray import tune
+    from ray.tune import TuneConfig, Tuner
+    from ray.tune.tuner import Tuner as T
+
+    space = tune.grid_search([1])
+    tuner = tune.Tuner(trainer, tune_config=TuneConfig())
+    grid: t.ResultGrid = Tuner.restore("sweep")
+    """
+    assert migrated(text) == dedent(text)
+    new = migrated(text, ray_train=True)
+    assert (
+        "from ray.tune import TuneConfig\nfrom raysgd.tune import Tuner\nfrom raysgd.tune.tuner import Tuner as T"
+        in new
+    )
+    assert "import raysgd.tune\n" in new
+    assert new.partition("\n\n")[2] == (
+        "space = tune.grid_search([1])\ntuner = raysgd.tune.Tuner(trainer, tune_config=TuneConfig())\n"
+        'grid: raysgd.tune.ResultGrid = Tuner.restore("sweep")\n'
+    )
+
+
 def test_iterators_follow_only_beside_other_old_names() -> None:
     alone = "from ray.util.iter import from_items\n"
     assert migrated(alone) == alone
@@ -193,6 +218,89 @@ def test_what_is_in_the_way_is_named_and_nothing_is_changed(text: str, line: int
     assert words in finding.text
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            """\
+            from ray.util.sgd.torch import TorchTrainer
+            from ray.util.sgd.torch.torch_runner import TorchRunner  # theirs
+            """,
+            """\
+            from raysgd.torch import TorchTrainer
+            # raysgd: `ray.util.sgd.torch.torch_runner.TorchRunner` has no successor: INTERNAL
+            from ray.util.sgd.torch.torch_runner import TorchRunner  # theirs
+            """,
+        ),
+        (
+            """\
+            from ray.util.sgd.torch.torch_dataset import TorchMLDataset, convert_to_tensor
+            """,
+            """\
+            from raysgd.torch.torch_dataset import TorchMLDataset
+            # raysgd: `ray.util.sgd.torch.torch_dataset.convert_to_tensor` has no successor: `TorchMLDataset` converts
+            from ray.util.sgd.torch.torch_dataset import convert_to_tensor
+            """,
+        ),
+        (
+            """\
+            import ray.util.sgd.torch
+
+            class Mine:
+                def run(self):
+                    # why
+                    if ray.util.sgd.torch.worker_group.A():
+                        return ray.util.sgd.torch.TorchTrainer()
+            """,
+            """\
+            import raysgd.torch
+
+            class Mine:
+                def run(self):
+                    # why
+                    # raysgd: `ray.util.sgd.torch.worker_group.A` has no successor: INTERNAL
+                    if ray.util.sgd.torch.worker_group.A():
+                        return raysgd.torch.TorchTrainer()
+            """,
+        ),
+        (
+            """\
+            from ray.util.sgd.torch.examples.segmentation.coco_utils import get_coco
+            """,
+            """\
+            # raysgd: `ray.util.sgd.torch.examples.segmentation.coco_utils.get_coco` has no successor: \
+`examples/segmentation.py` trains in its place, with a `SegmentationOperator`
+            from ray.util.sgd.torch.examples.segmentation.coco_utils import get_coco
+            """,
+        ),
+    ],
+    ids=["import", "part of an import", "name", "helper of an example"],
+)
+def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(old: str, new: str) -> None:
+    found = migrate(dedent(old).encode())
+    assert found.has_failed
+    internal = "it was an internal of the old library, and raysgd's internals are different"
+    wanted = dedent(new).replace("INTERNAL", internal)
+    text = found.text.decode()
+    assert [line for line in wanted.splitlines() if line not in text.splitlines()] == []
+    again = migrate(found.text)
+    assert again.text == found.text, "a second time changes nothing"
+    assert again.has_failed, "and still says what is left"
+
+
+def test_pipelines_of_ray_data_are_warned_of() -> None:
+    found = migrate(b"from ray.data.dataset_pipeline import DatasetPipeline\n")
+    [finding] = found.findings
+    assert "no `DatasetPipeline` any more" in finding.text
+    assert not found.has_failed
+
+
+def test_functions_in_configs_need_no_wrapping() -> None:
+    assert migrated("from ray import tune\n\nconfig = {'f': tune.function(len)}\n") == (
+        "from ray import tune\nimport raysgd.tune\n\nconfig = {'f': raysgd.tune.function(len)}\n"
+    )
+
+
 def test_bytes_that_are_no_text_are_refused() -> None:
     found = migrate(b"x = '\xff\xfe'\n")
     assert found.has_failed
@@ -250,7 +358,17 @@ def test_a_file_that_cannot_be_migrated_does_not_stop_the_others(folder: Path) -
     assert found.exit_code == 1
     assert "broken.py:1: error: this is no valid Python" in found.output
     assert "gone.py:2: error: `ray.util.sgd.torch.torch_runner` has no successor" in found.output
-    assert "2 could not be migrated" in found.output
+    assert "1 could not be migrated" in found.output
+    assert "1 lines are left for you, below `# raysgd:`" in found.output
+    assert (folder / "gone.py").read_text().startswith("from raysgd import TorchTrainer\n# raysgd: `ray.util.sgd.torch")
+    assert "raysgd" in (folder / "a.py").read_text()
+
+
+def test_a_file_is_rewritten_as_a_whole_or_not_at_all_if_you_say_so(folder: Path) -> None:
+    (folder / "gone.py").write_text("from ray.util.sgd import TorchTrainer\nimport ray.util.sgd.torch.torch_runner\n")
+    found = run(folder, "--write", "--strict")
+    assert found.exit_code == 1
+    assert "1 could not be migrated and are unchanged" in found.output
     assert "raysgd" not in (folder / "gone.py").read_text()
     assert "raysgd" in (folder / "a.py").read_text()
 

@@ -44,7 +44,7 @@ def failed(text: str | bytes) -> Migrated:
     text = text.encode() if isinstance(text, str) else text
     found = migrate_notebook(text)
     assert found.has_failed
-    assert found.text == text, "nothing is half-written"
+    assert found.or_nothing(text).text == text, "nothing is half-written"
     return found
 
 
@@ -182,6 +182,19 @@ def test_what_need_not_be_read_is_left_alone() -> None:
 )
 def test_what_cannot_be_rewritten_is_named_with_its_reason(text: str | bytes, reason: str) -> None:
     assert reason in failed(text).findings[0].text
+
+
+def test_a_line_for_a_person_gets_a_comment_in_its_cell() -> None:
+    text = notebook(
+        cell("import torch"), cell("import ray.util.sgd.torch.torch_runner", "from ray.util.sgd import utils")
+    )
+    found = migrate_notebook(text.encode())
+    assert found.has_failed
+    first, second = sources(found.text.decode())
+    assert first == "import torch"
+    assert second.startswith("# raysgd: `ray.util.sgd.torch.torch_runner` has no successor: it was")
+    assert second.endswith("\nimport ray.util.sgd.torch.torch_runner\nfrom raysgd import utils")
+    assert migrate_notebook(found.text).text == found.text
 
 
 def test_cells_are_found_where_they_stand() -> None:

@@ -1,4 +1,4 @@
-"""`raysgd migrate PATH... [--write] [--diff]`."""
+"""`raysgd migrate PATH... [--write] [--diff] [--strict]`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 @click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
-def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
+@click.option("--strict", is_flag=True, help="Leave a file as it is if a line in it needs a person.")
+def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool, strict: bool) -> None:
     """Rewrites programs for `ray.util.sgd`.
 
     Imports, names and retired arguments become those of raysgd. PATH is a file, or a folder of Python files. Lines that
-    you have to decide about are printed with the reason. Exits with status 1 if a file could not be migrated; that file
-    is as it was.
+    you have to decide about are printed with the reason. A line that only you can rewrite gets a comment,
+    `# raysgd: ...`, and all others are rewritten. Exits with status 1 if there is such a line, or a file that could not
+    be read; that file is as it was.
     """
     try:
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
@@ -34,13 +36,14 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
     from raysgd.compat.migrate.files import files_of, migrate_file
 
     try:
-        found = [migrate_file(path, ray_train) for path in files_of(paths)]
+        found = [migrate_file(path, ray_train, strict) for path in files_of(paths)]
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from None
     has_failed = False
     for file in found:
         _tell(file, shows_diff)
-        has_failed |= file.after.has_failed or (write and file.has_changed and not _wrote(file))
+        is_left = write and file.has_changed and not _wrote(file)
+        has_failed |= file.after.has_failed or is_left
     click.echo(_summary(found, write), err=True)
     sys.exit(int(has_failed))
 
@@ -64,10 +67,12 @@ def _wrote(file: MigratedFile) -> bool:
 
 def _summary(found: Sequence[MigratedFile], write: bool) -> str:
     changed = sum(file.has_changed for file in found)
-    failed = sum(file.after.has_failed for file in found)
+    unread = sum(file.after.has_failed and not file.has_changed for file in found)
+    by_hand = sum(finding.is_error for file in found if file.has_changed for finding in file.after.findings)
     to_look_at = sum(not finding.is_error for file in found for finding in file.after.findings)
     done = "rewritten" if write else "would change (nothing is written without --write)"
     parts = [f"{changed} of {len(found)} files {done}"]
-    parts += [f"{failed} could not be migrated and are unchanged"] if failed else []
+    parts += [f"{unread} could not be migrated and are unchanged"] if unread else []
+    parts += [f"{by_hand} lines are left for you, below `# raysgd:`"] if by_hand else []
     parts += [f"{to_look_at} lines to look at"] if to_look_at else []
     return "; ".join(parts) + "."

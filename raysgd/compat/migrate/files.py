@@ -65,8 +65,14 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
-def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
-    """Rewrites one file, in memory. What is no file of its folder is left alone."""
+def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> MigratedFile:
+    """Rewrites one file, in memory. What is no file of its folder is left alone.
+
+    Args:
+        path: The file.
+        ray_train: Whether `ray.train` and `ray.air` mean the old library.
+        is_strict: Whether a file in which a line is left for a person stays as it is.
+    """
     reason = _obstacle(path)
     if reason is not None:
         return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"left alone: {reason}", is_error=False)]))
@@ -74,9 +80,8 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
         before = path.read_bytes()
     except OSError as error:
         return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
-    if path.suffix == ".ipynb":
-        return MigratedFile(path, before, migrate_notebook(before, ray_train))
-    return MigratedFile(path, before, migrate(before, ray_train))
+    after = migrate_notebook(before, ray_train) if path.suffix == ".ipynb" else migrate(before, ray_train)
+    return MigratedFile(path, before, after.or_nothing(before) if is_strict else after)
 
 
 def _obstacle(path: Path) -> str | None:

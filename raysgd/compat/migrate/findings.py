@@ -12,7 +12,7 @@ class Finding:
     Attributes:
         line: Of the program as it was, from 1.
         text: What it is, and what to do.
-        is_error: Whether the file cannot be rewritten because of it.
+        is_error: Whether the program does not run because of it.
     """
 
     line: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import libcst as cst
 from libcst import helpers
@@ -10,6 +11,9 @@ from libcst.metadata import PositionProvider, QualifiedNameProvider, QualifiedNa
 
 from raysgd.compat.migrate.findings import Findings
 from raysgd.compat.paths import NewPlace, Paths
+
+_COMMENT = "# raysgd:"
+_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
 class ImportedNames(cst.CSTTransformer):
@@ -32,6 +36,31 @@ class ImportedNames(cst.CSTTransformer):
         self._findings = findings
         self.needs: set[str] = set()
         self.dropped_ray = False
+        self._for_a_person: list[list[str]] = []
+        self._comments: set[str] = set()
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._comments = {line.strip() for line in node.code.splitlines() if line.lstrip().startswith(_COMMENT)}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Notes in which statement what follows stands."""
+        if isinstance(node, _STATEMENTS):
+            self._for_a_person.append([])
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Says in a comment above a statement what only a person can rewrite in it."""
+        left = super().on_leave(original_node, updated_node)
+        if not isinstance(original_node, _STATEMENTS):
+            return left
+        comments = dict.fromkeys(f"{_COMMENT} {text}" for text in self._for_a_person.pop())
+        new = [cst.EmptyLine(comment=cst.Comment(text)) for text in comments if text not in self._comments]
+        lines = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
+        if not new:
+            return left
+        where = next((at for at, line in enumerate(lines) if "ray." in cst.Module([line]).code), 0)
+        lines[where] = lines[where].with_changes(leading_lines=[*lines[where].leading_lines, *new])
+        return cst.FlattenSentinel(lines)
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False
@@ -110,13 +139,17 @@ class ImportedNames(cst.CSTTransformer):
         return _dotted(place).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
 
     def _old_name(self, node: cst.Attribute) -> str | None:
-        """The dotted name, if it is written out from `ray` on and belongs to the old library."""
+        """The dotted name, if it belongs to the old library and no import that is rewritten brings it.
+
+        It is written out from `ray` on, or a name of a module that stays Ray's, such as `tune.Tuner`.
+        """
         written = helpers.get_full_name_for_node(node)
-        if written is None or not written.startswith("ray."):
-            return None
-        found = self.get_metadata(QualifiedNameProvider, node, set())
-        is_import = any(each.source is QualifiedNameSource.IMPORT and each.name == written for each in found)
-        return written if is_import and self._paths.find(written) is not None else None
+        for found in self.get_metadata(QualifiedNameProvider, node, set()):
+            if found.source is not QualifiedNameSource.IMPORT or self._paths.find(found.name) is None:
+                continue
+            if found.name == written or self._paths.find(found.name.rpartition(".")[0]) is None:
+                return found.name
+        return None
 
     def _module_of(self, old: str, new: str) -> str:
         """The module to import for a name that was rewritten."""
@@ -132,7 +165,9 @@ class ImportedNames(cst.CSTTransformer):
         if place is None:
             return None
         if place.new is None:
-            self._findings.add(line, f"`{old}` has no successor: {place.reason}", is_error=True)
+            text = f"`{old}` has no successor: {place.reason}"
+            self._findings.add(line, text, is_error=True)
+            self._for_a_person[-1].append(text)
         return place.new
 
     def _line(self, node: cst.CSTNode) -> int:

@@ -23,7 +23,7 @@ _HEAD = "#\n#\n"
 
 
 def migrate_notebook(text: bytes, ray_train: bool = False) -> Migrated:
-    """Rewrites a notebook; all of it, or nothing.
+    """Rewrites a notebook. A line that only a person can rewrite gets a comment.
 
     Args:
         text: The file.
@@ -84,7 +84,7 @@ class _Program:
         program = _HEAD + "".join(f"{self._name}\n{part.code}" for part in self._parts)
         found = migrate(program.encode(), ray_train)
         findings = sorted([*self._left_alone(), *(self._located(finding) for finding in found.findings)])
-        if found.has_failed:
+        if found.text == program.encode():
             return Migrated(self._notebook.encode(), findings)
         return Migrated(with_sources(self._notebook, self._sources(found.text.decode())).encode(), findings)
 

@@ -16,6 +16,7 @@ from raysgd.compat.migrate.names import ImportedNames
 from raysgd.compat.paths import Paths
 
 _MARKS = ("ray.util.sgd", "ray.tune.integration")
+_PIPELINES = ("DatasetPipeline", "dataset_pipeline", "predict_pipelined")
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,25 @@ class Migrated:
     """A program after it was rewritten.
 
     Attributes:
-        text: The new text; the old one where nothing is to be done, or something is in the way.
+        text: The new text; the old one where nothing is to be done, or where it could not be read.
         findings: What a person has to look at.
     """
 
     text: bytes
     findings: list[Finding]
 
+    def or_nothing(self, before: bytes) -> Migrated:
+        """The same, with the old text if something is left for a person."""
+        return Migrated(before, self.findings) if self.has_failed else self
+
     @property
     def has_failed(self) -> bool:
-        """Whether something was in the way."""
+        """Whether something is left that only a person can rewrite."""
         return any(finding.is_error for finding in self.findings)
 
 
 def migrate(text: bytes, ray_train: bool = False) -> Migrated:
-    """Rewrites a program.
+    """Rewrites a program. A line that only a person can rewrite gets a comment.
 
     Args:
         text: The file, as it is on the disk.
@@ -59,8 +64,7 @@ def migrate(text: bytes, ray_train: bool = False) -> Migrated:
         findings = Findings()
         findings.add(1, "its code is nested too deeply, or joins too many parts in one expression", is_error=True)
         return Migrated(text, findings.sorted())
-    found = Migrated(new.bytes, findings.sorted())
-    return Migrated(text, found.findings) if found.has_failed else found
+    return Migrated(new.bytes, findings.sorted())
 
 
 def _is_of_sgd(module: cst.Module) -> bool:
@@ -78,9 +82,18 @@ def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Modu
     context = CodemodContext()
     for needed in sorted(names.needs | arguments.needs):
         AddImportsVisitor.add_needed_import(context, needed)
+    _warn_of_pipelines(module, findings)
     if names.dropped_ray and _uses_ray(changed):
         AddImportsVisitor.add_needed_import(context, "ray")
     return AddImportsVisitor(context).transform_module(changed)
+
+
+def _warn_of_pipelines(module: cst.Module, findings: Findings) -> None:
+    for line, text in enumerate(module.code.splitlines(), 1):
+        if any(name in text for name in _PIPELINES):
+            findings.add(
+                line, "Ray Data has no `DatasetPipeline` any more: pass the dataset, which is read as it is used"
+            )
 
 
 class _Texts(cst.CSTVisitor):
