@@ -295,6 +295,27 @@ def test_pipelines_of_ray_data_are_warned_of() -> None:
     assert not found.has_failed
 
 
+def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:
+    text = """\
+    import tensorflow as tf
+    from tensorflow.keras.optimizers import Adam
+    from keras import optimizers
+
+    opts = [Adam(lr=0.1), tf.keras.optimizers.SGD(lr=0.1, momentum=0.9), optimizers.Adam(learning_rate=1), mine(lr=1)]
+    weights = self.optimizer.get_weights() + model.get_weights()
+    model.save("folder")
+    model.save("file.keras")
+    """
+    found = migrate(dedent(text).encode())
+    assert found.text.decode() == dedent(text).replace("Adam(lr", "Adam(learning_rate").replace(
+        "SGD(lr", "SGD(learning_rate"
+    )
+    assert [finding.line for finding in found.findings] == [6, 7]
+    assert "optimizer.variables" in found.findings[0].text
+    assert "`.keras`" in found.findings[1].text
+    assert not found.has_failed
+
+
 def test_functions_in_configs_need_no_wrapping() -> None:
     assert migrated("from ray import tune\n\nconfig = {'f': tune.function(len)}\n") == (
         "from ray import tune\nimport raysgd.tune\n\nconfig = {'f': raysgd.tune.function(len)}\n"

@@ -12,6 +12,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from raysgd.compat.migrate.arguments import Arguments
 from raysgd.compat.migrate.findings import Finding, Findings
+from raysgd.compat.migrate.keras_calls import KerasCalls
 from raysgd.compat.migrate.names import ImportedNames
 from raysgd.compat.paths import Paths
 
@@ -79,6 +80,8 @@ def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Modu
     wrapper = MetadataWrapper(renamed)
     arguments = Arguments(findings)
     changed = wrapper.visit(arguments)
+    if "keras" in module.code:
+        changed = MetadataWrapper(changed).visit(KerasCalls(findings))
     context = CodemodContext()
     for needed in sorted(names.needs | arguments.needs):
         AddImportsVisitor.add_needed_import(context, needed)
