@@ -55,9 +55,7 @@ class RunningSession(Protocol):
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
 
-    def report(
-        self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None
-    ) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, and perhaps a checkpoint with them."""
 
     def ask(self, question: str) -> Any:

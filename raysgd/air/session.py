@@ -1,7 +1,7 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They serve functions that `fit` runs as well as functions that `Trainer.run` runs. Outside a run they warn once and
-return a default, so you can call your function by itself.
+They serve functions that `fit` runs as well as functions that `Trainer.run` runs. In a function that Ray Tune runs as a
+trial they reach that. Elsewhere they warn once and return a default, so you can call your function by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.air._running import TrialFacts, current_session, place, session_or_warning
+from raysgd.air._tune_function import checkpoint_of, report_to, tune_here
 from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 
@@ -63,6 +64,9 @@ def report(*args: Any, **kwargs: Any) -> None:
     session = current_session()
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
     metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
+    if session is None and (tune := tune_here()) is not None:
+        report_to(tune, metrics, checkpoint)
+        return
     session = session_or_warning("report")
     if session is not None:
         session.report(metrics, checkpoint, options)
@@ -88,6 +92,8 @@ def get_checkpoint() -> Checkpoint | None:
 
     A function that is started again after a failure gets the newest checkpoint that was reported before.
     """
+    if current_session() is None and (tune := tune_here()) is not None:
+        return checkpoint_of(tune)
     session = session_or_warning("get_checkpoint")
     return session.current_checkpoint() if session is not None else None
 
@@ -184,6 +190,9 @@ def _place_or_warning(function: str) -> World:
 
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Something of what the function can ask about its trial; None where no `fit` runs it."""
+    """Something of what the function can ask about its trial; None where neither `fit` nor Ray Tune runs it."""
+    if current_session() is None and (tune := tune_here()) is not None:
+        found: T = getattr(tune.get_context(), function)()
+        return found
     session = session_or_warning(function, stacklevel=4)
     return read(session.facts) if session is not None and session.facts is not None else None

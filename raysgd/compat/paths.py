@@ -170,6 +170,14 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
     "ray.train.error": ("raysgd.train.error", "SessionMisuseError"),
     "ray.train.horovod": ("raysgd.train.horovod", "HorovodConfig HorovodTrainer"),
+    "ray.train.huggingface.transformers": (
+        "raysgd.train.huggingface.transformers",
+        "RayTrainReportCallback prepare_trainer",
+    ),
+    "ray.train.lightning": (
+        "raysgd.train.lightning",
+        "RayDDPStrategy RayFSDPStrategy RayLightningEnvironment RayTrainReportCallback prepare_trainer",
+    ),
     "ray.train.predictor": ("raysgd.train.predictor", "Predictor PredictorNotSerializableException"),
     "ray.train.session": ("raysgd.train.session", f"{_SESSION_A} SessionMisuseError"),
     "ray.train.tensorflow": (
@@ -263,9 +271,7 @@ _GONE = {
     "ray.train.ValidationTaskConfig": _VALIDATION,
     "ray.train.WorkerGroupError": "`fit` raises `TrainingFailedError`, which is of the class of your exception too, "
     "and whose `failure.faults` has the exception of each rank",
-    "ray.train.huggingface": "run `transformers.Trainer` in the function of a `TorchTrainer`, or use "
-    "`HuggingFaceOperator`",
-    "ray.train.lightning": "run Lightning's `Trainer` in the function of a `TorchTrainer`, or use `LightningOperator`",
+    "ray.train.lightning.RayDeepSpeedStrategy": "divide the model with `RayFSDPStrategy`",
     "ray.train.examples": "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`",
     "ray.train.lightgbm": _TREES,
     "ray.train.xgboost": _TREES,

@@ -148,6 +148,8 @@ __getattr__, __dir__ = lazy_names(
         "executor",
         "fit",
         "horovod",
+        "huggingface",
+        "lightning",
         "predictor",
         "session",
         "tensorflow",

@@ -228,6 +228,11 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
         trainable = copy(trainable)
         trainable.run_config = run_config or trainable.run_config
         return trainable.as_trainable()
+    if type(trainable).__module__.startswith("ray.train."):
+        raise TypeError(
+            f"`trainable={trainable!r:.200}` is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd: import "
+            "it from `raysgd.train`, or pass it to `ray.tune.Tuner`."
+        )
     if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
         raise TypeError(
             f"`trainable={trainable!r}`: this trainer is running already. Pass the class that "

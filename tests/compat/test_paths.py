@@ -13,7 +13,15 @@ import pytest
 from raysgd.compat.paths import RAY_TRAIN, Paths, gone, renamed, table
 from tests.run_if import RunIf
 
-VENDORS = {"comet": "comet_ml", "keras": "tensorflow", "mlflow": "mlflow", "wandb": "wandb", "horovod": "horovod"}
+VENDORS = {
+    "comet": "comet_ml",
+    "keras": "tensorflow",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "horovod": "horovod",
+    "lightning": "lightning",
+    "transformers": "transformers",
+}
 ROWS = [(old, new, names) for group in ("sgd", "train") for old, new, names in table(group)]  # type: ignore[arg-type]
 
 

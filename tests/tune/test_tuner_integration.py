@@ -6,6 +6,7 @@ Covers `raysgd.train.fit.tuned`: what a trial does is seen here.
 from __future__ import annotations
 
 import csv
+import importlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import ray.cloudpickle
 
-from raysgd import train, tune
+from raysgd import air, train, tune
 from raysgd.callbacks import CSVLogger
 from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
@@ -136,6 +137,30 @@ def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Pa
     assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
 
 
+def count_for_tune(config: dict[str, Any]) -> None:
+    """A function that Ray Tune runs itself, as programs for Ray AIR have them."""
+    checkpoint = air.session.get_checkpoint()
+    first = checkpoint.to_dict()["step"] + 1 if checkpoint is not None else 0
+    for step in range(first, 3):
+        if step == 1 and first == 0:
+            raise ValueError("told to fail")
+        air.session.report(
+            {"step": step, "first": first, "own_id": air.session.get_trial_id()},
+            checkpoint=Checkpoint.from_dict({"step": step}),
+        )
+
+
+def test_a_function_that_tune_runs_reports_to_its_trial(ray_cluster: None, tmp_path: Path) -> None:
+    run_config = RunConfig(storage_path=str(tmp_path), verbose=0, failure_config=FailureConfig(max_failures=1))
+    [result] = tune.Tuner(count_for_tune, run_config=run_config).fit()
+    assert result.error is None
+    assert result.metrics is not None
+    assert (result.metrics["step"], result.metrics["first"]) == (2, 1)
+    assert result.metrics["own_id"] == result.metrics["trial_id"]
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict()["step"] == 2
+
+
 def test_the_tuner_of_ray_says_where_a_trainer_belongs(ray_cluster: None, tmp_path: Path) -> None:
     from ray.tune import Tuner
 
@@ -143,6 +168,12 @@ def test_the_tuner_of_ray_says_where_a_trainer_belongs(ray_cluster: None, tmp_pa
         Tuner(make_trainer(tmp_path))
     with pytest.raises(TypeError, match=r"`raysgd.tune.Tuner`"):
         make_trainer(tmp_path)({})
+
+
+def test_a_trainer_of_ray_is_named_as_such() -> None:
+    of_ray = importlib.import_module("ray.train.torch").TorchTrainer(lambda: None)
+    with pytest.raises(TypeError, match=r"is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd"):
+        tune.Tuner(of_ray)
 
 
 def test_a_trainer_that_runs_already_is_no_trial() -> None:

@@ -117,7 +117,9 @@ class FitCheckpoints(CheckpointTaker):
     def _keep(self, index: int, landing: CheckpointLanding, content: dict[str, Any]) -> None:
         """Writes a dict that has arrived; where nothing is written, keeps it."""
         own = content.pop(METADATA_KEY, {})
-        content = {PREPROCESSOR_KEY: self._preprocessor, **content, TUNE_CHECKPOINT_ID: index}
+        if content.get(PREPROCESSOR_KEY) is None:  # as in a `TorchCheckpoint` that was made without one
+            content = {**content, PREPROCESSOR_KEY: self._preprocessor}
+        content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
             checkpoint = Checkpoint.from_dict(content)
             checkpoint.set_metadata({**self._metadata, **own})

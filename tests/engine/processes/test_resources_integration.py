@@ -143,7 +143,13 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
 
 
 @pytest.mark.parametrize(
-    "need", [Resources(num_cpus=100), Resources(num_gpus=1), Resources(custom={"no_such_thing": 1})]
+    "need",
+    [
+        Resources(num_cpus=100),
+        Resources(num_gpus=1),
+        Resources(custom={"no_such_thing": 1}),
+        Resources(labels={"ray.io/node-id": "no-such-node"}),
+    ],
 )
 def test_what_the_cluster_never_had_is_a_timeout_too(need: Resources, ray_cluster: None) -> None:
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, need), 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.torch import TorchTrainer
 from tests.forked import forks
 from tests.ray_start import patient_ray
-from tests.train.fit.loops import count_epochs
+from tests.torch.draining import announce_end
+from tests.train.fit.loops import await_preemption, count_epochs
 from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES
 
 LOSS_AT, GAIN_AT, NUM_EPOCHS = 1, 4, 9
@@ -51,6 +53,16 @@ class Fate:
         return False
 
 
+def preempted(place: str) -> Any:
+    """What the functions of a run are told of a node with one of them that is announced to go away."""
+    node = next(each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU"))
+    threading.Timer(5, announce_end, [node]).start()
+    result = TorchTrainer(
+        await_preemption, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=place)
+    ).fit()
+    return {**result.return_value, "is_that_node": result.return_value["nodes"] == [node]}
+
+
 def main(place: str, kind: str) -> None:
     sizes = {"num_cpus": 0, "object_store_memory": STORE_BYTES}
     head = {**sizes, "_system_config": FAST_HEALTH_CHECKS, "include_dashboard": False}
@@ -67,12 +79,17 @@ def main(place: str, kind: str) -> None:
                 name="run", storage_path=place, stop=fate, failure_config=FailureConfig(max_failures=3)
             ),
         ).fit()
+        told = preempted(place)
     finally:
         ray.shutdown()
         cluster.shutdown()
     names = sorted(path.name for path in Path(result.path).iterdir() if path.name.startswith("checkpoint_"))
     metrics = {key: result.metrics[key] for key in ("epoch", "training_iteration", "size")}
-    print(json.dumps({"seen": fate.seen, "metrics": metrics, "checkpoints": names, "error": repr(result.error)}))
+    print(
+        json.dumps(
+            {"seen": fate.seen, "metrics": metrics, "checkpoints": names, "error": repr(result.error), "told": told}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -76,6 +76,18 @@ def ask_everything() -> dict[str, Any]:
     }
 
 
+def await_preemption() -> dict[str, Any]:
+    """Waits until a node is announced to go away."""
+    train.report({"epoch": 0})  # until then the driver would leave the node by itself
+    while (info := train.get_preemption_info()) is None:
+        time.sleep(0.1)
+    return {
+        "nodes": info.preempted_node_ids,
+        "num_ranks": len(info.preempted_ranks),
+        "is_soon": 0 < info.deadline_ms / 1000 - time.time() < 60,
+    }
+
+
 def _free_cpus() -> float:
     import ray
 

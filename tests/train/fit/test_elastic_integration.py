@@ -25,3 +25,4 @@ def test_a_run_that_loses_a_node_ends_with_the_right_number_of_epochs(kind: str,
     assert (sizes[0], sizes[GAIN_AT], sizes[NUM_EPOCHS - 1]) == (2, 1, 2)
     assert seen["metrics"]["training_iteration"] == len(epochs)
     assert len(seen["checkpoints"]) in (len(epochs), len(epochs) - 1)
+    assert seen["told"] | {"nodes": None} == {"nodes": None, "num_ranks": 1, "is_soon": True, "is_that_node": True}

@@ -83,7 +83,11 @@ class TestARun:
         free = ray.available_resources()["CPU"]
         result = DataParallelTrainer(
             loops.ask_everything,
-            scaling_config=ScalingConfig(num_workers=2, trainer_resources={"CPU": 1}),
+            scaling_config=ScalingConfig(
+                num_workers=2,
+                trainer_resources={"CPU": 1},
+                label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            ),
             run_config=RunConfig(storage_path=str(tmp_path), logging_config=LoggingConfig(log_level="error")),
         ).fit()
         found = result.return_value

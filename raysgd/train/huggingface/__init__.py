@@ -1,0 +1,7 @@
+"""Hugging Face in functions that `fit` runs, where Ray has it."""
+
+from __future__ import annotations
+
+from raysgd._imports.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {}, submodules=("transformers",))

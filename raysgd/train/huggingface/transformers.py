@@ -1,0 +1,72 @@
+"""`transformers.Trainer` in a function that `fit` runs: reports whenever it saves, and batches of Ray Data."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from raysgd._imports.optional import require
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.train import session
+
+__all__ = ["RayTrainReportCallback", "prepare_trainer"]
+
+transformers: Any = require("transformers", extra="hf", purpose="`raysgd.train.huggingface.transformers`")
+
+
+class RayTrainReportCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Reports what was logged whenever the trainer saves, with its checkpoint in the folder `checkpoint`."""
+
+    CHECKPOINT_NAME = "checkpoint"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reports on all ranks; the first one of each node has the files that all of them have written there."""
+        metrics = {name: value for logged in state.log_history for name, value in logged.items()}
+        source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
+        with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
+            if source is not None:
+                shutil.copytree(source, Path(folder, self.CHECKPOINT_NAME))
+            session.report(metrics, checkpoint=Checkpoint.from_directory(folder) if source is not None else None)
+
+
+class _Batches(IterableDataset[Any]):
+    """Batches of Ray Data, which are made already."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Lets a `transformers.Trainer` take batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
+
+    Returns:
+        The same trainer, whose class derives from its own.
+    """
+    base: Any = type(trainer)
+
+    class RayTransformersTrainer(base):  # type: ignore[misc]
+        """The trainer of the user."""
+
+        def get_train_dataloader(self) -> Any:
+            return _loader_of(self.train_dataset) or super().get_train_dataloader()
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            found = _loader_of(self.eval_dataset if eval_dataset is None else eval_dataset)
+            return found or super().get_eval_dataloader(eval_dataset)
+
+    trainer.__class__ = RayTransformersTrainer
+    return trainer
+
+
+def _loader_of(data: Any) -> DataLoader[Any] | None:
+    """A loader over batches that are made already; None for a dataset, of which the trainer makes batches."""
+    is_dataset = isinstance(data, Dataset) or hasattr(data, "__getitem__") or not isinstance(data, Iterable)
+    return None if is_dataset else DataLoader(_Batches(data), batch_size=None)

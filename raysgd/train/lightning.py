@@ -1,0 +1,125 @@
+"""Lightning's `Trainer` in a function that `fit` runs: its place among the workers, and a report after each epoch."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from raysgd._imports.optional import require
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.train import session
+from raysgd.train._torch.accelerator import get_device
+from raysgd.train.collective import barrier
+
+__all__ = [
+    "RayDDPStrategy",
+    "RayFSDPStrategy",
+    "RayLightningEnvironment",
+    "RayTrainReportCallback",
+    "prepare_trainer",
+]
+
+
+def _imported(module: str) -> Any:
+    """A module of Lightning as the program has imported it: its two packages have the same classes, each its own."""
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        return importlib.import_module(f"pytorch_lightning.{module}")
+    require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
+    return importlib.import_module(f"lightning.pytorch.{module}")
+
+
+callbacks, strategies = _imported("callbacks"), _imported("strategies")
+environments = _imported("plugins.environments")
+
+
+class _OfThisWorker:
+    """What a strategy asks for its place, from the run."""
+
+    @property
+    def root_device(self) -> Any:
+        return get_device()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": session.world_size(), "rank": session.world_rank()}
+
+
+class RayDDPStrategy(_OfThisWorker, strategies.DDPStrategy):  # type: ignore[misc]
+    """`DDPStrategy` over the workers of the run. Takes the same arguments."""
+
+
+class RayFSDPStrategy(_OfThisWorker, strategies.FSDPStrategy):  # type: ignore[misc]
+    """`FSDPStrategy` over the workers of the run. Takes the same arguments."""
+
+
+class RayLightningEnvironment(environments.LightningEnvironment):  # type: ignore[misc]
+    """Tells Lightning that the workers are there already, and which one this is."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return session.world_size()
+
+    def global_rank(self) -> int:
+        return session.world_rank()
+
+    def local_rank(self) -> int:
+        return session.local_rank()
+
+    def node_rank(self) -> int:
+        return session.get_node_rank()
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: the run has decided."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: the run has decided."""
+
+    def teardown(self) -> None:
+        """Nothing: the run goes on."""
+
+
+class RayTrainReportCallback(callbacks.Callback):  # type: ignore[misc]
+    """Reports what was logged at the end of each epoch, with a checkpoint of Lightning in `checkpoint.ckpt`."""
+
+    CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Reports on all ranks, as all of them have saved."""
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
+        try:
+            trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
+            has_files = any(Path(folder).iterdir())  # rank 0 alone, where the model is not divided
+            session.report(metrics, checkpoint=Checkpoint.from_directory(folder) if has_files else None)
+            barrier()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Returns Lightning's `Trainer`, if it can train on the workers of the run.
+
+    Raises:
+        RuntimeError: Its strategy or its environment would start processes of its own.
+    """
+    allowed = (RayDDPStrategy, RayFSDPStrategy)
+    if not isinstance(trainer.strategy, allowed):
+        names = " or ".join(f"`{each.__name__}`" for each in allowed)
+        raise RuntimeError(
+            f"`Trainer(strategy={type(trainer.strategy).__name__}(...))`: need {names} of `raysgd.train.lightning`."
+        )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if not isinstance(environment, RayLightningEnvironment):
+        raise RuntimeError(
+            f"`Trainer(plugins=...)` has `{type(environment).__name__}` as its environment: pass "
+            "`plugins=[raysgd.train.lightning.RayLightningEnvironment()]`."
+        )
+    return trainer
