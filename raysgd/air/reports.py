@@ -1,4 +1,4 @@
-"""What functions say with a report, and what they are told of their run: names of `ray.train`."""
+"""What functions say with a report, and what the driver answers to their questions: names of `ray.train`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CheckpointConsistencyMode(Enum):
 
 
 class ReportedCheckpointStatus(Enum):
-    """How far a checkpoint is; a checkpoint that is told of is always complete."""
+    """How far a checkpoint is: only complete ones are listed."""
 
     COMMITTED = "COMMITTED"
 

@@ -90,8 +90,8 @@ class BatchPredictor:
             max_scoring_workers: The largest number; None for as many as there is room for.
             num_cpus_per_worker: CPUs of each; None for one.
             num_gpus_per_worker: GPUs of each; None for none.
-            separate_gpu_stage: Whether the preprocessor runs in workers of its own where the model needs GPUs.
-            ray_remote_args: What else Ray is told of the workers.
+            separate_gpu_stage: Whether the preprocessor runs in separate workers where the model needs GPUs.
+            ray_remote_args: Other options of Ray for the workers.
             **predict_kwargs: Passed on to the `predict` of each predictor.
 
         Raises:

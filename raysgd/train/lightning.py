@@ -108,7 +108,7 @@ def prepare_trainer(trainer: Any) -> Any:
     """Returns Lightning's `Trainer`, if it can train on the workers of the run.
 
     Raises:
-        RuntimeError: Its strategy or its environment would start processes of its own.
+        RuntimeError: Its strategy or its environment would start other processes.
     """
     allowed = (RayDDPStrategy, RayFSDPStrategy)
     if not isinstance(trainer.strategy, allowed):

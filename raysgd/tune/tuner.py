@@ -230,8 +230,8 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
         return trainable.as_trainable()
     if type(trainable).__module__.startswith("ray.train."):
         raise TypeError(
-            f"`trainable={trainable!r:.200}` is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd: import "
-            "it from `raysgd.train`, or pass it to `ray.tune.Tuner`."
+            f"`trainable={trainable!r:.200}` is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd: "
+            "import it from `raysgd.train`, or pass it to `ray.tune.Tuner`."
         )
     if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
         raise TypeError(

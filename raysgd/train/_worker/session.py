@@ -106,7 +106,7 @@ class Session:
         """Returns what the driver answers, the same on all ranks; all of them have to ask.
 
         Args:
-            name: What is asked for.
+            name: The question.
             data: What this rank says with it.
         """
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))

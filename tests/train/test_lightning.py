@@ -1,0 +1,35 @@
+"""What of Lightning can train on the workers of a run. Real runs are the programs of `tests/compat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.run_if import RunIf
+
+pytestmark = RunIf(modules=["lightning"])
+
+
+def trainer(**options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    return Trainer(accelerator="cpu", devices="auto", logger=False, enable_progress_bar=False, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_for_workers_that_are_there_already_is_taken_as_it_is() -> None:
+    from raysgd.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+
+    made = trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()])
+    assert prepare_trainer(made) is made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_that_would_start_processes_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysgd.train.lightning import RayDDPStrategy, prepare_trainer
+
+    with pytest.raises(RuntimeError, match=r"`Trainer\(strategy=SingleDeviceStrategy.*need `RayDDPStrategy` or"):
+        prepare_trainer(trainer())
+    with pytest.raises(RuntimeError, match=r"has `LightningEnvironment` as its environment: pass"):
+        prepare_trainer(trainer(strategy=RayDDPStrategy()))
