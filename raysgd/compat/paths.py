@@ -233,7 +233,9 @@ RAY_TRAIN = "2.60"
 """The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
 
 _VALIDATION = "validate in the function before you report, and report what you find"
-_TREES = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
+_TRANSFORMERS = "run `transformers.Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.huggingface.transformers` has"
+_LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
+_ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
 _GONE = {
     "ray.util.sgd.torch.torch_runner": _INTERNAL,
@@ -271,10 +273,16 @@ _GONE = {
     "ray.train.ValidationTaskConfig": _VALIDATION,
     "ray.train.WorkerGroupError": "`fit` raises `TrainingFailedError`, which is of the class of your exception too, "
     "and whose `failure.faults` has the exception of each rank",
+    "ray.train.huggingface.HuggingFaceTrainer": _TRANSFORMERS,
+    "ray.train.huggingface.TransformersTrainer": _TRANSFORMERS,
+    "ray.train.lightning.LightningConfigBuilder": _LIGHTNING,
+    "ray.train.lightning.LightningTrainer": _LIGHTNING,
+    "ray.train.rl": _ELSEWHERE,
+    "ray.train.sklearn": _ELSEWHERE,
     "ray.train.lightning.RayDeepSpeedStrategy": "divide the model with `RayFSDPStrategy`",
     "ray.train.examples": "see `raysgd.torch.examples`, `raysgd.tf.examples` and the folder `examples`",
-    "ray.train.lightgbm": _TREES,
-    "ray.train.xgboost": _TREES,
+    "ray.train.lightgbm": _ELSEWHERE,
+    "ray.train.xgboost": _ELSEWHERE,
     "ray.train.v2": _INTERNAL,
     "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
     "ray.util.iter.from_actors": "shards are no actors any more: use `raysgd.util.iter.from_iterators`",

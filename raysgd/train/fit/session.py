@@ -64,12 +64,12 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Runs the function. What it returns stays in the worker, unless it is plain data."""
+        """Runs the function. What it returns stays in the worker, unless it is plain data and this is rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
             try:
                 returned = self._spec.run()
                 self._await_upload()
-                return returned if is_plain(returned) else None
+                return returned if self.world.rank == 0 and is_plain(returned) else None
             except (UserWarning, RuntimeError) as error:
                 advised = _with_advice(error)
                 if advised is error:
