@@ -233,7 +233,9 @@ RAY_TRAIN = "2.60"
 """The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
 
 _VALIDATION = "validate in the function before you report, and report what you find"
-_TRANSFORMERS = "run `transformers.Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.huggingface.transformers` has"
+_TRANSFORMERS = (
+    "run `transformers.Trainer` in the function of a `TorchTrainer`; see `raysgd.train.huggingface.transformers`"
+)
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
 _ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"

@@ -30,6 +30,7 @@ from raysgd.train._worker.stored_files import names_in, store_beside
 
 METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _MISUSE_V2 = "cannot be used outside of a Ray Train training function"
@@ -129,10 +130,14 @@ class FitSession(Session):
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Deletes the function's own folder, if it has one and wants that."""
+        """Deletes the function's own folder, if it has one and wants that; a checkpoint of the run itself stays."""
         kind, place = checkpoint.get_internal_representation()
-        if options.deletes and kind == "local_path":
+        if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
             shutil.rmtree(place, ignore_errors=True)
+
+    def _is_of_trial(self, place: Path) -> bool:
+        trial = self.facts.folder
+        return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
         """Puts a folder where the driver finds it, next to what the other ranks put there, and sends the metrics."""
@@ -253,7 +258,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     if depth < _DEEPEST and kind in (list, tuple, dict):
         items = [*value, *value.values()] if kind is dict else value
         return all(is_plain(item, depth + 1) for item in items)
-    return kind in (type(None), bool, int, float, complex, str, bytes) or issubclass(kind, np.generic)
+    return kind in _PLAIN or issubclass(kind, np.number)
 
 
 def in_thread(function: Callable[[], None]) -> Future[None]:
