@@ -145,13 +145,14 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
     Raises:
         StorageError: The storage cannot be used.
     """
-    return new_trial(experiment_folder(run_config, trainer_name), trainer_name)
-
-
-def experiment_folder(run_config: Any, trainer_name: str) -> Folder:
-    """The folder of an experiment: that of the name in the config, or a new one."""
     root, name = storage_of(run_config), run_config.name
-    return root / name if name else make_new(root, f"{trainer_name}_{_now()}")
+    experiment = root / name if name else make_new(root, new_name(trainer_name))
+    return new_trial(experiment, trainer_name)
+
+
+def new_name(trainer_name: str) -> str:
+    """The name of an experiment that was given none: the trainer's class and the time."""
+    return f"{trainer_name}_{_now()}"
 
 
 def storage_of(run_config: Any) -> Folder:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.air.layout import experiment_folder
+from raysgd.air.layout import new_name, storage_of
 from raysgd.air.result import Result
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
@@ -73,9 +73,9 @@ class Tuner:
             raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
         run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
         if isinstance(trainable, BaseTrainer):
-            experiment = experiment_folder(run_config, type(trainable).__name__)
-            run_config = replace(run_config, name=experiment.name)
-            save_trainer(experiment, type(trainable), trainable._arguments, SWEEP_FILE)
+            run_config = replace(run_config, name=run_config.name or new_name(type(trainable).__name__))
+        self._trainable = trainable
+        self._run_config: RunConfig | None = run_config
         self._tuner = tune.Tuner(
             as_trainable(trainable, run_config),
             param_space=space,
@@ -85,6 +85,10 @@ class Tuner:
 
     def fit(self) -> ResultGrid:
         """Runs all trials, and returns their results, also those of trials that failed."""
+        trainer, run_config = self._trainable, self._run_config
+        if isinstance(trainer, BaseTrainer) and run_config is not None:
+            experiment = storage_of(run_config) / str(run_config.name)
+            save_trainer(experiment, type(trainer), trainer._arguments, SWEEP_FILE)
         return ResultGrid(self._tuner.fit())
 
     def get_results(self) -> ResultGrid:
@@ -127,6 +131,7 @@ class Tuner:
             raise ValueError(
                 f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )
+        tuner._trainable, tuner._run_config = trainable, None  # what is saved with the sweep stays
         tuner._tuner = tune.Tuner.restore(
             place,
             as_trainable(trainable, _at_place(trainable, place, storage_filesystem)),

@@ -12,8 +12,8 @@ from raysgd.exceptions import StepMismatchError
 from raysgd.train._worker.messages import BROADCAST, PREEMPTION, REPORTED, Question
 
 
-def asked_in(messages: Sequence[Any]) -> str | None:
-    """Return what all functions ask for; None where they do something else.
+def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
+    """Return what all functions ask; nothing where they do something else.
 
     Raises:
         StepMismatchError: Some ask, and others do not, or ask for something else.
@@ -25,11 +25,12 @@ def asked_in(messages: Sequence[Any]) -> str | None:
             "The functions are out of step: all workers have to call the functions of `raysgd.train.collective`, "
             f"`{PREEMPTION}` and `{REPORTED}` at the same place. What they did: {said}."
         )
-    return names[0]
+    return [message for message in messages if isinstance(message, Question)]
 
 
-def answer_to(name: str, questions: Sequence[Question], answers: Mapping[str, Callable[[], Any]]) -> bytes:
+def answer_to(questions: Sequence[Question], answers: Mapping[str, Callable[[], Any]]) -> bytes:
     """Return the answer for all ranks, pickled; None to what this run knows nothing of."""
+    name = questions[0].name
     if name == BROADCAST:
         return questions[0].data
     found: bytes = cloudpickle.dumps(answers[name]() if name in answers else None)

@@ -25,12 +25,12 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._rules.max_retries import MaxRetries
-from raysgd.train._run.answers import answer_to, asked_in
+from raysgd.train._run.answers import answer_to, questions_in
 from raysgd.train._run.launch import Launch
 from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, TrainingResultType
+from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, Question, TrainingResultType
 from raysgd.train._worker.stored_files import taken_names
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class FunctionStep:
     stored: Mapping[int, CheckpointRef] = field(default_factory=dict)
 
 
-def check_step(messages: Sequence[FunctionMessage | FunctionEnded]) -> FunctionStep:
+def check_step(messages: Sequence[FunctionMessage | FunctionEnded | Question]) -> FunctionStep:
     """One step out of the workers' messages.
 
     Raises:
@@ -171,15 +171,15 @@ class FunctionRun:
 
     def _taken_step(self) -> FunctionStep:
         messages = self._next_messages()
-        while (name := asked_in(messages)) is not None:
-            self._answer(answer_to(name, messages, self._answers))
+        while questions := questions_in(messages):
+            self._answer(answer_to(questions, self._answers))
             messages = self._next_messages()
         step = check_step(messages)
         if step.checkpoint_ref is None or self._take(step, step.checkpoint_ref):
             return step
         return self._taken_step()  # the functions were started again, and come to this one once more
 
-    def _next_messages(self) -> Sequence[FunctionMessage | FunctionEnded]:
+    def _next_messages(self) -> Sequence[FunctionMessage | FunctionEnded | Question]:
         """The next message of each rank."""
         if not self._ahead.has_step(self._launch.started_on):
             self._ahead.add(self._call(FunctionReplica.take, self._told))
