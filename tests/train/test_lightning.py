@@ -8,7 +8,13 @@ import pytest
 
 from tests.run_if import RunIf
 
-pytestmark = RunIf(modules=["lightning"])
+pytestmark = [RunIf(modules=["lightning"]), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning sets it when it is imported."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def trainer(**options: Any) -> Any:
@@ -17,7 +23,6 @@ def trainer(**options: Any) -> Any:
     return Trainer(accelerator="cpu", devices="auto", logger=False, enable_progress_bar=False, **options)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_trainer_for_workers_that_are_there_already_is_taken_as_it_is() -> None:
     from raysgd.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 
@@ -25,8 +30,7 @@ def test_a_trainer_for_workers_that_are_there_already_is_taken_as_it_is() -> Non
     assert prepare_trainer(made) is made
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_that_would_start_processes_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_would_start_processes_of_its_own_is_refused() -> None:
     from raysgd.train.lightning import RayDDPStrategy, prepare_trainer
 
     with pytest.raises(RuntimeError, match=r"`Trainer\(strategy=SingleDeviceStrategy.*need `RayDDPStrategy` or"):

@@ -56,11 +56,12 @@ def prepare_trainer(trainer: Any) -> Any:
         """The trainer of the user."""
 
         def get_train_dataloader(self) -> Any:
-            return _loader_of(self.train_dataset) or super().get_train_dataloader()
+            found = _loader_of(self.train_dataset)
+            return super().get_train_dataloader() if found is None else found
 
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             found = _loader_of(self.eval_dataset if eval_dataset is None else eval_dataset)
-            return found or super().get_eval_dataloader(eval_dataset)
+            return super().get_eval_dataloader(eval_dataset) if found is None else found
 
     trainer.__class__ = RayTransformersTrainer
     return trainer
