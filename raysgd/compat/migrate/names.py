@@ -55,7 +55,7 @@ class ImportedNames(cst.CSTTransformer):
             return left
         comments = dict.fromkeys(f"{_COMMENT} {text}" for text in self._for_a_person.pop())
         new = [cst.EmptyLine(comment=cst.Comment(text)) for text in comments if text not in self._comments]
-        lines = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
+        lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
         if not new:
             return left
         where = next((at for at, line in enumerate(lines) if "ray." in cst.Module([line]).code), 0)

@@ -43,7 +43,7 @@ class TensorflowPredictor(TensorPredictor):
         self._device = "GPU:0" if use_gpu else "CPU:0"
         given = model if model is not None else model_definition
         with tf.device(self._device):
-            self._model = given if hasattr(given, "set_weights") and not isinstance(given, type) else given()
+            self._model: Any = given if hasattr(given, "set_weights") and not isinstance(given, type) else given()
             if model_weights is not None:
                 self._model.set_weights(model_weights)
 
