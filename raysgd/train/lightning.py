@@ -32,8 +32,10 @@ def _imported(module: str) -> Any:
     return importlib.import_module(f"lightning.pytorch.{module}")
 
 
-callbacks, strategies = _imported("callbacks"), _imported("strategies")
-environments = _imported("plugins.environments")
+_DDPStrategy: Any = _imported("strategies").DDPStrategy
+_FSDPStrategy: Any = _imported("strategies").FSDPStrategy
+_Environment: Any = _imported("plugins.environments").LightningEnvironment
+_Callback: Any = _imported("callbacks").Callback
 
 
 class _OfThisWorker:
@@ -48,15 +50,15 @@ class _OfThisWorker:
         return {"num_replicas": session.world_size(), "rank": session.world_rank()}
 
 
-class RayDDPStrategy(_OfThisWorker, strategies.DDPStrategy):  # type: ignore[misc]
+class RayDDPStrategy(_OfThisWorker, _DDPStrategy):
     """`DDPStrategy` over the workers of the run. Takes the same arguments."""
 
 
-class RayFSDPStrategy(_OfThisWorker, strategies.FSDPStrategy):  # type: ignore[misc]
+class RayFSDPStrategy(_OfThisWorker, _FSDPStrategy):
     """`FSDPStrategy` over the workers of the run. Takes the same arguments."""
 
 
-class RayLightningEnvironment(environments.LightningEnvironment):  # type: ignore[misc]
+class RayLightningEnvironment(_Environment):
     """Tells Lightning that the workers are there already, and which one this is."""
 
     @property
@@ -85,7 +87,7 @@ class RayLightningEnvironment(environments.LightningEnvironment):  # type: ignor
         """Nothing: the run goes on."""
 
 
-class RayTrainReportCallback(callbacks.Callback):  # type: ignore[misc]
+class RayTrainReportCallback(_Callback):
     """Reports what was logged at the end of each epoch, with a checkpoint of Lightning in `checkpoint.ckpt`."""
 
     CHECKPOINT_NAME = "checkpoint.ckpt"

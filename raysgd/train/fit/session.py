@@ -267,7 +267,8 @@ def in_thread(function: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(function())
+            function()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
 

@@ -19,7 +19,7 @@ __all__ = ["RayTrainReportCallback", "prepare_trainer"]
 transformers: Any = require("transformers", extra="hf", purpose="`raysgd.train.huggingface.transformers`")
 
 
-class RayTrainReportCallback(transformers.TrainerCallback):  # type: ignore[misc]
+class RayTrainReportCallback(transformers.TrainerCallback):
     """Reports what was logged whenever the trainer saves, with its checkpoint in the folder `checkpoint`."""
 
     CHECKPOINT_NAME = "checkpoint"
@@ -52,7 +52,7 @@ def prepare_trainer(trainer: Any) -> Any:
     """
     base: Any = type(trainer)
 
-    class RayTransformersTrainer(base):  # type: ignore[misc]
+    class RayTransformersTrainer(base):
         """The trainer of the user."""
 
         def get_train_dataloader(self) -> Any:
