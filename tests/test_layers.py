@@ -68,7 +68,7 @@ INSIDE = {
         "_packing _scaling constants layout metrics reports",
         "_contents _dataset_config trial",
         "checkpoint config",
-        "_running _tensorflow_checkpoint _tune_function result",
+        "_running _tensorflow_checkpoint result",
         "session",
         "integrations",
         "callbacks",

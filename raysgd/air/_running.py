@@ -1,11 +1,15 @@
-"""The training function that runs in this process: its session, and what it can ask about its trial."""
+"""The training function that runs in this process: its session, and what it can ask about its trial.
+
+Ray Tune may run it itself as a trial, as in programs for Ray AIR; then there is no session.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd._text.once import Once
 from raysgd.air.config import ScalingConfig
@@ -13,6 +17,9 @@ from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
+
+if TYPE_CHECKING:
+    from raysgd.air.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ class RunningSession(Protocol):
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, and perhaps a checkpoint with them."""
 
-    def ask(self, question: str) -> Any:
-        """Return what the driver answers to a question that all ranks ask."""
+    def ask(self, name: str, data: Any = None) -> Any:
+        """Return what the driver answers to a question that all ranks ask, each with its data."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Send a checkpoint."""
@@ -132,3 +139,27 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
             f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=stacklevel
         )
     return None
+
+
+def tune_here() -> Any:
+    """Return `ray.tune` in the process of such a trial; None elsewhere. Ray keeps this question private."""
+    trials = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
+    is_in_trial = getattr(trials, "_in_tune_session", None)
+    return sys.modules.get("ray.tune") if is_in_trial is not None and is_in_trial() else None
+
+
+def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
+    """Hand a report to the trial, which stores the files of a checkpoint before this returns."""
+    if checkpoint is None:
+        tune.report(dict(metrics))
+        return
+    with checkpoint.as_directory() as folder:
+        tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def checkpoint_of(tune: Any) -> Checkpoint | None:
+    """Return what the trial goes on from."""
+    from raysgd.air.checkpoint import Checkpoint  # not for every function: it loads what reads stores
+
+    found = tune.get_checkpoint()
+    return Checkpoint(found.path, found.filesystem) if found is not None else None

@@ -10,8 +10,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.air._running import TrialFacts, current_session, place, session_or_warning
-from raysgd.air._tune_function import checkpoint_of, report_to, tune_here
+from raysgd.air._running import (
+    TrialFacts,
+    checkpoint_of,
+    current_session,
+    place,
+    report_to,
+    session_or_warning,
+    tune_here,
+)
 from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 

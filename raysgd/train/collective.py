@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from raysgd.air._running import running_session
 from raysgd.train._worker.messages import BROADCAST
-from raysgd.train._worker.session import running_session
 
 __all__ = ["barrier", "broadcast_from_rank_zero"]
 

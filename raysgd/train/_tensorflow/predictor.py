@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.tf.data.ray_dataset import as_array
-from raysgd.train._tensorflow.checkpoint import TensorflowCheckpoint
 from raysgd.train.predictor import TensorPredictor
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysgd.air._running import TrialFacts
@@ -63,7 +63,6 @@ class FitJob:
         begin_from: The checkpoint that the function starts from.
         num_ahead: How many reports may wait for the driver while the function goes on.
         aborts: End what it runs, once it does, from another thread.
-        returned: What the function of rank 0 returned, if that is plain data.
     """
 
     folder: TrialFolder
@@ -74,7 +73,6 @@ class FitJob:
     begin_from: Checkpoint | None
     num_ahead: int = 64
     aborts: list[Callable[[], None]] = field(default_factory=list)
-    returned: Any = None
 
     @classmethod
     def of(cls, trainer: FitTrainer, folder: TrialFolder | None = None) -> FitJob:
@@ -113,7 +111,7 @@ class FitJob:
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
             raise training_failed_error(error, self._advice, _tune_error()) from error.__cause__
-        return replace(self.recorder.end(), return_value=self.returned)
+        return self.recorder.end()
 
     @property
     def next_index(self) -> int:

@@ -105,7 +105,6 @@ class FitRun:
         )
         self._executor = _executor(plan, job.run_config, rules)
         self._own_room: Reservation | None = None
-        self._job = job
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
@@ -139,7 +138,7 @@ class FitRun:
         """
         step = self._running().next_step()
         if step.kind is None:
-            self._job.returned = step.data[0]
+            self._recorder.returned = step.data[0]
             self._hand_over()
             return False
         landing = self._checkpoints.landing if step.checkpoint_ref is not None else None

@@ -49,6 +49,9 @@ class Recorder:
         trainer_name: The name of the trainer's class.
         resources: The resources of the trial, which callbacks are shown.
 
+    Attributes:
+        returned: What the function of rank 0 returned, if that is plain data.
+
     Raises:
         TypeError: Something in `run_config` cannot be used.
         ValueError: Something in `run_config` cannot be used.
@@ -76,6 +79,7 @@ class Recorder:
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[SafeSink] = []
+        self.returned: Any = None
         self._is_open = False
         self._last_failure: BaseException | None = None
 
@@ -244,6 +248,7 @@ class Recorder:
             error=error if isinstance(error, Exception) else None,
             folder=self._folder.trial,
             best_checkpoints=self._checkpoints.best,
+            return_value=self.returned,
         )
 
 
