@@ -43,6 +43,11 @@ class RunCallbacks:
                     "`raysgd.callbacks.Callback` or `raysgd.train.TrainingCallback`."
                 )
 
+    @property
+    def are_told_of_checkpoints(self) -> bool:
+        """Whether any callback hears of checkpoints: to know the newest one is to wait until it is written."""
+        return bool(self._own)
+
     @contextmanager
     def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
         """Calls `start_training` before the run, and `finish_training` after it.

@@ -190,7 +190,7 @@ class Trainer:
             iterator = self._iterate(plan, run_dir)
             try:
                 for results in iterator:
-                    newest = self.latest_checkpoint_path
+                    newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
                     told.process(results, self.history.events, None if newest is None else str(newest))
             except BaseException:
                 self._executor.abort_training()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.callbacks.callback import Callback
 from raysgd.storage import open_folder
 from raysgd.train._run_callbacks import RunCallbacks
 from raysgd.train.callbacks import TrainingCallback
@@ -88,6 +89,11 @@ def test_with_a_store_callbacks_have_a_folder_of_this_machine(
     assert callback.found == ["checkpoints/checkpoint_000001", "log"][not reads_checkpoints :]
     assert run_dir.read("log") == b"started"
     assert run_dir.names() == ["checkpoints", "log"]
+
+
+def test_only_callbacks_of_the_library_wait_for_checkpoints() -> None:
+    assert not RunCallbacks([Noting([], "a")]).are_told_of_checkpoints
+    assert RunCallbacks([Noting([], "a"), Callback()]).are_told_of_checkpoints
 
 
 def test_without_callbacks_no_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
