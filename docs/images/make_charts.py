@@ -81,7 +81,7 @@ def recovery() -> str:
     """How long until the next step after a kill."""
     return _bars(
         "A worker is killed: seconds until the next training step",
-        "2 workers unless it says 4; 2 cores; 4 workers and torchft on a busy machine; medians, ranges; less is better",
+        "2 workers unless it says 4; 2 cores; torchft on a busy machine; medians, ranges; less is better",
         {RECOVERIES[name]: each for name, each in readings("| contender | next step, s |", RECOVERIES).items()},
         "Ray Train and torchrun repeat batches since the last checkpoint, torchft loses one. "
         "Source: examples/benchmarks/recovery.py",
