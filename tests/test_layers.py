@@ -34,7 +34,7 @@ STANDS_ON = {
     "compat": "_files _imports",
     "engine": "_text exceptions",
     "storage": "_files _imports _text exceptions",
-    "streams": "_arguments _imports exceptions storage",
+    "streams": "_arguments _imports _numbers exceptions storage",
     "writers": "_files _imports _numbers _text",
     "air": "_arguments _imports _numbers _text engine exceptions storage writers",
     "arrays": "_arguments engine utils",

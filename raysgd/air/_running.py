@@ -142,7 +142,9 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` in the process of such a trial; None elsewhere. Ray keeps this question private."""
+    """Return `ray.tune` where that runs the function itself; None elsewhere. Ray keeps this question private."""
+    if _current is not None:
+        return None
     trials = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
     is_in_trial = getattr(trials, "_in_tune_session", None)
     return sys.modules.get("ray.tune") if is_in_trial is not None and is_in_trial() else None

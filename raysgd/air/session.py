@@ -71,7 +71,7 @@ def report(*args: Any, **kwargs: Any) -> None:
     session = current_session()
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
     metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
-    if session is None and (tune := tune_here()) is not None:
+    if (tune := tune_here()) is not None:
         report_to(tune, metrics, checkpoint)
         return
     session = session_or_warning("report")
@@ -99,7 +99,7 @@ def get_checkpoint() -> Checkpoint | None:
 
     A function that is started again after a failure gets the newest checkpoint that was reported before.
     """
-    if current_session() is None and (tune := tune_here()) is not None:
+    if (tune := tune_here()) is not None:
         return checkpoint_of(tune)
     session = session_or_warning("get_checkpoint")
     return session.current_checkpoint() if session is not None else None
@@ -198,7 +198,7 @@ def _place_or_warning(function: str) -> World:
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
     """Something of what the function can ask about its trial; None where neither `fit` nor Ray Tune runs it."""
-    if current_session() is None and (tune := tune_here()) is not None:
+    if (tune := tune_here()) is not None:
         found: T = getattr(tune.get_context(), function)()
         return found
     session = session_or_warning(function, stacklevel=4)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from raysgd._numbers.seeds import digest
 from raysgd.streams.lanes import LanePart, LanePosition
-from raysgd.streams.row_steps import DROPPED, Origin, RowSteps, seed_of
+from raysgd.streams.row_steps import DROPPED, Origin, RowSteps
 
 
 class LaneRow(NamedTuple):
@@ -89,7 +90,7 @@ class LaneReader:
         if self._block > 1:
             first_part, first_row, _ = found[0]
             where = f"{self._steps.seed}/{self._names[first_part]}/{first_row}"
-            random.Random(seed_of(where)).shuffle(found)
+            random.Random(digest(where)).shuffle(found)
         self._waiting.extend(
             LaneRow(row, Origin(self._names[part], number), begin._replace(skip=skip))
             for skip, (part, number, row) in enumerate(found)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 DROPPED = object()
@@ -38,7 +38,7 @@ class RowStep:
 
     def __call__(self, row: Any, seed: str) -> Any:
         """Return what becomes of a row, or `DROPPED`."""
-        result = self.function(row, np.random.default_rng(seed_of(seed))) if self.is_seeded else self.function(row)
+        result = self.function(row, np.random.default_rng(digest(seed))) if self.is_seeded else self.function(row)
         if not self.is_filter:
             return result
         return row if result else DROPPED
@@ -74,8 +74,3 @@ class RowSteps:
             what = f"`{name}` failed with {type(error).__name__}: {error}"
             raise StreamError(f"shard {origin.shard!r}, row {origin.row}: {what}") from error
         return row
-
-
-def seed_of(text: str) -> int:
-    """Return a seed that differs when the text does; the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from raysgd._numbers.seeds import seed_of
 from raysgd.streams.data import StreamData, check_same_shards
 from raysgd.streams.joint_reader import JointReader, StreamBatch
 from raysgd.streams.lane_ends import StartSum, alone
 from raysgd.streams.lanes import LanePosition
 from raysgd.streams.own_lanes import rows_of_worker
-from raysgd.streams.row_steps import seed_of
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
 _NUM_POSITIONS = 64
@@ -100,7 +100,7 @@ class StreamSource:
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
         """Seeds of a logical shard, which begins with its first row, and of what follows the last one."""
         places = (consumed + batch.start, consumed)
-        own, of_step = (seed_of(f"{self.seed}/{pass_index}/{at}/{_WHEN_TRAINED}") >> 1 for at in places)
+        own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:

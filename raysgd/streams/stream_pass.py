@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from raysgd._numbers.seeds import digest
 from raysgd.streams.dealing import Deal, deal
 from raysgd.streams.lane_reader import LaneReader
 from raysgd.streams.lanes import NUM_LANES, LanePosition, Lanes
 from raysgd.streams.open_shards import OpenShards
 from raysgd.streams.pipeline import Pipeline
-from raysgd.streams.row_steps import RowSteps, seed_of
+from raysgd.streams.row_steps import RowSteps
 from raysgd.streams.stream import Shard, total
 
 
@@ -65,7 +66,7 @@ class StreamPass:
         """Which lane reads what."""
         order = list(range(len(self.shards)))
         if self.stream.buffer > 1:
-            random.Random(seed_of(self._seed)).shuffle(order)
+            random.Random(digest(self._seed)).shuffle(order)
         return Lanes(order, self.num_lanes)
 
     @cached_property

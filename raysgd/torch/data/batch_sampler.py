@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from raysgd._numbers.seeds import seed_of
 from raysgd.arrays.division import Division, ShardedJointBatch
 from raysgd.torch.data.pass_plan import PassPlan, SpeedsAt, check_range
 from raysgd.torch.data.sample_order import Indices, SampleOrder, SamplerOrder
@@ -67,12 +68,6 @@ class SeededIndices(list[int]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeededIndices, (list(self), self.seed)
-
-
-def seed_of(*numbers: int) -> int:
-    """A seed that differs when any of the numbers does."""
-    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed is a non-negative signed integer
 
 
 class ElasticBatchSampler(Sampler[list[int]]):

@@ -7,7 +7,6 @@ Why the loader's own order is kept: ADR 2. Why large data is shuffled in another
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from array import array
@@ -20,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from raysgd._numbers.seeds import seed_of
 from raysgd.torch.data.permutation import Permutation
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
@@ -85,7 +85,7 @@ class ShuffledOrder:
         """Return the permutation of this pass. No random state outside is used or changed."""
         if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
-        generator = torch.Generator("cpu").manual_seed(_derive_seed(seed, pass_index))
+        generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
         # On the CPU whatever `torch.set_default_device` says: indices are needed where the data is.
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
@@ -123,7 +123,7 @@ class SamplerOrder:
         """
         limit = len(self.sampler)
         generators = [*_global_generators(), *_held_generators(self.sampler)]
-        with _seeded(_derive_seed(seed, pass_index), generators):
+        with _seeded(seed_of(seed, pass_index), generators):
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(pass_index)
             drawn = list(islice(self.sampler, limit + 1))
@@ -163,12 +163,6 @@ def divides_data(sampler: Any) -> bool:
     # Many samplers that do what torch's DistributedSampler does, without deriving from it, use its names.
     by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
     return by_name or isinstance(sampler, DistributedSampler)
-
-
-def _derive_seed(seed: int, pass_index: int) -> int:
-    """Mix seed and pass index so that pass 1 of seed 7 is not pass 0 of seed 8."""
-    digest = hashlib.blake2b(f"{seed}/{pass_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # 63 bits: every generator takes a non-negative signed integer
 
 
 def _compact(drawn: list[Any]) -> Indices:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import default_collate
 
+from raysgd._numbers.seeds import seed_of
 from raysgd.torch.data.balancing import Balancing
-from raysgd.torch.data.batch_sampler import seed_of
 from raysgd.torch.data.batches import count_samples, samples_of
 from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sampling import ShardedLoader

@@ -113,7 +113,6 @@ class RankRows:
     Attributes:
         name: What this rank is known by.
         lost: What ranks had told that are gone, as of their last step that counts.
-        num_steps: After how many steps of the call that is.
     """
 
     def __init__(self, name: str) -> None:
