@@ -2,6 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 HOROVOD_STAMP := $(VENV)/.installed-horovod
 DOCS_STAMP := $(VENV)/.installed-docs
 
@@ -38,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and programs, one of which needs Horovod.
 QUICK := not integration and not soak and not gpu and not program
 
-demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
+demo: $(DEMO_STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
 # Three at once on two cores, because many tests wait for processes to start, to end or to be missed. What other
@@ -101,11 +102,15 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PyTorch goes first and pinned: left to a range, pip may fetch builds with gigabytes of libraries for GPUs.
-$(STAMP): pyproject.toml setup.py constraints-dev.txt
+$(DEMO_STAMP): pyproject.toml setup.py constraints-dev.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found: install one, or set PYTHON=..." >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --upgrade "pip>=25.1"
 	$(PY) -m pip install $(shell grep '^torch==' constraints-dev.txt)
+	$(PY) -m pip install -c constraints-dev.txt -e ".[torch,progress]" scikit-learn
+	touch $@
+
+$(STAMP): $(DEMO_STAMP)
 	$(PY) -m pip install -c constraints-dev.txt --group dev -e ".[all]"
 	touch $@
 

@@ -1,10 +1,11 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, decisions in the menu, plain fences.
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, plain fences, redirects.
 
 It also refuses to be built while a public name has no docstring.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,19 +15,26 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
+from moved import moved  # noqa: E402
 from public_names import listed, without_docstring  # noqa: E402
 
 LONG = re.compile(r"^```python soak$", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
+REDIRECT = """<!doctype html>
+<title>Moved</title>
+<meta http-equiv="refresh" content="0; url={first}">
+<script>location.replace({places}[location.hash.slice(1)] || "{first}")</script>
+<a href="{first}">This page has moved.</a>
+"""
 OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Adds the decisions to the menu, in the order of their numbers."""
-    decisions = [f"adr/{path.name}" for path in sorted((DOCS / "adr").glob("*.md"))]
-    contribute = next(section["Contribute"] for section in config["nav"] if "Contribute" in section)
-    contribute.append({"Decisions": decisions})
+    """Says at the foot of each page for which version it is."""
+    source = (DOCS.parent / "raysgd" / "_version.py").read_text(encoding="utf-8")
+    [version] = re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)
+    config["copyright"] = f"raysgd {version}"
     return config
 
 
@@ -40,8 +48,33 @@ def on_pre_build(config: Any) -> None:
         raise ValueError(f"public names without a docstring: {', '.join(bare)}")
 
 
+def on_post_build(config: Any) -> None:
+    """Writes a page that leads on in the place of each page that is gone."""
+    pages: dict[str, dict[str, str]] = {}
+    for former, new in moved().items():
+        page, _, heading = former.partition("#")
+        if not (DOCS / page).exists() and not new.startswith("dropped: "):
+            up = "../" * page.count("/") + "../"
+            pages.setdefault(page, {})[heading] = up + new.replace(".md#", "/#")
+    for page, places in pages.items():
+        target = Path(config.site_dir) / page.removesuffix(".md") / "index.html"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        first = next(iter(places.values()))
+        target.write_text(REDIRECT.format(first=first, places=json.dumps(places)), encoding="utf-8")
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Keeps the theme from asking GitHub for the stars of the repository: nothing is loaded from elsewhere."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leaves code as it is, but for a mark of its fence; changes formulae, and links to files beside the pages."""
+    """Leaves code as it is, but for a mark of its fence; changes formulae, and links to files beside the pages.
+
+    A search finds guides before the names and decisions that have the same words.
+    """
+    if page.file.src_path.startswith(("reference/", "adr/")):
+        page.meta["search"] = {"boost": 0.2}
     return "".join(
         part if part.startswith("`") else _with_links(_with_formulae(part), page, config)
         for part in CODE.split(LONG.sub("```python", markdown))

@@ -1,4 +1,4 @@
-"""What the examples share: their arguments, a Ray cluster, the digits of scikit-learn, and the last line.
+"""What the examples share: their arguments, a Ray cluster, the digits of scikit-learn, and the result in words.
 
 An example trains once in one process and once on its workers, and shows both scores:
 
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,13 @@ Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # for examples that import TensorFlow later: it says a lot otherwise
 
 
-def parse_arguments(description: str | None, *, num_workers: int = 2) -> argparse.Namespace:
+def parse_arguments(description: str | None, *, num_workers: int = 2, **more: str) -> argparse.Namespace:
     """The arguments that every example takes.
 
     Args:
         description: The docstring of the example.
         num_workers: How many workers it has by default.
+        **more: Further arguments of this example, with their help.
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
@@ -41,6 +42,9 @@ def parse_arguments(description: str | None, *, num_workers: int = 2) -> argpars
     parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
     parser.add_argument("--smoke-test", action="store_true", help="train only briefly, to see that it runs")
     parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
+    parser.add_argument("--json", action="store_true", help="print the result as a line of JSON, for programs")
+    for name, text in more.items():
+        parser.add_argument(f"--{name}", help=text)
     args = parser.parse_args()
     args.began = time.monotonic()
     return args
@@ -69,11 +73,30 @@ def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterat
         options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
     else:
         options.update(address=args.address)
-    ray.init(**options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with redirect_stdout(_WithoutRaylet(sys.stdout)):
+        ray.init(**options)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class _WithoutRaylet:
+    """The standard output without what Ray's own processes say: many lines for each worker that dies.
+
+    Args:
+        output: Where all else goes.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._output, self._ends_dropped = output, False
+
+    def write(self, text: str) -> int:
+        is_end, self._ends_dropped = text == "\n" and self._ends_dropped, "(raylet)" in text
+        return len(text) if is_end or self._ends_dropped else self._output.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
 
 
 def one_process_then_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -101,7 +124,27 @@ def load_digits() -> tuple[Arrays, Arrays, Arrays]:
     return train, validation, test
 
 
-def print_result(args: argparse.Namespace, **results: Any) -> None:
-    """Prints the last line, for programs: JSON with the results, the number of workers and the seconds."""
+def print_result(args: argparse.Namespace, verdict: str = "", **results: Any) -> None:
+    """Prints what has come out, in words, or with `--json` as a line for programs.
+
+    Args:
+        args: What `parse_arguments` returned.
+        verdict: What the results mean, in a sentence.
+        **results: The numbers. What ends in `_of_one_process` is shown beside the number of the workers.
+    """
     seconds = round(time.monotonic() - args.began, 1)
-    print(json.dumps({**results, "num_workers": args.num_workers, "seconds": seconds}), flush=True)
+    if args.json:
+        print(json.dumps({**results, "num_workers": args.num_workers, "seconds": seconds}), flush=True)
+        return
+    compared = {name: results[f"{name}_of_one_process"] for name in results if f"{name}_of_one_process" in results}
+    print(f"\n{args.num_workers} worker(s), {seconds:.0f} s")
+    for name, value in results.items():
+        if not name.endswith("_of_one_process"):
+            alone = f" (in one process: {_shown(compared[name])})" if name in compared else ""
+            print(f"  {name.replace('_', ' ')}: {_shown(value)}{alone}")
+    if verdict:
+        print(verdict, flush=True)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -81,7 +81,13 @@ def main() -> None:
             train(num_epochs, path, **options)
             found.append(test_accuracy(path))
             print(f"accuracy on held-out digits: {found[-1]:.3f}", flush=True)
-    print_result(args, test_accuracy=found[-1], test_accuracy_of_one_process=found[0], epochs=num_epochs)
+    print_result(
+        args,
+        "The model was saved, and loaded to test it. `python examples/survive.py` kills a worker.",
+        test_accuracy=found[-1],
+        test_accuracy_of_one_process=found[0],
+        epochs=num_epochs,
+    )
 
 
 if __name__ == "__main__":

@@ -75,6 +75,13 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     return max((first - second).abs().max().item() for first, second in pairs)
 
 
+def verdict(times_seen: torch.Tensor, num_epochs: int, apart: float) -> str:
+    """What the loss has cost, in a sentence."""
+    off = int((times_seen != num_epochs).sum())
+    used = f"{off} digits were not used once" if off else f"each of {NUM_DIGITS:,} digits was used once"
+    return f"A worker was killed: {used} in each epoch, and the weights are those without the loss up to {apart:.0e}."
+
+
 def main() -> None:
     args = parse_arguments(__doc__, num_workers=4)
     if args.num_workers < 2:
@@ -93,17 +100,16 @@ def main() -> None:
         trainer.reset_config(CONFIG)
         survivor, accuracy = train(trainer, num_epochs, kills=True)
         [loss] = [event for event in trainer.status().events if event.is_loss]
-    print(f"  {loss}")
-    times_seen = survivor.counters.round()
-    print(f"each digit was seen {times_seen.min():.0f} to {times_seen.max():.0f} times in {num_epochs} epochs")
+    times_seen, apart = survivor.counters.round(), largest_difference(survivor, undisturbed)
     print_result(
         args,
+        verdict(times_seen, num_epochs, apart),
         accuracy=accuracy,
         accuracy_of_one_process=accuracy_alone,
         recovery=loss.kind,
         recovery_s=loss.seconds,
         times_seen=[times_seen.min().item(), times_seen.max().item()],
-        difference_of_weights=largest_difference(survivor, undisturbed),
+        difference_of_weights=apart,
         difference_to_one_process=largest_difference(survivor, alone),
         epochs=num_epochs,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,14 +159,14 @@ class GANOperator(TrainingOperator):
         """Take one step of the discriminator, then one of the generator, against the discriminator as it is then."""
         real = self.real_samples(batch)
         optimizer_d, optimizer_g = self._pair_of_optimizers
-        with self.timers.record("generate"), self._autocast():
+        with self.timers.record("generate"), self.autocast():
             generated = self.generator(self.sample_noise(len(real)))
         with self.timers.record("discriminator"):
-            with self._autocast():
+            with self.autocast():
                 loss_d = self.discriminator_loss(real, generated.detach())
             self._minimize(loss_d, optimizer_d)
         with self.timers.record("generator"), frozen(self.discriminator):
-            with self._autocast():
+            with self.autocast():
                 loss_g = self.generator_loss(generated)
             self._minimize(loss_g, optimizer_g)
         return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach(), NUM_SAMPLES: len(real)}
@@ -179,7 +179,7 @@ class GANOperator(TrainingOperator):
         """
         real = self.real_samples(batch)
         rng = torch.Generator(self.device).manual_seed(batch_info["batch_idx"] * 2**16 + self.world_rank)
-        with self._autocast():
+        with self.autocast():
             generated = self.generator(self.sample_noise(len(real), rng))
             loss_d, loss_g = self.discriminator_loss(real, generated), self.generator_loss(generated)
         scores = self.score_samples(real, generated)
@@ -188,7 +188,7 @@ class GANOperator(TrainingOperator):
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """Generate one sample from each row, which is noise, as `sample_noise` draws it."""
         noise: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
-        with self._autocast():
+        with self.autocast():
             return self.generator(noise.to(self.device, non_blocking=True))
 
     def _loss(self, scores: torch.Tensor, target: float) -> torch.Tensor:
@@ -199,10 +199,6 @@ class GANOperator(TrainingOperator):
         """Step one optimizer by the rungs of the base class, which know about precision."""
         self.backward(loss, optimizer=optimizer)
         self.optimizer_step(optimizer)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._amp.autocast() if self.use_fp16_native else nullcontext()
-        return context
 
 
 @contextmanager

@@ -163,6 +163,28 @@ class HuggingFaceOperator(SupervisedOperator):
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
         return metrics if share is None else {**metrics, "val_accuracy": share}
 
+    @classmethod
+    def from_trainer(cls, trainer: Any) -> dict[str, Any]:
+        """Return arguments for `TorchTrainer` that train what a configured `transformers.Trainer` would train.
+
+        The model with its weights, the loaders with their order, the optimizer, the schedule, accumulation, clipping
+        and precision are those of the trainer. Pass the result on: `TorchTrainer(**arguments, num_workers=4)`; the
+        number of epochs is said to `fit`. All workers together make the batches of the one process. An accumulated step
+        is the mean over all its samples or labels, also for models where that of `transformers` 5 is a sum.
+
+        Args:
+            trainer: A `transformers.Trainer` that is configured, and was not trained.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It changes the numbers in a way that is not done here; the message names all such arguments,
+                and the method to override in a subclass, whose `from_trainer` then leaves that to it.
+        """
+        from raysgd.operators.hugging_face_trainer import RUNGS, options_from
+
+        own = {name for name in RUNGS.values() if getattr(cls, name) is not getattr(HuggingFaceOperator, name)}
+        return options_from(trainer, cls, own)
+
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
         """Write the model of a trainer to a folder, for `from_pretrained`; of a `PeftModel`, the adapter.
@@ -181,7 +203,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return path
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """What is trained, and which of it without weight decay: biases and the scales of norms, which are vectors."""
+        """Return what is trained, apart from it what has no weight decay: biases and scales of norms, all vectors."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
@@ -191,7 +213,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether the loss compares the prediction at each place with the label at the next one.
+    """Tell whether the loss compares the prediction at each place with the label at the next one.
 
     The name of the model's class does not tell: some language models use `transformers`' loss for them, others compute
     one of their own, from labels that are not moved.
@@ -208,7 +230,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """How often the highest score is that of the label; None where the output holds no scores of classes."""
+    """Return the share of labels with the highest score; None where the output holds no scores of classes."""
     if not isinstance(logits, torch.Tensor) or logits.ndim != target.ndim + 1 or logits.shape[-1] < 2:
         return None
     target = target.to(logits.device)

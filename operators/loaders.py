@@ -1,4 +1,4 @@
-"""What the ready-made operators share in their set-up: loaders out of data, and the seeds."""
+"""Loaders out of data, and the seeds: the set-up that the ready-made operators share."""
 
 from __future__ import annotations
 

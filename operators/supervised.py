@@ -1,4 +1,4 @@
-"""What the ready-made operators with one model share: what is built, in which order, and the options of the config."""
+"""The base of the ready-made operators with one model: the parts, their order, and the options of the config."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SupervisedOperator(TrainingOperator):
             self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
 
     def _parameters(self, model: torch.nn.Module) -> Any:
-        """What the optimizer is given."""
+        """Return the parameters that the optimizer is given."""
         return model.parameters()
 
     def _register_parts(self, config: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class MeasuredOperator(SupervisedOperator):
 
 
 def _created(operator: SupervisedOperator, what: str, config: dict[str, Any]) -> Any:
-    """What the creator function in the config returns."""
+    """Return what the creator function in the config makes."""
     creator = config.get(f"{what}_creator")
     if creator is None:
         raise ValueError(

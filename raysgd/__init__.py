@@ -19,6 +19,8 @@ from raysgd._text import log_lines
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.host.cluster import attach, hosts
+    from raysgd.host.settings import Host
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CreatorOperator",
+    "Host",
     "PyTorchTrainer",
     "Recovery",
     "StepOptions",
@@ -35,6 +38,8 @@ __all__ = [
     "TorchTrainer",
     "TrainingOperator",
     "__version__",
+    "attach",
+    "hosts",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -44,31 +49,19 @@ __getattr__, __dir__ = lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
+        "Host": "raysgd.host.settings",
         "Recovery": "raysgd.messages.recovery",
         "StepOptions": "raysgd.torch.parallel.options",
+        "attach": "raysgd.host.cluster",
+        "hosts": "raysgd.host.cluster",
     },
-    submodules=(
-        "air",
-        "callbacks",
-        "data",
-        "exceptions",
-        "operators",
-        "testing",
-        "tf",
-        "torch",
-        "train",
-        "tune",
-        "util",
-        "utils",
-        "v2",
-    ),
 )
 
 log_lines.install()
 
 
 def _take_over_aliases() -> None:
-    """In a worker of a program for the old library: that imports it from where it was."""
+    """Makes a worker import the old library's modules from where they were, if its program does."""
     from raysgd.compat import installing
 
     installing.install_from_environment()

@@ -1,4 +1,4 @@
-"""Every exception that raysgd raises on purpose. This module imports nothing from raysgd.
+"""Every exception that raysgd raises on purpose.
 
 * Wrong arguments are plain ``ValueError`` or ``TypeError`` wherever one class is enough; the classes here exist where a
   caller may rightly expect two classes at once, or needs to tell one kind of failure from another.
@@ -60,6 +60,14 @@ class UnpicklableError(RaySGDError, TypeError):
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
     """A trainer was used after `shutdown`, or another thread called `shutdown` during the call."""
+
+
+class HostLostError(RaySGDError, RuntimeError):
+    """The host of a trainer has ended, or its process has died."""
+
+
+class UnknownHostError(RaySGDError, LookupError):
+    """There is no host of this name. The message says which there are."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):
@@ -145,7 +153,7 @@ class TrainingFailedError(RaySGDError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """What one worker's exception looked like, in a form that crosses process boundaries.
+    """One worker's exception in a form that crosses process boundaries.
 
     Attributes:
         rank: World rank of the worker, or -1 while ranks are not assigned yet.
@@ -221,7 +229,7 @@ def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
 
 
 def _slots(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """What an exception keeps outside of its `__dict__`: `args`, `errno`, whatever a class lists in `__slots__`."""
+    """Returns what an exception keeps outside its `__dict__`: `args`, `errno`, what a class lists in `__slots__`."""
     for owner in type(error).__mro__:
         for name, descriptor in vars(owner).items():
             if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):

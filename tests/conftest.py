@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.forked import FOR_TENSORFLOW, Forks, NoForks, forks
-from tests.hygiene import RaySurroundings, Surroundings
-from tests.ray_start import VARIABLES, patient_ray
-from tests.s3_server import S3Server
+from tests.helpers.forked import FOR_TENSORFLOW, Forks, NoForks, forks
+from tests.helpers.hygiene import RaySurroundings, Surroundings
+from tests.helpers.ray_start import VARIABLES, patient_ray
+from tests.helpers.s3_server import S3Server
 
 # Before anything loads a numeric library: many processes share few cores here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -113,7 +113,7 @@ def survivors_wait_for_slow_workers(request: pytest.FixtureRequest) -> Iterator[
     if "ray_cluster" not in request.fixturenames:
         yield
         return
-    from tests.patience import awaiting_new_workers
+    from tests.helpers.patience import awaiting_new_workers
 
     with awaiting_new_workers():
         yield
@@ -133,7 +133,7 @@ def patient() -> Iterator[None]:
 
     For tests that share a trainer, in which all ranks raise or end without the others.
     """
-    from tests.patience import hearing_all_ranks
+    from tests.helpers.patience import hearing_all_ranks
 
     with hearing_all_ranks():
         yield
@@ -141,7 +141,7 @@ def patient() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest, private_temp_dir: Path) -> Iterator[None]:
-    """Fail a test that leaves variables, threads, process groups, files, actors or reservations behind."""
+    """Fail a test that leaves variables, threads, process groups, sessions, files, actors or reservations behind."""
     before = Surroundings.now()
     ray_before = RaySurroundings.now() if "ray_cluster" in request.fixturenames else None
     yield

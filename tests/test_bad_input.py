@@ -25,7 +25,7 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.torch import TorchConfig
 from raysgd.utils import BATCH_SIZE
 from raysgd.v2 import Trainer as TrainerV2
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator
 
 NAN, INF = math.nan, math.inf

@@ -20,7 +20,7 @@ from raysgd.exceptions import (
     training_failed_error,
     worker_error,
 )
-from tests.fakes import fault
+from tests.helpers.fakes import fault
 
 
 class NeedsMore(Exception):

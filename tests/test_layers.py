@@ -46,14 +46,15 @@ STANDS_ON = {
     "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
     "utils",
     "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages utils",
-    "tf": "_arguments _imports _numbers _reading arrays compat connections driver engine exceptions history messages "
-    "storage utils worker",
+    "host": "_arguments _files _text _version engine exceptions",
+    "tf": "_arguments _imports _numbers _reading _state arrays compat connections driver engine exceptions history "
+    "host messages storage streams utils worker",
     "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "
-    "engine exceptions history messages storage streams utils worker",
-    "cli": "_imports _version air compat storage torch utils",
+    "engine exceptions history host messages storage streams utils worker",
+    "cli": "_imports _version air compat host storage torch utils",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "
-    "exceptions messages storage tf torch writers",
+    "exceptions host messages storage streams tf torch writers",
     "util": "_arguments _imports tf torch",
     "__main__": "cli",
     "data": "_arguments _imports arrays streams tf torch util",
@@ -81,7 +82,7 @@ INSIDE = {
         "checkpointing early_stopping",
     ),
     "connections": ("_compiler _origins gpus mesh", "_gloo group horovod", "tensorflow torch"),
-    "engine": ("shared", "decisions", "processes", "group status", "changes", "controller", "renewal"),
+    "engine": ("shared", "decisions", "processes", "group status", "changes", "controller", "background_calls renewal"),
     "tf": (
         "objects tf_dataset",
         "checkpoints parallel",
@@ -145,7 +146,7 @@ MADE_LATE = {
 NO_FRAMEWORK = (
     "_arguments _files _imports _numbers _reading _text arrays driver engine history messages storage worker writers"
 )
-ENGINE_MODULES_WITH_RAY = {"gathering", "reservation_guard", "resources", "startup", "transfers", "worker"}
+ENGINE_MODULES_WITH_RAY = {"gathering", "outliving", "reservation_guard", "resources", "startup", "transfers", "worker"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 TRIALS = {
     "raysgd.tf.tf_trainable",
@@ -159,14 +160,20 @@ LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "ex
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 FRAMEWORKS_OF_FUNCTIONS = {
     ("raysgd.train._tensorflow", "raysgd.tf.data.ray_dataset"),
+    ("raysgd.train._torch", "raysgd.torch.data.batches"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.ranks"),
     ("raysgd.train._torch", "raysgd.torch.data.ray_tensors"),
     ("raysgd.train._torch", "raysgd.torch.data.sample_order"),
     ("raysgd.train._torch", "raysgd.torch.objects.moving"),
     ("raysgd.train._torch", "raysgd.torch.objects.precision"),
     ("raysgd.train._torch", "raysgd.torch.parallel.ddp"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.ddp_hooks"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.exchanges"),
     ("raysgd.train._torch", "raysgd.torch.parallel.fsdp"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.handover"),
     ("raysgd.train._torch", "raysgd.torch.parallel.options"),
     ("raysgd.train._torch", "raysgd.torch.parallel.strategy"),
+    ("raysgd.train._torch", "raysgd.torch.step.undo_log"),
     ("raysgd.train.tensorflow", "raysgd.tf.objects.datasets"),
 }
 # Data frames in shards need no framework until somebody asks for a dataset of one; the examples train with both.

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.testing import traps
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch import ledger, operators_for_tests
 from tests.torch.ledger import Ledger
 

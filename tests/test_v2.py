@@ -19,7 +19,7 @@ from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.backend import BackendConfig
 from raysgd.train.torch import TorchConfig
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 
 def test_the_first_names_are_the_classes_of_today() -> None:

@@ -65,10 +65,10 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 
 RECOVERIES = {
-    "raysgd, four workers: the others go on (default)": "raysgd, 4 workers",
+    "raysgd, four workers: the others continue (default)": "raysgd, 4 workers",
     "raysgd, two workers: waiting for a new process (default)": "raysgd, 2 workers",
     "raysgd, two workers, with a spare": "raysgd, 2 workers and a spare",
-    "raysgd, two workers: the other goes on (`resize_check_s=60`)": "raysgd, 2 workers, going on",
+    "raysgd, two workers: the other continues (`resize_check_s=60`)": "raysgd, 2 workers, not waiting",
     "torchft 0.2.0, short time-outs": "torchft, short time-outs",
     "torchrun": "torchrun",
     "torchft 0.2.0": "torchft",
@@ -104,11 +104,11 @@ MODELS = ("mlp_tiny", "cnn_tiny", "mlp_large", "cnn_large")
 
 def steady() -> str:
     """How fast the stock loop is beside a hand-written one."""
-    rows = table("| model | step by hand, us | relative speed |")
+    rows = table("| model | step of the plain loop, us | relative speed |")
     chosen = [(name, cells[1]) for model in MODELS for name, cells in rows.items() if name.startswith(model)]
     return _dots(
-        "Steady state: speed of the stock loop beside a loop written by hand",
-        "2 workers, 2 cores; medians of 24 pairs of epochs, lines are 95 % intervals; 1 is as fast as by hand",
+        "Steady state: speed of the stock loop compared with a plain loop",
+        "2 workers, 2 cores; medians of 24 pairs of epochs, lines are 95 % intervals; 1 is as fast as the plain loop",
         {re.sub(r", batch \d+", "", name): Reading.of(cell) for name, cell in chosen},
         "Source: examples/benchmarks/throughput.py",
     )
@@ -188,7 +188,7 @@ def _dots(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
             f'<circle cx="{at(reading.median):.1f}" cy="{y}" r="6" class="ours"/>',
             f'<text x="{at(reading.most) + 10:.1f}" y="{y + 5}">{reading.median:.3g}</text>',
         ]
-    said = "; ".join(f"{name}: {reading.median:.3g} times as fast as by hand" for name, reading in found.items())
+    said = "; ".join(f"{name}: {reading.median:.3g} times as fast as a plain loop" for name, reading in found.items())
     return _picture(bottom + 46, said, title, note, shapes, foot)
 
 

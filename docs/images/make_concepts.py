@@ -1,4 +1,4 @@
-"""Draws the pictures of `concepts.md`: `parts.svg`, `loss.svg` and `pass.svg`.
+"""Draws the pictures of what runs where, of a loss and of a pass: `parts.svg`, `loss.svg` and `pass.svg`.
 
 Run it with `python docs/images/make_concepts.py`. The samples in `pass.svg` are divided by the library itself.
 """

@@ -100,9 +100,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([sys.executable, HERE / "digits_run.py", "plain", folder], check=True, stdout=subprocess.DEVNULL)
-        photograph(folder / "report.html", "report", 1240, 2100, is_page=True)
+        photograph(folder / "report.html", "report", 1240, 2800, is_page=True)
         photograph(folder / "report.html", "report-narrow-dark", 460, 1032, is_dark=True, is_page=True)
-        write_card(folder, "trainer-card", (folder / "trainer.html").read_text(encoding="utf-8"), is_dark=True)
+        card = (folder / "trainer.html").read_text(encoding="utf-8")
+        write_card(folder, "trainer-card", card, is_dark=True, width="880px")
         shutil.copy(folder / "curves.png", HERE / "history-plot.png")
         notebook_picture(folder)
         terminal_picture("tqdm", folder)

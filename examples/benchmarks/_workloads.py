@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import TrainingOperator
-from raysgd.engine.shared.replica import Capture
-from raysgd.torch.torch_runner import TorchRunner
+from raysgd.worker.state.copies import StateCopy
 
 if TYPE_CHECKING:  # workers load this module, and need no trainer
     from raysgd import TorchTrainer
@@ -273,21 +272,22 @@ def config_of(workload: Workload, world_size: int, **more: Any) -> dict[str, Any
 _copies: list[tuple[float, float]] = []
 
 
-def watch_captures() -> None:
-    """In this process, lets `captures` know when each copy of the state begins and how long it takes."""
-    original = TorchRunner.capture
+def watch_copies() -> None:
+    """In this process, lets `copies_made` know when each copy of the state begins and how long it takes."""
+    original = StateCopy.made
 
     @functools.wraps(original)
-    def timed(self: TorchRunner, landed_token: int | None) -> Capture:
-        began = time.perf_counter()
-        capture = original(self, landed_token)
-        _copies.append((began, time.perf_counter() - began))
-        return capture
+    def timed(self: StateCopy) -> Any:
+        was_made, began = self.is_made, time.perf_counter()
+        content = original(self)
+        if not was_made and self.seconds is not None:
+            _copies.append((began, self.seconds))
+        return content
 
-    TorchRunner.capture = timed  # type: ignore[method-assign]
+    StateCopy.made = timed  # type: ignore[method-assign]
 
 
-def captures() -> list[tuple[float, float]]:
+def copies_made() -> list[tuple[float, float]]:
     """Begin, on the machine's clock, and seconds of each copy of the state so far."""
     return list(_copies)
 

@@ -5,11 +5,12 @@
 The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`),
 in one remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
 
-* a call of `train(num_steps=1)`: its time, of that what is beyond the loop itself, and of that the copy of the
-  state that the worker makes;
+* a call of `train(num_steps=1)`: its time, of that what is beyond the loop itself, and how long the copy of the
+  state takes that the worker makes before the next call;
 * right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
   usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
-* the same save after such a call and a call of `apply_all_operators`, which may have changed the state;
+* after such a call `apply_all_operators`, which may change the state, and the same save, both together, and again how
+  much longer the next call of `train` takes;
 * `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content, in one process, and
   in as many bare actors at once as there are remote workers.
 
@@ -52,7 +53,7 @@ from _common import (
     run_job,
     take_turns,
 )
-from _workloads import STATES, TimedOperator, captures, config_of, sgd, watch_captures
+from _workloads import STATES, TimedOperator, config_of, copies_made, sgd, watch_copies
 from torch import nn
 
 from raysgd import TorchTrainer
@@ -64,10 +65,11 @@ LOCAL = "raysgd, local"
 _FIGURES = {
     "call_s": ("train()", 1e3),
     "call_beyond_loop_s": ("beyond its loop", 1e3),
-    "capture_s": ("of it the copy", 1e3),
+    "copy_s": ("the copy", 1e3),
     "stall_s": ("save returns", 1e3),
-    "stall_after_other_s": ("after another call", 1e3),
     "next_train_delay_s": ("next train() delayed by", 1e3),
+    "apply_and_save_s": ("apply_all and save", 1e3),
+    "next_train_delay_after_both_s": ("next train() delayed by", 1e3),
     "complete_s": ("file complete", 1e3),
     "blocking_save_s": ("save and wait", 1e3),
     "load_s": ("load", 1e3),
@@ -188,7 +190,7 @@ def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: i
                 use_local=use_local,
             )
         )
-        trainer.apply_all_workers(watch_captures)
+        trainer.apply_all_workers(watch_copies)
         arrangement = Arrangement(trainer, PlainTraining(state), folder)
         if not use_local:
             arrangement.add_actors(state, num_workers)
@@ -258,9 +260,10 @@ class Arrangement:
         began = time.perf_counter()
         loop_s = self._train()
         ended = time.perf_counter()
-        copies = [seconds for at, seconds in self._trainer.apply_all_workers(captures)[0] if began <= at <= ended]
+        self._settle()
+        copies = [seconds for at, seconds in self._trainer.apply_all_workers(copies_made)[0] if at >= began]
         times = {"call_s": ended - began, "call_beyond_loop_s": ended - began - loop_s}
-        return {**times, **({"capture_s": copies[0]} if copies else {})}
+        return {**times, **({"copy_s": copies[0]} if copies else {})}
 
     def _save(self, usual_s: float) -> dict[str, float]:
         self._settle()
@@ -273,16 +276,21 @@ class Arrangement:
         complete_s = time.perf_counter() - began
         self._settle()
         self._train()
-        self._trainer.apply_all_operators(_change_nothing)
-        stall_after_other_s = _seconds(lambda: self._trainer.save(self._file, blocking=False))
+        both_s = _seconds(self._apply_and_save)
+        delayed_after_both_s = _seconds(self._train)
         self._settle()
         return {
             "stall_s": stall_s,
-            "stall_after_other_s": stall_after_other_s,
             "next_train_delay_s": delayed_s - usual_s,
+            "apply_and_save_s": both_s,
+            "next_train_delay_after_both_s": delayed_after_both_s - usual_s,
             "complete_s": complete_s,
             "blocking_save_s": _seconds(lambda: self._trainer.save(self._file)),
         }
+
+    def _apply_and_save(self) -> None:
+        self._trainer.apply_all_operators(_change_nothing)
+        self._trainer.save(self._file, blocking=False)
 
     def _load(self) -> dict[str, float]:
         self._settle()
@@ -456,7 +464,7 @@ def targets_of(runs: dict[str, Figures]) -> list[Target]:
         Target(f"{name}: save returns, ms", 30.0, True, median_ms(name, "stall_s")) for name in runs if OWN in name
     ]
     targets += [
-        Target(f"{name}: copy after a call, ms", 30.0, True, median_ms(name, "capture_s"))
+        Target(f"{name}: apply_all and save, ms", 30.0, True, median_ms(name, "apply_and_save_s"))
         for name in runs
         if OWN in name and name != LOCAL
     ]

@@ -1,11 +1,15 @@
-"""What one call of `train()` costs when there is next to nothing to train: epochs of a single tiny batch.
+"""What an epoch costs beside its steps: epochs of a single tiny batch, and the edges of epochs of ten batches.
 
     python examples/benchmarks/epoch_cost.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers raw,bare]
 
-An epoch is one step of `mlp_tiny` on each worker, so the time of a call is nearly all Python, Ray and network.
-The same is measured for bare Ray actors (the floor, see `_floor.py`), for the loop written by hand under
-torchrun, and for Ray Train with its controller's poll as it is and at 0.1 s. Growth: the same with more workers,
-far more than there are cores, against the loop written by hand.
+An epoch of one step of `mlp_tiny` on each worker is nearly all Python, Ray and network. It lasts from the return of
+one call to the return of the next one, here from one result that a callback of `fit` is told to the next one. The
+same is measured for bare Ray actors (the floor, see `_floor.py`), for the loop written by hand under torchrun, and
+for Ray Train with its controller's poll as it is and at 0.1 s. Growth: the same with more workers, far more than
+there are cores, against the loop written by hand.
+
+Edges: in epochs of ten steps of `cnn_large`, the time between the last step of an epoch and the first one of the next,
+minus the time between two steps inside an epoch, on rank 0.
 
 A sample is the median of the epochs of one run, and there are `--repetitions` runs of each contender, in turn.
 """
@@ -18,10 +22,11 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from _common import (
     OWN,
@@ -41,6 +46,7 @@ from _common import (
 from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of, sgd
 
 from raysgd import TorchTrainer
+from raysgd.callbacks import Callback, Run
 
 PEERS = {"bare": "ray", "raw": "torch", "ray_train_fast_poll": "ray.train", "ray_train": "ray.train"}
 NUM_EPOCHS = {OWN: 100, "bare": 100, "raw": 100, "ray_train_fast_poll": 20, "ray_train": 5}
@@ -48,26 +54,67 @@ SMOKE_NUM_EPOCHS = {**dict.fromkeys(NUM_EPOCHS, 5), "ray_train": 2}
 NUM_EPOCHS_OF_GROWTH = 30
 NUM_WARM_UP_EPOCHS = 5
 EPOCH = WORKLOADS["mlp_tiny"].with_steps(1)
+LONG_EPOCH = WORKLOADS["cnn_large"]
+NUM_LONG_EPOCHS = {OWN: 30, "raw": 30}
+SMOKE_NUM_LONG_EPOCHS = {OWN: 2, "raw": 2}
 
 
-def _durations(call: Callable[[], Any], num_calls: int) -> list[float]:
-    """Seconds of each of `num_calls` calls, after some that do not count."""
-    durations = []
-    for _ in range(NUM_WARM_UP_EPOCHS + num_calls):
-        began = time.perf_counter()
+class Ends(Callback):
+    """When each epoch of a `fit` ended, and how long its loop took."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.loops: list[float] = []
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        self.at.append(time.perf_counter())
+        self.loops.append(result["loop_s"])
+
+
+class StampedOperator(TimedOperator):
+    """Also keeps when each of its steps ended."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.step_ends = step_ends_of(self.optimizer)
+
+
+def step_ends_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """A list that grows by the time of each step from now on."""
+    ends: list[float] = []
+    optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    return ends
+
+
+def edges_s(step_ends: Sequence[float], num_steps: int) -> float:
+    """What the first step of an epoch takes longer, from the step before it, than others: the median of the epochs."""
+    gaps = [end - begin for begin, end in itertools.pairwise(step_ends[num_steps - 1 :])]
+    inside = [gap for index, gap in enumerate(gaps) if index % num_steps]
+    return statistics.median(gaps[::num_steps]) - statistics.median(inside)
+
+
+def _between(ends: Sequence[float]) -> float:
+    """Seconds from one end to the next one: the median of all that count."""
+    return statistics.median(end - begin for begin, end in itertools.pairwise(ends[NUM_WARM_UP_EPOCHS:]))
+
+
+def _ends(call: Callable[[], Any], num_calls: int) -> list[float]:
+    """When each of `num_calls` calls returned, and of some before that do not count."""
+    ends = []
+    for _ in range(NUM_WARM_UP_EPOCHS + num_calls + 1):
         call()
-        durations.append(time.perf_counter() - began)
-    return durations[NUM_WARM_UP_EPOCHS:]
+        ends.append(time.perf_counter())
+    return ends
 
 
 def run_raysgd(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """`TorchTrainer.train`, seen from the driver, and how much of it the operator's loop took."""
-    loops: list[float] = []
+    """Epochs of `TorchTrainer.fit`, seen from the driver, and how much of each the operator's loop took."""
+    ends = Ends()
     with ray_cluster(num_workers):
         config = config_of(EPOCH, num_workers)
         with TorchTrainer(training_operator_cls=TimedOperator, config=config, num_workers=num_workers) as trainer:
-            durations = _durations(lambda: loops.append(trainer.train()["loop_s"]), num_epochs)
-    return {"epoch_s": statistics.median(durations), "loop_s": statistics.median(loops[NUM_WARM_UP_EPOCHS:])}
+            trainer.fit(NUM_WARM_UP_EPOCHS + num_epochs + 1, callbacks=[ends])
+    return {"epoch_s": _between(ends.at), "loop_s": statistics.median(ends.loops[NUM_WARM_UP_EPOCHS:])}
 
 
 def run_bare(num_workers: int, num_epochs: int) -> dict[str, float]:
@@ -76,18 +123,36 @@ def run_bare(num_workers: int, num_epochs: int) -> dict[str, float]:
 
     with ray_cluster(num_workers):
         group = FloorGroup(EPOCH, num_workers)
-        durations = _durations(group.train_epoch, num_epochs)
+        ends = _ends(group.train_epoch, num_epochs)
         group.stop()
-    return {"epoch_s": statistics.median(durations)}
+    return {"epoch_s": _between(ends)}
 
 
 def run_raw(num_workers: int, num_epochs: int) -> dict[str, float]:
     """The loop written by hand, seen from rank 0."""
     dist.init_process_group("gloo")
     training = HandWritten(EPOCH, dist.get_rank(), num_workers)
-    durations = _durations(training.train_epoch_of_all, num_epochs)
-    dist.destroy_process_group()
-    return {"epoch_s": statistics.median(durations)}
+    return {"epoch_s": _between(_ends(training.train_epoch_of_all, num_epochs))}
+
+
+def run_raysgd_long(num_workers: int, num_epochs: int) -> dict[str, float]:
+    """The edges of longer epochs of `fit`."""
+    with ray_cluster(num_workers):
+        config = config_of(LONG_EPOCH, num_workers)
+        with TorchTrainer(training_operator_cls=StampedOperator, config=config, num_workers=num_workers) as trainer:
+            trainer.fit(num_epochs, callbacks=[Ends()])
+            step_ends, *_ = trainer.apply_all_operators(lambda operator: operator.step_ends)
+    return {"edges_s": edges_s(step_ends, LONG_EPOCH.num_steps)}
+
+
+def run_raw_long(num_workers: int, num_epochs: int) -> dict[str, float]:
+    """The same of the loop written by hand."""
+    dist.init_process_group("gloo")
+    training = HandWritten(LONG_EPOCH, dist.get_rank(), num_workers)
+    step_ends = step_ends_of(training.optimizer)
+    for _ in range(num_epochs):
+        training.train_epoch_of_all()
+    return {"edges_s": edges_s(step_ends, LONG_EPOCH.num_steps)}
 
 
 def run_ray_train(num_workers: int, num_epochs: int) -> dict[str, float]:
@@ -137,19 +202,21 @@ ROLES = {
     "raw": run_raw,
     "ray_train": run_ray_train,
     "ray_train_fast_poll": run_ray_train,
+    f"{OWN}_long": run_raysgd_long,
+    "raw_long": run_raw_long,
 }
 _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 
 
 def measure(
-    num_epochs: Mapping[str, int], num_workers: int, num_repetitions: int, report: Report
+    num_epochs: Mapping[str, int], num_workers: int, num_repetitions: int, report: Report, role: str = ""
 ) -> dict[str, dict[str, Estimate]]:
     """Milliseconds by contender and figure; `num_epochs` has the contenders, and how many epochs each trains."""
     jobs = {
         name: functools.partial(
             run_job,
             __file__,
-            name,
+            name + role,
             processes=num_workers if name == "raw" else None,
             environment=_ENVIRONMENTS.get(name),
             num_workers=num_workers,
@@ -174,6 +241,16 @@ def report_cost(report: Report, num_workers: int, found: dict[str, dict[str, Est
     report.result(OWN, "loop_ms", loop, num_workers=num_workers)
     report.table(f"An epoch of one batch, {num_workers} workers", ["contender", "ms", "raysgd over it"], rows)
     print(f"\nOf raysgd's time the loop in the workers took {loop.text()} ms.", flush=True)
+
+
+def report_edges(report: Report, num_workers: int, found: dict[str, dict[str, Estimate]]) -> float | None:
+    """Notes and prints what the edges of longer epochs cost; returns how much more than by hand, where measured."""
+    for name, figures in found.items():
+        report.result(name, "edges_ms", figures["edges_s"], num_workers=num_workers)
+    rows = [[name, figures["edges_s"].text()] for name, figures in found.items()]
+    title = f"Edges of an epoch of {LONG_EPOCH.num_steps} steps of `{LONG_EPOCH.name}`, {num_workers} workers"
+    report.table(title, ["contender", "ms"], rows)
+    return found[OWN]["edges_s"].median - found["raw"]["edges_s"].median if "raw" in found else None
 
 
 def report_growth(report: Report, by_size: dict[int, dict[str, dict[str, Estimate]]]) -> dict[int, float]:
@@ -207,14 +284,23 @@ def main() -> None:
     counts = {name: counts[name] for name in (OWN, *peers.selected)}
     found = measure(counts, arguments.num_workers, arguments.repetitions, report)
     report_cost(report, arguments.num_workers, found)
+    own = found[OWN]["epoch_s"].median
+    over = {name: own / figures["epoch_s"].median for name, figures in found.items()}
+
+    long_counts = SMOKE_NUM_LONG_EPOCHS if arguments.smoke_test else NUM_LONG_EPOCHS
+    long_counts = {name: count for name, count in long_counts.items() if name in counts}
+    long = measure(long_counts, arguments.num_workers, arguments.repetitions, report, "_long")
+    more_ms = report_edges(report, arguments.num_workers, long)
 
     growing = {name: NUM_EPOCHS_OF_GROWTH for name in counts if name in (OWN, "raw")}
     by_size = {size: measure(growing, size, arguments.repetitions, report) for size in sizes}
     ratios = report_growth(report, by_size) if by_size else {}
-    call_ms = found[OWN]["epoch_s"].median
+    workers = f"{arguments.num_workers} workers"
     report.finish(
         [
-            Target(f"{arguments.num_workers} workers: one call of `train`, ms", 4.0, True, call_ms),
+            Target(f"{workers}: raysgd / by hand, time of an epoch of one step", 1.5, True, over.get("raw")),
+            Target(f"{workers}: raysgd / bare actors, time of an epoch of one step", 1.1, True, over.get("bare")),
+            Target(f"{workers}: edges of an epoch of ten steps, ms more than by hand", 5.0, True, more_ms),
             Target("16 workers: raysgd / by hand, time of an epoch", 1.25, True, ratios.get(16)),
         ]
     )

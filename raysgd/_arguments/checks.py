@@ -34,16 +34,14 @@ def is_integer(value: Any) -> bool:
 def check_count(name: str, value: Any, hint: str) -> int:
     """Refuses anything but a positive integer, and returns it as Python's."""
     if not is_integer(value) or value <= 0:
-        raise InvalidCountError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
 def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
     """Refuses what is no number of workers, and returns it as Python's."""
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
-        raise InvalidCountError(
-            f"`{name}={value!r}`: need at least {least} and at most {MAX_WORKERS}, as an integer. {hint}"
-        )
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
 
 
@@ -86,6 +84,13 @@ def check_kind(name: str, value: Any, kind: type[Any]) -> None:
         raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
 
+def check_subclass(name: str, value: Any, base: type[Any], shown: str) -> None:
+    """Refuses anything but a class that users have derived from one of the library, as it is `shown` to them."""
+    if not (isinstance(value, type) and issubclass(value, base)):
+        found = f"an instance of `{type(value).__name__}`" if isinstance(value, base) else repr(value)
+        raise TypeError(f"`{name}` is {found}: need a subclass of `{shown}`, the class itself.")
+
+
 def check_config(config: Any) -> dict[str, Any]:
     """Refuses anything but None or a dict, and returns a copy."""
     if config is not None and not isinstance(config, Mapping):
@@ -99,7 +104,7 @@ def check_num_steps(num_steps: Any) -> int | None:
         return None
     if not is_integer(num_steps) or num_steps < 0:
         raise InvalidCountError(
-            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
+            f"`num_steps={num_steps!r}`: need the number of batches per worker, 0 or more, or None for one pass."
         )
     return int(num_steps)
 

@@ -49,6 +49,17 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
         )
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuses to read what may never end: a device, a pipe, a socket. The file may be missing.
+
+    Raises:
+        OSError: It is one.
+    """
+    place = Path(path)
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise OSError(f"`{path}` is not a regular file, but a device, a pipe or a socket")
+
+
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:
     """Makes a folder, unless it is there, and refuses one that takes no files.
 

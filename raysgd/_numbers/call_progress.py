@@ -1,4 +1,4 @@
-"""How far a running call is."""
+"""The progress of a running call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ProgressKind = Literal["train", "validation", "test", "predict"]
 
 @dataclass(frozen=True)
 class CallProgress:
-    """How far a running call is, seen from rank 0.
+    """The progress of a running call, seen from rank 0.
 
     Attributes:
         num_steps: Batches that it has drawn.

@@ -50,14 +50,14 @@ class Ranking:
         """Takes a new checkpoint in.
 
         Args:
-            identity: Its number, higher than all before.
+            identity: Its number, the higher the newer.
             score: What it is judged by; None for a missing score.
 
         Returns:
             The numbers of those that are to be deleted, worst first. The new one can be among them.
         """
         self._present[identity] = self._rank(identity, score)
-        spared = identity if self._spares_newest else None
+        spared = max(self._present) if self._spares_newest else None
         dropped = tuple(each for each in self._ordered()[: self._num_surplus] if each != spared)
         for each in dropped:
             del self._present[each]

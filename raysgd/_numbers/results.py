@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-NUM_SAMPLES = "num_samples"
-_PER_WORKER = ("epoch", "batch_count")  # counters that mean "per worker": the plain mean over workers
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
+
+_PER_WORKER = ("epoch", BATCH_COUNT)  # counters that mean "per worker": the plain mean over workers
 _LAST = "last_"
 
 
@@ -46,12 +47,12 @@ class Metrics(dict[str, Any]):
     @property
     def num_samples(self) -> float:
         """Samples of all workers; NaN if an operator does not count them."""
-        return self._counted("num_samples")
+        return self._counted(NUM_SAMPLES)
 
     @property
     def batch_count(self) -> float:
         """Batches of one worker, on average."""
-        return self._counted("batch_count")
+        return self._counted(BATCH_COUNT)
 
     @property
     def epoch(self) -> int:
@@ -105,7 +106,7 @@ def _missing(names: Iterable[Any], standing: Collection[Any], known: Collection[
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
     """Return a mean, and its sum and count."""
-    total, count = sum(total for total, weight in totals if weight), sum(weight for _, weight in totals)
+    total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 
 
@@ -137,7 +138,7 @@ def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
         return workers[0].values[name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
-    return _weighted_mean(_sum_and_count(name, worker) for worker in workers)
+    return _averaged(*(_sum_and_count(name, worker) for worker in workers))[0]
 
 
 def _is_last_value(name: str, worker: WorkerMetrics) -> bool:
@@ -155,14 +156,6 @@ def _sum_and_count(name: str, worker: WorkerMetrics) -> tuple[float, float]:
     samples = as_number(worker.values.get(NUM_SAMPLES))
     weight = 1.0 if samples is None or math.isnan(samples) else float(samples)
     return value * weight, weight
-
-
-def _weighted_mean(totals: Iterable[tuple[float, float]]) -> float:
-    pairs = list(totals)
-    count = math.fsum(count for _, count in pairs)
-    if not count:
-        return math.nan
-    return sum(total for total, weight in pairs if weight) / count
 
 
 def _plain_mean(values: Sequence[Any]) -> Any:

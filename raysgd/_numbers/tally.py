@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Flat = tuple[Any, Sequence[float]]
-"""What its numbers mean, and numbers: the state of a metric object, as its framework lays it out."""
+"""The state of a metric object, as its framework lays it out: the meaning of its numbers, and the numbers."""
 
 
 @dataclass
 class Tally:
-    """What was counted so far.
+    """The counts of a metric object so far.
 
     >>> tally = Tally(96.0, {"loss": (28.8, 96.0, 0.2)})
     >>> tally.layout, tally.numbers
@@ -33,7 +33,7 @@ class Tally:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What the numbers mean."""
+        """The meaning of the numbers."""
         objects = ((name, meaning, len(numbers)) for name, (meaning, numbers) in self.objects.items())
         return tuple(self.sums), tuple(objects)
 

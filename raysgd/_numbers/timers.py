@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 Clock = Callable[[], float]
 
@@ -55,12 +54,7 @@ class TimerStat(AbstractContextManager[None]):
             raise AssertionError("this `TimerStat` already runs: nest two timers instead of entering one twice.")
         self._started_at = self._clock()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the clock and keep the duration, also when the timed work raised."""
         if self._started_at is not None:  # else `reset` was called inside the block
             self.push(self._clock() - self._started_at)

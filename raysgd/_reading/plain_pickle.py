@@ -19,11 +19,11 @@ import numpy as np
 from raysgd._reading.strict_reading import NotPlainError, require
 
 _MAX_DEPTH = 100
-"""How deep containers may be nested: everything that walks through a state does it by recursion."""
+"""The deepest nesting of containers: everything that walks through a state does it by recursion."""
 
 _MAX_KEY_PARTS = 1000
 _MAX_KEYS_ALIKE = 64
-"""How many keys of a container may have the same hash: a new one is compared with each of them."""
+"""The most keys of a container with the same hash: a new one is compared with each of them."""
 
 _MAX_ARRAY_DIMS = 64
 _ALIGNED = 0x80  # flag of a structured dtype
@@ -68,7 +68,7 @@ class KeyChecks:
 
 
 def _is_only_one(key: Any, code: int) -> bool:
-    """Whether no other key of its kind has this hash, unless by chance: that of a text is different in each process."""
+    """Return whether no other key of its kind has this hash, unless by chance: those of texts are random."""
     return type(key) in (str, bytes) or (type(key) is int and key == code)
 
 
@@ -238,7 +238,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         target.update(self._keys.checked(value, target) for value in values)
 
     def _top(self, *kinds: type[Any]) -> Any:
-        require(type(self.stack[-1]) in kinds, f"a `{type(self.stack[-1]).__name__}` is no `{kinds[0].__name__}`")
+        require(type(self.stack[-1]) in kinds, f"a `{type(self.stack[-1]).__name__}` is not a `{kinds[0].__name__}`")
         return self.stack[-1]
 
     def load_bytearray8(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MAX_BUFFERS = 2
-"""How many are kept: one holds the last copy while the next one is written to the other."""
+"""The number of those that are kept: one holds the last copy while the next one is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # in `malloc.h` of the GNU C library
 _LARGE_BYTES = 2**17  # parts of parameters of 1 MiB, on eight workers
@@ -40,7 +40,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._spare: list[_Mapped | _Pinned] = []
-        self._num_lent = 0
+        self._lent: set[int] = set()  # identities, because several threads may give back at once
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
@@ -50,7 +50,7 @@ class HostBuffers:
             self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
             memory = kind(num_bytes)
         whole = memory.view()
-        self._num_lent += 1
+        self._lent.add(id(memory))
         finalize(whole, self._give_back, memory).atexit = False
         content = whole[:num_bytes]
         assert content.base is whole, "every view, also of a view, must keep `whole` alive"
@@ -64,8 +64,8 @@ class HostBuffers:
 
     def _give_back(self, memory: _Mapped | _Pinned) -> None:
         """Called in whichever thread let go of the last view."""
-        self._num_lent -= 1
-        if self._num_lent + len(self._spare) < _MAX_BUFFERS:
+        self._lent.discard(id(memory))
+        if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
 
 

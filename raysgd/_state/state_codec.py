@@ -19,9 +19,9 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,11 +88,24 @@ class StateEncoder:
             pickle.PicklingError: Something in the state cannot be pickled; many classes say so by a
                 `TypeError`.
         """
+        encoded, fill = self.begin(state)
+        fill()
+        return encoded
+
+    def begin(self, state: Any) -> tuple[EncodedState, Callable[[], None]]:
+        """Do all of `encode` but the copy of the contents of tensors and arrays in host memory.
+
+        Returns:
+            The encoded state, and what copies these contents into it, in any thread. They must not change before.
+        """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
         buffer = self._buffers.take(parts.num_bytes, pinned=parts.is_on_gpu)
-        parts.copy_into(buffer)
-        return EncodedState(skeleton, buffer)
+        encoded, fill = EncodedState(skeleton, buffer), partial(parts.copy_into, buffer)
+        if parts.is_on_gpu:  # behind what this thread has queued there
+            fill()
+            return encoded, _nothing
+        return encoded, fill
 
 
 def lend(state: Any) -> EncodedState:
@@ -125,14 +138,14 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
 
 class _ArrayPart(NamedTuple):
-    """Where the bytes of a numpy array lie."""
+    """The place of the bytes of a NumPy array."""
 
     start: int
     num_bytes: int
 
 
 class _TensorPart(NamedTuple):
-    """Where a tensor's bytes lie, and how to read them: in the buffer, or in one of the arrays apart."""
+    """The place of a tensor's bytes, in the buffer or in one of the arrays apart, and the way to read them."""
 
     apart: int | None
     start: int
@@ -163,7 +176,7 @@ class _Parts:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether any of the tensors is on a CUDA device."""
+        """True if any of the tensors is on a CUDA device."""
         return any(tensor.is_cuda for tensor in self._tensors)
 
     def add_tensor(self, tensor: torch.Tensor) -> int:
@@ -281,6 +294,10 @@ def _loaded_torch() -> Any:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _nothing() -> None:
+    """Do nothing: it is done."""
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -109,7 +109,7 @@ class LogRelay:
 
 
 def install() -> None:
-    """In any process that imports raysgd: shows warnings by default, or what the environment variable asks for."""
+    """Shows warnings by default, or what the environment variable asks for, in any process that imports raysgd."""
     logger = logging.getLogger(_NAME)
     if not any(isinstance(handler, DefaultHandler | Notebook) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
@@ -128,7 +128,7 @@ def level() -> int:
 
 
 def collect(from_level: int) -> None:
-    """In a worker process: keeps lines for the driver instead of showing them."""
+    """Keeps lines for the driver, in a worker process, instead of showing them."""
     global _notebook
     logger = logging.getLogger(_NAME)
     logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | Notebook)]

@@ -1,4 +1,4 @@
-"""What is done once, such as a warning that would say the same on every batch."""
+"""Things that are done once, such as a warning that would say the same on every batch."""
 
 from __future__ import annotations
 

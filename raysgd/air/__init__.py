@@ -9,17 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd._imports.lazy import lazy_names
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
 
 if TYPE_CHECKING:
-    from raysgd.air.checkpoint import Checkpoint
-    from raysgd.air.config import (
-        CheckpointConfig,
-        DatasetConfig,
-        FailureConfig,
-        RunConfig,
-        ScalingConfig,
-        SyncConfig,
-    )
     from raysgd.air.result import Result
 
 __all__ = [
@@ -33,13 +26,4 @@ __all__ = [
     "SyncConfig",
 ]
 
-_CONFIGS = ("CheckpointConfig", "DatasetConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Checkpoint": "raysgd.air.checkpoint",
-        "Result": "raysgd.air.result",
-        **dict.fromkeys(_CONFIGS, "raysgd.air.config"),
-    },
-    submodules=("callbacks", "checkpoint", "config", "constants", "integrations", "result", "session"),
-)
+__getattr__, __dir__ = lazy_names(__name__, {"Result": "raysgd.air.result"})

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raysgd.air._packing import DICT_FILE, METADATA_FILE, folder_as_dict, write_dict
 from raysgd.exceptions import CheckpointCorruptedError
@@ -16,29 +16,6 @@ if TYPE_CHECKING:
     from raysgd.storage import Folder
 
 TEMPORARY_PREFIX = "checkpoint_tmp_"
-
-
-class Content(Protocol):
-    """One of the three."""
-
-    @property
-    def representation(self) -> tuple[str, Any]:
-        """What it is, in the words of the old library, and its data."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, in memory."""
-
-    def write(self, target: Path) -> None:
-        """All of it, in a folder that is there."""
-
-    def metadata(self) -> dict[str, Any]:
-        """Return what its user has noted beside it."""
-
-    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Notes it, instead of what there was."""
-
-    def portable(self) -> Content:
-        """Return what goes to another process, perhaps on another machine."""
 
 
 class DictContent:
@@ -55,23 +32,29 @@ class DictContent:
 
     @property
     def representation(self) -> tuple[str, Any]:
+        """The kind, in the words of the old library, and the data."""
         return "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
+        """All of it, in memory."""
         return dict(self._data)
 
     def write(self, target: Path) -> None:
+        """Writes all of it into a folder that is there."""
         write_dict(self._data, target)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
     def metadata(self) -> dict[str, Any]:
+        """Return what its user has noted beside it."""
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Notes it, instead of what there was."""
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
+        """Return what goes to another process, perhaps on another machine."""
         return self
 
 
@@ -151,7 +134,7 @@ class FolderContent:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode(), sealed=True)
 
     def portable(self) -> Content:
-        """By value what only this machine has, by reference what all of them reach."""
+        """Returns it by value where only this machine can reach it, else as it is."""
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only else self
 
@@ -174,3 +157,7 @@ class FolderReference(FolderContent):
 
 def _arrived(folder: Folder, copy: DictContent | None) -> Content:
     return FolderContent(folder) if copy is None or folder.exists() else copy
+
+
+Content = DictContent | FolderContent
+"""All of them: the others derive from these two."""

@@ -69,7 +69,7 @@ def _is_meta(entry: Path) -> bool:
 def _inside(folder: Path, name: str) -> Path:
     """The place of an entry of a folder."""
     if len(PurePosixPath(name).parts) != 1 or name in (".", ".."):
-        raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which is no name of a file.")
+        raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which cannot be the name of a file.")
     return folder / name
 
 

@@ -35,6 +35,7 @@ class TrialFacts:
         metadata: What the trainer was given as `metadata`.
         workdir: The working directory of the function; None to leave it alone.
         keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
+        validates: Whether the trainer has a `validation_config`.
     """
 
     folder: Folder
@@ -45,6 +46,7 @@ class TrialFacts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     workdir: str | None = None
     keeps_files: bool = True
+    validates: bool = False
 
     @property
     def directory(self) -> str:
@@ -55,9 +57,14 @@ class TrialFacts:
 class RunningSession(Protocol):
     """One run of a function in this process, as far as the function can ask it."""
 
-    world: World
     facts: TrialFacts | None
     accelerator: Any
+    membership: Any
+    iteration: int
+
+    @property
+    def world(self) -> World:
+        """The place of this worker."""
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
         """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""

@@ -39,6 +39,9 @@ class ScalingConfig:
             seconds; it grows after a checkpoint.
         accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
         label_selector: The labels that a node has to have for a worker, as Ray selects nodes: `{"region": "us-west"}`.
+        elastic: Whether the function goes on where it is when other workers are lost, with those that are left, instead
+            of starting again from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
+        spare_workers: How many more workers wait, ready, to step in for lost ones; with `elastic` only.
 
     Raises:
         ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
@@ -53,6 +56,8 @@ class ScalingConfig:
     elastic_resize_monitor_interval_s: float = 60.0
     accelerator_type: str | None = None
     label_selector: dict[str, str] | None = None
+    elastic: bool = False
+    spare_workers: int = 0
 
     def __post_init__(self) -> None:
         self.check()
@@ -63,7 +68,7 @@ class ScalingConfig:
         Raises:
             ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
         """
-        refuse_text(use_gpu=self.use_gpu)
+        refuse_text(use_gpu=self.use_gpu, elastic=self.elastic)
         if not is_open(self.elastic_resize_monitor_interval_s):
             check_seconds("elastic_resize_monitor_interval_s", self.elastic_resize_monitor_interval_s)
         if self.num_workers is not None and not is_open(self.num_workers):
@@ -122,14 +127,14 @@ class ScalingConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of workers may change while the run lasts."""
+        """True if the number of workers may change while the run lasts."""
         return isinstance(self.num_workers, tuple) and self.num_workers[0] < self.num_workers[1]
 
     # ------------------------------------------------------------------------------------------------------- resources
 
     @property
     def worker_bundle(self) -> dict[str, float]:
-        """What one worker needs, without zeros."""
+        """The resources that one worker needs, without zeros."""
         kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
             return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
@@ -137,12 +142,12 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """What the trial itself needs, without zeros."""
+        """The resources that the trial itself needs, without zeros."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """What the trial and its workers need together; of a range, with the least workers."""
+        """The resources that the trial and its workers need together; of a range, with the least workers."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -161,7 +166,7 @@ class ScalingConfig:
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """What a worker needs beside CPUs and GPUs."""
+        """The resources that a worker needs beside CPUs and GPUs."""
         return {name: amount for name, amount in self.worker_bundle.items() if name not in ("CPU", "GPU")}
 
     def _bundles(self) -> list[dict[str, float]]:
@@ -188,7 +193,7 @@ class ScalingConfig:
         if pgf.head_bundle_is_empty:
             trainer, workers = {}, [trainer, *workers]
         if any(worker != workers[0] for worker in workers):
-            raise ValueError(f"`pgf={pgf!r}`: all bundles after the first must be equal, as those of workers are.")
+            raise ValueError(f"`pgf={pgf!r}`: all bundles after the first must be equal, like all workers.")
         return cls(
             trainer_resources=trainer or {"CPU": 0},
             num_workers=len(workers) or None,

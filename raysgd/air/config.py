@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._arguments.checks import check_runtime_env, is_integer, is_number
+from raysgd._numbers.ranking import MAX, MIN
 from raysgd._text.secrets import masked
 from raysgd.air._dataset_config import DatasetConfig
 from raysgd.air._scaling import ScalingConfig
@@ -28,9 +29,6 @@ __all__ = [
     "ScalingConfig",
     "SyncConfig",
 ]
-
-MAX = "max"
-MIN = "min"
 
 
 @dataclass
@@ -127,7 +125,7 @@ class FailureConfig:
 
 @dataclass
 class LoggingConfig:
-    """What the log says of a run.
+    """The level of the log of a run.
 
     Attributes:
         log_level: The least level of raysgd's own messages in the driver while the run lasts, such as "WARNING".

@@ -13,12 +13,9 @@ WILDCARD_KEY = "*"
 
 # Files in the folder of a trial.
 RESULT_FILE = "result.json"
+VALIDATION_FILE = "validation.json"
 ERROR_FILE = "error.txt"
 ERROR_PICKLE_FILE = "error.pkl"
-CHECKPOINT_PREFIX = "checkpoint_"
-
-# The key of a report that names the folder of its checkpoint, inside the folder of the trial.
-CHECKPOINT_DIR_NAME = "checkpoint_dir_name"
 
 # Loggers of Ray Tune that write what is written here: with one of them in `RunConfig(callbacks=...)`, it writes.
 JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (

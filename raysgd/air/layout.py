@@ -87,12 +87,12 @@ class TrialFolder:
 
     @property
     def is_local(self) -> bool:
-        """Whether the trial's files are on a disk of this machine."""
+        """True if the trial's files are on a disk of this machine."""
         return self.trial.is_local
 
     @property
     def local_path(self) -> Path:
-        """Where this process writes the trial's files.
+        """The folder in which this process writes the trial's files.
 
         That is the trial's folder, or a temporary one when the storage is remote; its files are then copied to the
         storage.
@@ -121,16 +121,17 @@ class TrialFolder:
 
     def checkpoint_names(self) -> list[str]:
         """The names of the checkpoints that are there and complete, oldest first."""
-        return _checkpoints_in(self.trial.committed())
+        return checkpoints_in(self.trial.committed())
 
     @property
     def next_index(self) -> int:
         """The number that the next checkpoint gets: after all that are there, complete or not."""
-        present = [] if self.is_new else _checkpoints_in(self.trial.names())
+        present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
 
-def _checkpoints_in(names: Iterable[str]) -> list[str]:
+def checkpoints_in(names: Iterable[str]) -> list[str]:
+    """Return the names that are those of checkpoints, oldest first."""
     found = {name: checkpoint_index(name) for name in names}
     return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._imports.optional import require
 from raysgd._numbers.nested import flattened, value_at
+from raysgd._numbers.ranking import MAX, MIN, Ranking, as_score
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import MAX, MIN
 from raysgd.air.constants import (
-    CHECKPOINT_DIR_NAME,
-    CHECKPOINT_PREFIX,
     ERROR_FILE,
     ERROR_PICKLE_FILE,
     RESULT_FILE,
+    VALIDATION_FILE,
 )
+from raysgd.air.layout import checkpoints_in
+from raysgd.air.metrics import CHECKPOINT_DIR_NAME
 from raysgd.writers.json_files import report_in
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """What the run was configured with."""
+        """The config of the run."""
         return (self.metrics or {}).get("config")
 
     @property
@@ -115,7 +114,10 @@ class Result:
         if not having:
             known = sorted({key for _, metrics in self.best_checkpoints for key in flattened(metrics)})
             raise RuntimeError(f"`metric={metric!r}`: no checkpoint was reported with it. The metrics are {known}.")
-        return sorted(having, key=lambda kept: _quality(value_at(kept[1], metric), mode))[-1][0]
+        ranking = Ranking(None, mode)
+        for index, (_, metrics) in enumerate(having):
+            ranking.admit(index, as_score(value_at(metrics, metric)))
+        return having[ranking.kept[-1]][0]
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
@@ -147,19 +149,23 @@ class Result:
         )
 
 
-def _quality(value: Any, mode: str) -> tuple[bool, float]:
-    """Return what to sort by for the best to be last; NaN, and what is no number, come first."""
-    if not isinstance(value, Real) or math.isnan(value):
-        return False, 0.0
-    return True, float(value) if mode == MAX else -float(value)
-
-
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """The reports in the `result.json` of a trial. A line that is not whole, as after a kill, is left out."""
+    """The reports in the `result.json` of a trial, with what the validation of their checkpoints has found.
+
+    A line that is not whole, as after a kill, is left out.
+    """
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
-    return [report for line in lines if (report := report_in(line)) is not None]
+    validations = read_validations(folder)
+    reports = [report for line in lines if (report := report_in(line)) is not None]
+    return [{**report, **validations.get(str(report.get(CHECKPOINT_DIR_NAME)), {})} for report in reports]
+
+
+def read_validations(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Return the metrics of checkpoints that were validated beside the training, by their names."""
+    found = report_in(folder.read(VALIDATION_FILE).decode()) if folder.has(VALIDATION_FILE) else None
+    return found or {}
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -171,8 +177,8 @@ def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, A
 def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
     """The checkpoints of a trial with the reports that they came with, the oldest first."""
     by_name = by_checkpoint(reports)
-    names = [name for name in folder.committed() if name.startswith(CHECKPOINT_PREFIX)]
-    return [(Checkpoint(folder / name), by_name.get(name, {})) for name in sorted(names)]
+    names = checkpoints_in(folder.committed())
+    return [(Checkpoint(folder / name), by_name.get(name, {})) for name in names]
 
 
 def _read_error(folder: Folder) -> Exception | None:

@@ -46,11 +46,7 @@ class FitTrialView:
         self.checkpoint: Any = None
         self.relative_logdir = folder.dir_name
         self.placement_group_factory = resources
-        self.stopping_criterion: dict[str, Any] = {}
-        self.max_failures = 0
         self.log_to_file: tuple[str | None, str | None] = (None, None)
-        self.custom_trial_name: str | None = None
-        self.custom_dirname: str | None = None
         self.run_metadata = SimpleNamespace(num_failures=0, error_filename=None, pickled_error_filename=None)
         self.temporary_state = SimpleNamespace(location=_Location("", ""))
         self.storage = _TrialStorage(folder)
@@ -84,11 +80,6 @@ class FitTrialView:
     """The same, by its former name."""
 
     @property
-    def remote_experiment_path(self) -> str:
-        """The folder of the experiment in its storage."""
-        return self._folder.experiment.path
-
-    @property
     def experiment_dir_name(self) -> str:
         """The name of the experiment's folder."""
         return self._folder.experiment_name
@@ -112,7 +103,7 @@ class FitTrialView:
 
     @property
     def has_reported_at_least_once(self) -> bool:
-        """Whether there was a report."""
+        """True if there was a report."""
         return "training_iteration" in self.last_result
 
     @property
@@ -124,12 +115,6 @@ class FitTrialView:
     def error_file(self) -> str | None:
         """The file that says what went wrong; None when nothing did."""
         return str(Path(self.local_path, ERROR_FILE)) if self.num_failures else None
-
-    @property
-    def pickled_error_file(self) -> str | None:
-        """The file with the error itself; None when there is none."""
-        path = Path(self.local_path, ERROR_PICKLE_FILE)
-        return str(path) if self.num_failures and path.exists() else None
 
     def get_error(self) -> str | None:
         """Return what went wrong, in words; None when nothing did."""
@@ -176,22 +161,9 @@ class _TrialStorage:
     def __init__(self, folder: TrialFolder) -> None:
         self._folder = folder
         self.experiment_dir_name = folder.experiment_name
-        self.trial_dir_name = folder.dir_name
-        self.experiment_fs_path = folder.experiment.path
         self.trial_fs_path = folder.trial.path
-        self.storage_fs_path = str(Path(folder.experiment.path).parent)
 
     @property
     def storage_filesystem(self) -> Any:
         """A `pyarrow.fs.FileSystem`."""
         return self._folder.trial.filesystem
-
-    @property
-    def trial_driver_staging_path(self) -> str:
-        """The folder on this machine where loggers write."""
-        return str(self._folder.local_path)
-
-    @property
-    def experiment_driver_staging_path(self) -> str:
-        """The folder above it."""
-        return str(self._folder.local_path.parent)

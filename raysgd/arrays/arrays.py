@@ -13,7 +13,7 @@ from raysgd.arrays.ray_batches import BatchForm, Columns
 
 @dataclass(frozen=True)
 class Arrays:
-    """How the rows of arrays or of a data frame become batches.
+    """The rows of arrays or of a data frame, and the way they become batches.
 
     A name of a column stands for the column as it is, a list of names for one array with a column for each.
 
@@ -62,7 +62,7 @@ class Arrays:
 
     @property
     def form(self) -> BatchForm:
-        """How columns become batches."""
+        """The way columns become batches."""
         return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
 
 

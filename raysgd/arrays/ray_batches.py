@@ -52,7 +52,7 @@ PLAIN_FORM = BatchForm(None, None, None, None, 1)
 
 @dataclass(frozen=True)
 class RayBatches:
-    """How the rows of a dataset of Ray Data become batches: for `register_data`, and for `train(dataset=...)`.
+    """A dataset of Ray Data whose rows become batches: for `register_data`, and for `train(dataset=...)`.
 
     A name of a column stands for the column as it is, a list of names for one array with a column for each.
 

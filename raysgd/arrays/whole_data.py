@@ -6,7 +6,7 @@ Why the driver does not cut them into parts: ADR 79.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -23,10 +23,17 @@ class DataPosition:
     Attributes:
         pass_index: Index of the pass.
         consumed: Samples of the pass that all workers have used.
+        state: What the source of the data says as well.
     """
 
     pass_index: int
     consumed: int
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The same as a position that a source takes over."""
+        return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,21 @@ class WholeShare:
 
     data: Any
     place: DataPosition | None = None
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """A loader, a dataset or a stream of the user's, as it is.
+
+    Attributes:
+        data: The same.
+    """
+
+    data: Any
+
+    def make(self) -> Any:
+        """Return it."""
+        return self.data
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class EMAInWorker(Averager):
         if not optimizers or not all(hasattr(each, "register_step_post_hook") for each in optimizers):
             names = ", ".join(type(each).__name__ for each in optimizers) or "none"
             raise ValueError(
-                f"`EMA` follows the steps of optimizers and cannot see those of the registered ones ({names}): pass "
+                f"`EMA` follows steps of optimizers and cannot see the steps of the registered ones ({names}): pass "
                 "objects of subclasses of `torch.optim.Optimizer` to `register`."
             )
         self.weights = [_copied(model) for model in models_of(operator)]
@@ -282,7 +282,7 @@ def _copied(model: Any) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """In at least 32 bits: an average in fewer would not move."""
+    """Gives a tensor at least 32 bits: an average in fewer would not move."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""Where runs without a folder of their own put files."""
+"""The folder of runs that have none of their own."""
 
 
 class Callback:
@@ -59,12 +59,21 @@ class Callback:
     def on_progress(self, run: Run, progress: CallProgress) -> None:
         """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden."""
 
+    def on_epoch_trained(self, run: Run) -> None:
+        """Called after each epoch of a class-based trainer, before its result is told.
+
+        With `fit(validate="async")` that comes an epoch later.
+        """
+
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Called after each epoch, or for each report of a function.
 
         Args:
             run: The run.
             result: The metrics. Entries that you add are kept in the history, and callbacks after this one see them.
+
+        With `fit(validate="async")` it is called once the validation is over: at the end of the next epoch, with that
+        of the result as `run.epoch`. The weights are by then those of the next epoch.
         """
 
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
@@ -123,6 +132,7 @@ class Run:
         history: The results so far. A run that resumes has those of the checkpoint too.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: When it began, in seconds since the Unix epoch.
+        validates_beside: Whether validations run beside the training, so that results come later.
     """
 
     def __init__(
@@ -147,6 +157,8 @@ class Run:
         self.history = History() if history is None else history
         self.callbacks = callbacks if callbacks is not None else []
         self.started_at = time.time()
+        self.validates_beside = False
+        self._last_told: int | None = None
         self._folder = folder
         self._save = save
         self._obstacle_to_stop = obstacle_to_stop
@@ -155,7 +167,7 @@ class Run:
 
     @cached_property
     def folder(self) -> Path:
-        """Where callbacks put files. The folder is made when this is first read."""
+        """The folder in which callbacks put files. It is made when this is first read."""
         if self._folder is None:
             moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
             return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path
@@ -178,7 +190,7 @@ class Run:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
+        """True if `stop` was called."""
         return self.history.stop_reason is not None
 
     def save(self, location: str | Path) -> None:

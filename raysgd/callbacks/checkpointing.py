@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class SavedCheckpoint:
     Attributes:
         name: Its file.
         epoch: How many epochs it has.
-        score: The value of the metric in its epoch; None without one.
+        score: The value of the metric in its epoch; None without one, and as long as it is validated.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Checkpointing(Callback):
         return found.score if found is not None else None
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """What `resume_from="auto"` resumes from: the newest checkpoint in the folder, also of an earlier process.
+        """Return what `resume_from="auto"` resumes from: the newest checkpoint here, also of an earlier process.
 
         Raises:
             StorageError: The store cannot be reached.
@@ -165,12 +165,39 @@ class Checkpointing(Callback):
                 f"`folder={str(folder)!r}` cannot be written to: {error}. Pass a folder where you may write."
             ) from error
 
+    def on_epoch_trained(self, run: Run) -> None:
+        """Saves before the result of this epoch is known, where it comes only when the state is that of the next."""
+        if run.validates_beside:
+            self._save_if_due(run, None)
+
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Saves, if this epoch is to be saved, or an earlier one could not be."""
+        """Saves, if this epoch is to be saved, or an earlier one could not be; or rates what is saved already."""
         score = self._metric.value_in(result) if self._metric is not None else None
+        if run.validates_beside:
+            self._rate(run.epoch, score)
+        else:
+            self._save_if_due(run, score)
+
+    def _save_if_due(self, run: Run, score: float | None) -> None:
         self._pending = SavedCheckpoint(f"epoch_{run.epoch:04d}.ckpt", run.epoch, score)
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._pending)
+
+    def _rate(self, epoch: int, score: float | None) -> None:
+        """Gives the file of an epoch the value of the metric, and drops what need not be kept by now."""
+        rated = [replace(each, score=score) if each.epoch == epoch else each for each in self._saved]
+        if self._pending is not None and self._pending.epoch == epoch:
+            self._pending = replace(self._pending, score=score)
+        if rated != self._saved:
+            self._saved = rated
+            kept = self._kept()
+            dropped, self._saved = [each for each in rated if each not in kept], kept
+            try:
+                self._write_index(kept)
+            except OSError as error:  # the next save writes it again
+                logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
+            for each in dropped:
+                self._delete(each)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Saves the last epoch, and loads the best one if it is to."""

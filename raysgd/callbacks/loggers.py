@@ -35,7 +35,7 @@ class MetricsLogger(Callback):
     def on_run_begin(self, run: Run) -> None:
         """Notes where the run begins, and opens the sink."""
         with self._sink.failures.instead():
-            self._sink.open(run, first_step=run.epoch)
+            self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Writes one result."""

@@ -64,14 +64,14 @@ class ThroughputMonitor(Callback):
 
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
-"""What epochs, reports in `fit()`, and reports in `Trainer.run` call their time."""
+"""The names that epochs, reports in `fit()`, and reports in `Trainer.run` give their time."""
 
 
 class GoodputMonitor(Callback):
     """Adds `goodput` and where the time of the ranks went to the results of each epoch: `time_useful_s`, `time_data_s`.
 
     The seconds are those of a rank, on average, since the epoch before; bins without any are left out. `goodput` is the
-    share of the time in training calls that was not lost to failures. docs/watching.md says what the bins are.
+    share of the time in training calls that was not lost to failures. docs/training-runs.md says what the bins are.
 
     For training functions, which draw and exchange out of sight, there are only `goodput` and `time_recovery_s`, and
     steps that were done again are not known.

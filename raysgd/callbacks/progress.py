@@ -142,7 +142,7 @@ class ProgressBar(Callback):
         return f"{unit} {run.epoch:>{width}}{of}"
 
     def _circumstances(self, result: dict[str, Any]) -> dict[str, str]:
-        """What a row says besides its metrics: how long, how fast, and the number of workers when it is another one."""
+        """Return what a row says besides its metrics: time, speed, and the number of workers when it is another one."""
         told = {}
         if readable.is_real(result.get("seconds")):
             told["time"] = readable.seconds(result["seconds"])

@@ -117,7 +117,7 @@ def check_python(version: tuple[int, int]) -> CheckResult:
 
 
 def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Whether the packages that are needed are there, and recent enough.
+    """Check that the packages that are needed are there, and recent enough.
 
     Args:
         versions: The versions of those that are installed.
@@ -273,7 +273,7 @@ def _advice_on_connection(address: str | None) -> str:
 
 
 def check_cluster() -> Iterator[CheckResult]:
-    """What the nodes have, and what of it is free."""
+    """Check what the nodes have, and what of it is free."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""The command `raysgd`: checks of the environment, what the folder of a run says, old programs rewritten.
+"""The command `raysgd`: checks of the environment, the status of a run, hosts of trainers, old programs rewritten.
 
 There is no command that trains: programs are the interface.
 """
@@ -10,6 +10,7 @@ import sys
 import click
 
 from raysgd._version import __version__
+from raysgd.cli import host_commands
 from raysgd.compat.migrate.command import migrate
 
 _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
@@ -18,14 +19,14 @@ _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("probl
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="raysgd")
 def main() -> None:
-    """Looks after trainings with raysgd."""
+    """Check this machine, follow runs, and rewrite old programs."""
 
 
 @main.command()
 @click.option("--address", help="A running Ray cluster, for example `auto`. Default: RAY_ADDRESS, else start one.")
 @click.option("--self-test/--no-self-test", default=True, help="Whether to train two steps on two workers.")
 def doctor(address: str | None, self_test: bool) -> None:
-    """Checks that trainings can run here.
+    """Check that this machine can train.
 
     Looks at versions, GPUs, ports and the cluster, and trains two steps on two workers. Exits with status 1 if
     something is wrong, and says what to do.
@@ -48,7 +49,7 @@ def doctor(address: str | None, self_test: bool) -> None:
 @main.command()
 @click.argument("run_folder")
 def status(run_folder: str) -> None:
-    """Shows how a run is, from its folder.
+    """Show the state of a run, from its folder.
 
     RUN_FOLDER is a path or a URI such as s3://bucket/results/run.
     """
@@ -60,4 +61,5 @@ def status(run_folder: str) -> None:
         raise click.ClickException(str(error)) from error
 
 
-main.add_command(migrate)
+for command in (migrate, host_commands.list_hosts, host_commands.attach, host_commands.stop):
+    main.add_command(command)

@@ -12,11 +12,11 @@ from raysgd.compat.installing import install
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean the old library, too.")
+@click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean the old library too.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(ray_train: bool, script: Path, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT with its imports of `ray.util.sgd` leading to raysgd."""
+    """Run SCRIPT, whose imports of `ray.util.sgd` lead to raysgd."""
     folder = script.resolve().parent
     sys.argv[:] = [str(script), *arguments]
     sys.path[0] = str(folder)

@@ -138,7 +138,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
         "raysgd.train",
         f"{_STRATEGY} {_SESSION_A} {_CONFIGS} Checkpoint DataConfig Result SyncConfig TRAIN_DATASET_KEY get_checkpoint "
         "get_context CheckpointConsistencyMode CheckpointUploadMode LoggingConfig PreemptionInfo ReportedCheckpoint "
-        "ReportedCheckpointStatus TrainContext TrainingFailedError get_all_reported_checkpoints get_preemption_info",
+        "ReportedCheckpointStatus TrainContext TrainingFailedError ValidationConfig ValidationFn ValidationTaskConfig "
+        "get_all_reported_checkpoints get_preemption_info",
     ),
     "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
     "ray.train.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
@@ -232,7 +233,6 @@ _RENAMED_TRAIN = {
 RAY_TRAIN = "2.60"
 """The version of Ray whose `ray.train` the tables were compared with: each of its public names is in one of them."""
 
-_VALIDATION = "validate in the function before you report, and report what you find"
 _TRANSFORMERS = (
     "run `transformers.Trainer` in the function of a `TorchTrainer`; see `raysgd.train.huggingface.transformers`"
 )
@@ -270,9 +270,6 @@ _GONE = {
     "raised; see `raysgd.train.get_preemption_info`",
     "ray.train.UserCallback": "pass a `raysgd.callbacks.Callback`, or a callback of Ray Tune, in "
     "`RunConfig(callbacks=...)`",
-    "ray.train.ValidationConfig": _VALIDATION,
-    "ray.train.ValidationFn": _VALIDATION,
-    "ray.train.ValidationTaskConfig": _VALIDATION,
     "ray.train.WorkerGroupError": "`fit` raises `TrainingFailedError`, which is of the class of your exception too, "
     "and whose `failure.faults` has the exception of each rank",
     "ray.train.huggingface.HuggingFaceTrainer": _TRANSFORMERS,
@@ -287,7 +284,7 @@ _GONE = {
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.v2": _INTERNAL,
     "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
-    "ray.util.iter.from_actors": "shards are no actors any more: use `raysgd.util.iter.from_iterators`",
+    "ray.util.iter.from_actors": "shards are no longer actors: use `raysgd.util.iter.from_iterators`",
 }
 
 
@@ -362,7 +359,7 @@ class Paths:
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """For each old module of a group where it is now, and its names."""
+    """Lists, for each old module of a group, where it is now, and its names."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 

@@ -54,7 +54,7 @@ def defer_compiler() -> None:
 
 
 def _obstacle(version: str, switch: str) -> str:
-    """Why this version of PyTorch is to import its compiler by itself; empty if it is not."""
+    """Returns why this version of PyTorch is to import its compiler by itself; empty if it is not."""
     if switch not in ("", "0"):
         return f"{SWITCH}={switch}"
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
@@ -104,12 +104,13 @@ class _DeferredImport:
         with self._lock:
             if self.module is None:
                 self.module = module
+                self.stand_in._stop_answering()
                 sys.meta_path.remove(self.finder)
                 for function in list(self._disabled):
                     function.renew(module)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """What `torch._dynamo.disable` makes of a function: one that compiled code does not enter."""
+        """Return what `torch._dynamo.disable` makes of a function: one that compiled code does not enter."""
         if not isinstance(fn, FunctionType):
             return self.real().disable(fn, *args, **options)
         function = _Disabled(fn, args, options)
@@ -145,7 +146,14 @@ class _StandIn(ModuleType):
     """Answers in place of the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
+        answers = {
+            "graph_break": _do_nothing,
+            "disable": deferred.disable,
+            "utils": _CompilerStandIn(deferred, "utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}),
+            "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
+        }
         vars(self).update(
+            answers,  # attributes: PyTorch asks for some in each step
             __name__=_NAME,
             __package__=_NAME,
             __spec__=spec,
@@ -153,22 +161,17 @@ class _StandIn(ModuleType):
             __file__=spec.origin,
             __path__=spec.submodule_search_locations,
             _deferred=deferred,
-            _answers={
-                "graph_break": _do_nothing,
-                "disable": deferred.disable,
-                "utils": _CompilerStandIn(deferred, "utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}),
-                "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
-            },
+            _answers=answers,
         )
 
+    def _stop_answering(self) -> None:
+        for name in self._answers:
+            vars(self).pop(name, None)
+
     def __getattr__(self, name: str) -> Any:
-        deferred = self._deferred
-        if deferred.module is None:
-            if name in self._answers:
-                return self._answers[name]
-            if name.startswith("__"):  # code that looks through all modules
-                raise AttributeError(name)
-        return getattr(deferred.real(), name)
+        if self._deferred.module is None and name.startswith("__"):  # code that looks through all modules
+            raise AttributeError(name)
+        return getattr(self._deferred.real(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._deferred.real(), name, value)
@@ -243,4 +246,4 @@ class _LoaderOfPart(Loader):
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """What these functions do outside compiled code."""
+    """Do what these functions do outside compiled code."""

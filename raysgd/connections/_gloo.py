@@ -29,7 +29,7 @@ class DelayedCalls:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all is done."""
+        """True if all is done."""
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
@@ -72,7 +72,7 @@ class GlooConnections:
 
     @property
     def are_open(self) -> bool:
-        """Whether all that were found are still there."""
+        """True if all that were found are still there."""
         return all(connection.is_open for connection in self.found or ())
 
     def _find(self) -> list[OpenSocket]:
@@ -100,7 +100,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """What stands before each `host`."""
+    """Yield what stands before each `host`."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")

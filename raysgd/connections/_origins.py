@@ -11,7 +11,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_of(error: BaseException, packages: Collection[str], passing_on: Collection[str] = ()) -> bool:
-    """Whether an exception came out of libraries rather than out of a `raise` in anybody else's Python code.
+    """Return whether an exception came out of libraries rather than out of a `raise` in anybody else's Python code.
 
     Where compiled code raised, the traceback ends in the Python code that called it, at an instruction that is no
     `raise`. Whose compiled code that was cannot be seen, so it counts as theirs.
@@ -34,7 +34,7 @@ def is_of(error: BaseException, packages: Collection[str], passing_on: Collectio
 
 
 def _is_in(filename: str, name: str) -> bool:
-    """Whether a file is that of an imported module, or lies in an imported package."""
+    """Return whether a file is that of an imported module, or lies in an imported package."""
     place: str | None = getattr(sys.modules.get(name), "__file__", None)
     if place is None:
         return False

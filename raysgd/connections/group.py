@@ -1,12 +1,11 @@
-"""What ranks exchange as NumPy arrays, over a mesh: an order of magnitude quicker than gloo where arrays are small."""
+"""Exchange of NumPy arrays over a mesh: an order of magnitude quicker than gloo where arrays are small."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ _QUICK_BYTES_AT_PORTS = 2**20
 
 
 class Group:
-    """What the replicas exchange numbers through: sums over all ranks, values told and passed on.
+    """The replicas as one of them sees them: sums over all ranks, values told and passed on.
 
     All ranks come to the same sums, to the bit; up to eight ranks on one node add in the order of ranks.
 
@@ -127,7 +126,7 @@ class Group:
         return rooms
 
     def is_quick_for(self, num_bytes: int) -> bool:
-        """Whether a sum of so many bytes takes no longer than with gloo. All ranks of the group come to the same."""
+        """Return whether a sum of so many bytes takes no longer than with gloo. All ranks come to the same answer."""
         if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
             return num_bytes <= _QUICK_BYTES_AT_PORTS
         return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
@@ -185,7 +184,7 @@ class Group:
         self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
 
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """What `source` sends to `takers`, of which this rank is one."""
+        """Return what `source` sends to `takers`, of which this rank is one."""
         head, *buffers = self.receive_parts(source, takers)
         return pickle.loads(head.data, buffers=buffers)
 
@@ -198,7 +197,7 @@ class Group:
             chain.pass_on(*parts)
 
     def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
-        """What `source` sends to `takers`, as rows of bytes."""
+        """Return what `source` sends to `takers`, as rows of bytes."""
         chain = self._chain(source, takers)
         count = np.zeros(1, np.int64)
         chain.pass_on(as_bytes(count))
@@ -213,7 +212,7 @@ class Group:
 
 
 class EarlyVotes:
-    """Whether any rank says yes, asked ahead of the answer. All ranks ask the same questions in the same order.
+    """Votes on whether any rank says yes, held ahead. All ranks ask the same questions in the same order.
 
     Up to `MOST` ranks tell each other. Of more, each tells the next one. While it waits for the answer, it tells what
     it has heard by then to the second next, the fourth next and so on. So all ranks have to wait for the same answers.
@@ -226,16 +225,16 @@ class EarlyVotes:
         self._own: deque[bool] = deque()
         self._num_asked = self._num_heard = 0
 
-    def ask(self, says_yes: bool) -> PendingVote:
-        """Says what this rank says; the answer is there when all ranks have."""
+    def ask(self, says_yes: bool) -> Callable[[], bool]:
+        """Says what this rank says; returns what waits until all ranks have and tells the answer, once."""
         told = [(self._rank + 1) % self._size] if self._rounds else self._others
         self._mesh.swap(dict.fromkeys(told, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
-        return PendingVote(self, self._num_asked)
+        return partial(self._hear, self._num_asked)
 
-    def hear(self, number: int) -> bool:
-        """Whether any rank said yes to question `number`, counted from 1.
+    def _hear(self, number: int) -> bool:
+        """Return whether any rank said yes to question `number`, counted from 1.
 
         Answers before that one were not wanted any more, as when a `fit` ends before its data does.
         """
@@ -259,20 +258,8 @@ class EarlyVotes:
         return answer
 
 
-@dataclass(frozen=True)
-class PendingVote:
-    """One question."""
-
-    votes: EarlyVotes
-    number: int
-
-    def result(self) -> bool:
-        """Waits for all ranks; to be asked for once."""
-        return self.votes.hear(self.number)
-
-
 def _kind(exchange: int, numbers: Array) -> int:
-    """What is exchanged and how, as one number: ranks that differ in it would take each other's numbers for others."""
+    """Return what is exchanged and how, as one number: ranks that differ would take each other's numbers for others."""
     return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
 
 
@@ -281,6 +268,6 @@ def _flat(array: Array) -> Array:
     if not array.flags.c_contiguous:  # a copy would be exchanged, and the array stay unchanged
         raise ValueError(
             f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place: its numbers "
-            "do not stand one behind the other. Pass `numpy.ascontiguousarray(array)`."
+            "are not next to each other. Pass `numpy.ascontiguousarray(array)`."
         )
     return array.reshape(-1)

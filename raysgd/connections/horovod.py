@@ -156,7 +156,7 @@ class HorovodConnection(Connection):
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an exception means that the group is broken."""
+    """Return whether an exception means that the group is broken."""
     from horovod.common.exceptions import HorovodInternalError
 
     if isinstance(error, RendezvousFailed):
@@ -192,7 +192,7 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """For each rank its number, and their count, among the ranks that are the same one on their nodes."""
+    """Gives each rank its number, and their count, among the ranks that are the same one on their nodes."""
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)

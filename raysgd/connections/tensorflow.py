@@ -1,4 +1,4 @@
-"""How TensorFlow replicas are connected: by sockets of raysgd's own, or by TensorFlow's own strategy.
+"""Connections of TensorFlow replicas: by sockets of raysgd's own, or by TensorFlow's own strategy.
 
 Both set `TF_CONFIG` in each worker of a group of several, as TensorFlow documents it, so that code which reads its rank
 from there finds it.
@@ -177,7 +177,7 @@ class MultiWorkerConnection(_LoadingConnection):
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """What the ranks of a group exchange with each other.
+    """The exchange between the ranks of a group.
 
     Attributes:
         group: Gradients, metrics and states.
@@ -193,7 +193,7 @@ _STRATEGY: Any = None
 
 
 def group_of(world: World) -> Group:
-    """What a rank at this place exchanges gradients through, in the group that this process joined.
+    """Return what a rank at this place exchanges gradients through, in the group that this process joined.
 
     Before it has joined one, as a worker that is made ready to step in, it is alone wherever its place will be.
     """

@@ -262,7 +262,7 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a connection to another rank has ended; not all of them are known."""
+        """True if a connection to another rank has ended; not all of them are known."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         is_gloo_broken = self._gloo is not None and not self._gloo.are_open
         return self._is_cut or is_mesh_broken or is_gloo_broken
@@ -338,7 +338,7 @@ _joined: TorchConnection | None = None  # the one whose group is the default gro
 
 
 def exchanges_at_once() -> Group | None:
-    """What sums in the group of this process may go through: quicker than gloo, where one waits for them. Or None."""
+    """Return what sums in this group may go through: quicker than gloo, where one waits for them. Or None."""
     return None if _joined is None else _joined._group
 
 
@@ -362,12 +362,12 @@ def words_of_group() -> RankStatements | None:
 
 
 def is_group_broken() -> bool:
-    """Whether the default group of this process, formed by `TorchConnection`, has lost a connection that is known."""
+    """Return whether the default group of this process, formed by `TorchConnection`, lost a known connection."""
     return _joined is not None and _joined.is_broken
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an exception raised by a collective means that the group is broken."""
+    """Return whether an exception raised by a collective means that the group is broken."""
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have put its own words before PyTorch's

@@ -12,6 +12,8 @@ from raysgd.driver.progress import ProgressListeners
 from raysgd.driver.sharing import DataSharing, Requests, for_each_rank
 from raysgd.driver.throughput import Throughput
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.processes.snapshots import Snapshot
+from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
@@ -60,7 +62,14 @@ class EpochCalls:
         self.sharing = sharing
         self._validation_starts_over = False
 
-    def requests(self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]) -> Requests:
+    def requests(
+        self,
+        name: str,
+        asked: EpochRequest,
+        dataset: Any,
+        worlds: Sequence[World],
+        sharing: DataSharing | None = None,
+    ) -> Requests:
         """One request for each rank, with its part of what the driver divides.
 
         Made again for every attempt, because the workers may have changed.
@@ -70,14 +79,16 @@ class EpochCalls:
             asked: What every replica is asked.
             dataset: What takes the place of the registered data; None if nothing does.
             worlds: The group.
+            sharing: Divides data over it; None for that of the trainer.
         """
+        sharing = sharing or self.sharing
         facts, redraw = self._controller.facts[0], self._listeners.on_wait if self._use_local else None
         requests = for_each_rank(
             replace(asked, seed=facts.seed, starts_over=self._validation_starts_over), len(worlds), redraw
         )
         if dataset is not None:
-            return self.sharing.with_data_of_call(requests, name, dataset, worlds)
-        return self.sharing.with_registered(requests, name, facts.ray_batches.get(name), worlds)
+            return sharing.with_data_of_call(requests, name, dataset, worlds)
+        return sharing.with_registered(requests, name, facts.ray_batches.get(name), worlds)
 
     def train(
         self,
@@ -117,12 +128,28 @@ class EpochCalls:
         self._listeners.tell_end("train", asked, answers[0])
         return answers
 
-    def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
-        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
+    def _with_state(self, state: Snapshot, asked: EpochRequest, dataset: Any, worlds: Sequence[World]) -> Requests:
+        """Requests for a validation, with the state that each rank takes over first: all from one copy in the store."""
+        group = self._controller.ensure_group()
+        shared = group.share(SharedValue(state.shared_state, state.reference))
+        requests = self.requests("validation", asked, dataset, worlds)
+        return [(each, *request) for each, request in zip(shared, requests, strict=True)]
+
+    def validate(self, asked: EpochRequest, dataset: Any, state: Snapshot | None = None) -> list[EpochAnswer]:
+        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all.
+
+        Args:
+            asked: What every replica is asked.
+            dataset: What takes the place of the registered data; None if nothing does.
+            state: The state of other workers to validate; None for that of the workers themselves.
+        """
+        runner = self._runner_cls
         call = Call(
-            self._runner_cls.validate,
-            partial(self.requests, "validation", asked, dataset),
-            changes_state=self._controller.facts[0].keeps_own_state,
+            runner.validate if state is None else runner.validate_state,
+            partial(self.requests, "validation", asked, dataset)
+            if state is None
+            else partial(self._with_state, state, asked, dataset),
+            changes_state=state is None and self._controller.facts[0].keeps_own_state,
             on_wait=self._listeners.on_wait,
             is_repeatable=dataset is None,
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd._arguments import checks
 from raysgd.driver.calls import asked
-from raysgd.driver.trainer import ClassTrainer, naming_config_entry, show_options
+from raysgd.driver.trainer import ClassTrainer, naming_config_entry
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
@@ -50,10 +50,8 @@ class ChangingTrainer(ClassTrainer):
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
     def _begin_again(self, settings: ReplicaSettings) -> None:
-        self._settings = settings
-        show_options(self, settings)
+        self._take_settings(settings)
         self._calls.sharing = self._new_sharing()
-        self._replicas.settings = self._settings_to_send()
         with self._naming_config_entries():
             self._renew()
         self._check_same_data(("train_data", "validation_data"))
@@ -249,14 +247,6 @@ class ChangingTrainer(ClassTrainer):
         except BaseException:
             self._take_settings(before)
             raise
-
-    def _take_settings(self, settings: ReplicaSettings) -> None:
-        self._settings = settings
-        self._replicas.settings = self._settings_to_send()
-        show_options(self, settings)
-        group = self._controller.group
-        if group is not None:
-            group.standby.kill_all()  # they were made with other settings
 
     @contextmanager
     def _naming_config_entries(self) -> Iterator[None]:

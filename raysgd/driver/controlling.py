@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
@@ -16,7 +18,7 @@ WORDS = FrontEndWords(
     when_interrupted="State that you had not saved is lost.",
     when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
     when_spent=(
-        "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+        "The last completed state is kept: call again to continue with new workers, or use `shutdown(force=True)`."
     ),
     when_not_granted=(
         "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
@@ -27,6 +29,17 @@ WORDS = FrontEndWords(
 )
 """What users of a class-based trainer are told behind the engine's facts."""
 
+WORDS_OF_VALIDATORS = replace(
+    WORDS,
+    when_interrupted="",
+    when_starved="Training can continue.",
+    when_spent="Training can continue; call `validate` again to try it with new workers.",
+    after_end="training continues",
+    restart_point="with the validation from its beginning",
+    label="validators: ",
+)
+"""The same where workers are meant that only validate."""
+
 
 def make_controller(
     settings: GroupSettings,
@@ -36,6 +49,7 @@ def make_controller(
     *,
     keeps_survivors: bool,
     renews_survivors: bool,
+    validates: bool = False,
 ) -> ElasticController:
     """Return what keeps the workers alive, as the trainer's arguments ask for it.
 
@@ -46,6 +60,7 @@ def make_controller(
         reservation_timeout_s: How long to wait for resources.
         keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
         renews_survivors: Whether they can at least go back to a snapshot in their processes.
+        validates: Whether the workers only validate, and have no state that is to be kept.
     """
     is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
     rejoins = is_wanted and keeps_survivors
@@ -62,14 +77,14 @@ def make_controller(
         use_local=settings.use_local,
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,
-        captures=not settings.is_driver_only,
+        captures=not settings.is_driver_only and not validates,
         snapshot_every_s=every_s,
         regroups=rejoins,
         renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,
         heartbeat_s=recovery.heartbeat_s,
         settle_timeout_s=recovery.settle_timeout_s,
-        words=WORDS,
+        words=WORDS_OF_VALIDATORS if validates else WORDS,
     )
     scaling = ScalingPolicy(
         max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)

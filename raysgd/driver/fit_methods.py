@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,32 +14,69 @@ from typing import Any, Literal, overload
 
 from raysgd._arguments import checks
 from raysgd._numbers.results import Metrics
+from raysgd._text.once import Once
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
-from raysgd.driver.fitting import Fit, FitOptions
+from raysgd.driver.fitting import Fit, FitOptions, FitProgress
+from raysgd.driver.keeping.kept_trainer import KeptTrainer
+from raysgd.driver.validating.validators import ValidatingSpares, Validation, Validators
+from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.processes.outliving import Keeper
+from raysgd.engine.processes.snapshots import NewestSnapshot
 from raysgd.engine.processes.worker import is_sendable
 from raysgd.engine.shared.call import Call
-from raysgd.exceptions import UnpicklableError
+from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.exceptions import NoDataError, UnpicklableError
 from raysgd.history.history import History, Kind
-from raysgd.history.recording import CallRecorder, as_test, recorded
+from raysgd.history.recording import CallRecorder, RecordBeside, as_test, recorded
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings
+
+logger = logging.getLogger(__name__)
 
 
 class FitMethods(ABC):
     """The methods of a trainer that trains in epochs; `ClassTrainer` completes it."""
 
     _calls: EpochCalls
+    _background: BackgroundCalls
     _recorder: CallRecorder
+    _validators: Validators | ValidatingSpares | None
+    _once: Once
     _controller: ElasticController
-    _replicas: ReplicaMaker
     _group_settings: GroupSettings
     _settings: Any
     _runner_cls: Any
+    _note_fit: Callable[[FitProgress], None] | None = None
+    """Keeps how far `fit` is, in a host."""
+    _fit_progress: FitProgress | None = None
+    """How far the next `fit` is already."""
     _runs_worker_callbacks = False
     """Whether replicas call callbacks around their steps."""
+
+    def _kept_by(self, keeper: Keeper, note_fit: Callable[[FitProgress], None]) -> KeptTrainer:
+        """Lets a host know what changes, so that its next process can continue."""
+        self._note_fit = note_fit
+        return KeptTrainer(self, keeper)
+
+    @abstractmethod
+    def _take_settings(self, settings: Any) -> None:
+        """Makes workers that start from now on from other settings."""
+
+    @abstractmethod
+    def _newest_snapshot(self) -> NewestSnapshot:
+        """The state as it is now, once it is copied."""
+
+    @property
+    @abstractmethod
+    def _facts(self) -> Any:
+        """The facts that a replica reports after `setup`."""
+
+    @property
+    def _obstacle_to_validators(self) -> str:
+        """The reason why no workers can only validate, as the end of a sentence; empty if they can."""
+        return " because one of them is in the driver" if self._group_settings.use_local else ""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
@@ -45,8 +84,12 @@ class FitMethods(ABC):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a training call can continue in another group, or from a snapshot inside it."""
+        """True if a training call can continue in another group, or from a snapshot inside it."""
         return True
+
+    def _goes_on_with(self, dataset: Any) -> bool:
+        """Tells whether one over these data can; over the registered data with None."""
+        return self._goes_on and dataset is None
 
     def _shown(self) -> AbstractContextManager[Any]:
         """Shows how far a training call is, until the end of the block."""
@@ -72,6 +115,8 @@ class FitMethods(ABC):
         max_retries: int = ...,
         info: Mapping[str, Any] | None = ...,
         dataset: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
     ) -> Metrics: ...
 
     @overload
@@ -83,9 +128,23 @@ class FitMethods(ABC):
         max_retries: int = ...,
         info: Mapping[str, Any] | None = ...,
         dataset: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
     ) -> Any: ...
 
-    @recorded("train")
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+        *,
+        blocking: Literal[False],
+    ) -> CallHandle[Any]: ...
+
     def train(
         self,
         num_steps: int | None = None,
@@ -94,6 +153,8 @@ class FitMethods(ABC):
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
         dataset: Any = None,
+        *,
+        blocking: bool = True,
     ) -> Any:
         """Trains for one pass over the data, or for `num_steps` batches per worker.
 
@@ -110,6 +171,9 @@ class FitMethods(ABC):
             dataset: Trained on instead of the registered data, for this call: a loader or dataset of the framework,
                 arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
                 dataset, and others; see `docs/data.md`. Not with creators.
+            blocking: False returns a handle at once, while the workers train: `handle.result()` waits for the result,
+                and Ctrl-C there ends the call. Other calls of the trainer come after it. With `use_local` it is over
+                when the handle is returned.
 
         Returns:
             `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value. With
@@ -123,9 +187,15 @@ class FitMethods(ABC):
         checks.check_max_retries(max_retries)
         request = asked(num_steps, profile, reduce_results, info)
         self._check_dataset(dataset, training=True)
+        checks.refuse_text(blocking=blocking)
+        work = partial(self._train, request, max_retries, dataset, reduce_results)
+        return work() if blocking else self._background.begin(work)
+
+    @recorded("train")
+    def _train(self, request: EpochRequest, max_retries: int, dataset: Any, reduce_results: bool) -> Any:
         check = partial(self._check_answers, "train", asked=request)
         with self._shown():
-            answers = self._calls.train(request, max_retries, dataset, self._goes_on and dataset is None, check)
+            answers = self._calls.train(request, max_retries, dataset, self._goes_on_with(dataset), check)
         return self._merged(answers, reduce_results)
 
     @overload
@@ -137,6 +207,7 @@ class FitMethods(ABC):
         info: Mapping[str, Any] | None = ...,
         *,
         dataset: Any = ...,
+        blocking: Literal[True] = ...,
     ) -> Metrics: ...
 
     @overload
@@ -148,9 +219,21 @@ class FitMethods(ABC):
         info: Mapping[str, Any] | None = ...,
         *,
         dataset: Any = ...,
+        blocking: Literal[True] = ...,
     ) -> Any: ...
 
-    @recorded("validation")
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+        blocking: Literal[False],
+    ) -> CallHandle[Any]: ...
+
     def validate(
         self,
         num_steps: int | None = None,
@@ -159,17 +242,91 @@ class FitMethods(ABC):
         info: Mapping[str, Any] | None = None,
         *,
         dataset: Any = None,
+        blocking: bool = True,
     ) -> Any:
         """Evaluates on the validation data, every sample once.
 
         Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
         `validation_<name>` for each metric of the model.
+
+        With `blocking=False` it validates the weights as they are after the calls before, whatever is trained
+        meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
+        alone. Without such workers, the others validate, and the next call waits for them.
+
+        Raises:
+            NoDataError: There is nothing to validate on.
+            ValueError: With `blocking=False`: the operator's `validate` trains, which would be lost.
+            WorkerError, WorkersLostError: As in `train`.
         """
         request = asked(num_steps, profile, reduce_results, info)
         self._check_dataset(dataset, training=False)
+        checks.refuse_text(blocking=blocking)
+        work = partial(self._validate, request, dataset, reduce_results)
+        if blocking:
+            return work()
+        if dataset is None and not self._facts.has_validation:
+            raise NoDataError(
+                "`validate(blocking=False)` has nothing to validate on: register validation data in `setup`, or pass "
+                "`dataset`."
+            )
+        if not self._validates_beside:
+            return self._background.begin(work)
+        return self._begin_validation(request, dataset, reduce_results, lambda add, *call: add(*call))
+
+    @recorded("validation")
+    def _validate(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
+        return self._evaluated(request, dataset, reduce_results)
+
+    def _evaluated(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
         answers = self._calls.validate(request, dataset)
+        self._after_evaluation()
         self._check_answers("validation", answers, request)
         return self._merged(answers, reduce_results)
+
+    def _after_evaluation(self) -> None:  # noqa: B027
+        """Notes what an evaluation leaves behind in the workers that train."""
+
+    @property
+    def _validates_beside(self) -> bool:
+        """True if there are workers for a validation that nothing waits for; says once where there are none."""
+        if self._validators is None and self._once.is_first("no validators"):
+            logger.warning(
+                "the validation runs on the workers that train, which wait for it%s",
+                self._obstacle_to_validators or ": with `validation_workers=1` it runs on a separate worker",
+            )
+        return self._validators is not None
+
+    def _begin_validation(
+        self,
+        request: EpochRequest,
+        dataset: Any,
+        reduce_results: bool,
+        note: Callable[[RecordBeside, Any, float, float], object],
+    ) -> CallHandle[Any]:
+        """Begins a validation beside the training, of the state after the calls that were made by now.
+
+        Args:
+            request: What every validator is asked.
+            dataset: What takes the place of the registered data; None if nothing does.
+            reduce_results: Whether to merge the metrics.
+            note: Called in a thread with what adds it to the history, and with what that takes.
+        """
+        validators = self._validators
+        assert validators is not None, "it was asked before"
+
+        def take_state() -> tuple[Validation, RecordBeside]:
+            return validators.begin(self._newest_snapshot()), self._recorder.begin_beside(validators.num_workers)
+
+        def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
+            validate, add = taken
+            began_at, began = time.time(), time.perf_counter()
+            answers = validate(request, dataset, on_wait)
+            self._check_answers("validation", answers, request)
+            result = self._merged(answers, reduce_results)
+            note(add, result, began_at, time.perf_counter() - began)
+            return result
+
+        return self._background.begin_beside(take_state, validators.controller, evaluate)
 
     @abstractmethod
     def save(self, checkpoint: Any) -> Any:
@@ -189,6 +346,7 @@ class FitMethods(ABC):
         validation_dataset: Any = None,
         resume_from: str | Path | None = None,
         folder: str | Path | None = None,
+        validate: Literal["inline", "async"] = "inline",
     ) -> History:
         """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
 
@@ -204,6 +362,9 @@ class FitMethods(ABC):
                 checkpoint that the callbacks find, as `Checkpointing` does, and starts from the beginning if there is
                 none.
             folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
+            validate: "async" begins the next epoch while the last one is validated by the `validation_workers` of the
+                trainer or by a spare. Its row and what callbacks do about it are complete at the end of the next epoch.
+                An epoch waits for the validation before the last one; none is left out.
 
         Returns:
             One row per epoch, and all that happened.
@@ -213,7 +374,9 @@ class FitMethods(ABC):
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
         """
-        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
+        options = FitOptions(
+            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate
+        )
         return Fit(self, options).run()
 
     def epochs(
@@ -226,6 +389,7 @@ class FitMethods(ABC):
         validation_dataset: Any = None,
         resume_from: str | Path | None = None,
         folder: str | Path | None = None,
+        validate: Literal["inline", "async"] = "inline",
     ) -> Iterator[dict[str, Any]]:
         """Trains as `fit` does, and gives you the results of each epoch when it ends.
 
@@ -240,6 +404,7 @@ class FitMethods(ABC):
             validation_dataset: Validated on instead of the registered data.
             resume_from: A file to load first, or "auto".
             folder: Where callbacks put their files.
+            validate: As in `fit`. A row that you have been given is filled in later.
 
         Returns:
             The rows of the history, one after the other.
@@ -251,13 +416,19 @@ class FitMethods(ABC):
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
             ...     print(epoch["epoch"], epoch["train_loss"])
         """
-        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
+        options = FitOptions(
+            epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder, validate
+        )
         return Fit(self, options).epochs()
 
     def test(self, dataset: Any) -> Metrics:
         """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
-        with self._recorder.as_test():
-            return as_test(self.validate(dataset=dataset))
+        self._check_dataset(dataset, training=False)
+        return self._test(dataset)
+
+    @recorded("test")
+    def _test(self, dataset: Any) -> Metrics:
+        return as_test(self._evaluated(asked(None), dataset))
 
     @property
     def history(self) -> History:
@@ -282,11 +453,8 @@ class FitMethods(ABC):
                 raise UnpicklableError(f"`{name}` runs in the workers, and `{callback!r}` cannot be pickled.")
         chosen = tuple(callback for _, callback in callbacks)
         refuse_equal_keys(chosen)
-        self._settings = replace(self._settings, worker_callbacks=chosen)
-        self._replicas.settings = replace(self._replicas.settings, worker_callbacks=chosen)
-        group = self._controller.group
-        if group is not None:  # else the next workers are made with them
-            group.standby.kill_all()  # they were made without; others follow
+        self._take_settings(replace(self._settings, worker_callbacks=chosen))
+        if self._controller.group is not None:  # else the next workers are made with them
             function, args = self._runner_cls.install_callbacks, (chosen,)
             call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
             self._controller.run(call)

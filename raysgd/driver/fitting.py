@@ -14,6 +14,8 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling.adapters import checked
 from raysgd.callbacks.calling.calling import CallbackCalls, overrides
 from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of
+from raysgd.driver.calls import asked
+from raysgd.driver.validating.trained_epoch import TrainedEpoch
 from raysgd.engine.shared.call import Call
 from raysgd.exceptions import InvalidCountError, NoDataError
 from raysgd.history.history import History
@@ -22,6 +24,7 @@ from raysgd.messages.epochs import VALIDATES
 from raysgd.storage import files
 
 AUTO = "auto"
+INLINE, ASYNC = "inline", "async"
 _INSTEAD_OF_URI = "Callbacks that can write to a store take a URI themselves, as `Checkpointing(folder=...)` does."
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class FitOptions:
     validation_dataset: Any = None
     resume_from: Any = None
     folder: Any = None
+    validate: Any = INLINE
 
     def __post_init__(self) -> None:
         if not checks.is_integer(self.epochs) or self.epochs < 0:
@@ -53,10 +57,30 @@ class FitOptions:
                 f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
                 "epochs."
             )
+        if self.validate not in (INLINE, ASYNC):
+            raise ValueError(
+                f'`validate={self.validate!r}`: allowed are "{INLINE}" (the next epoch follows the validation) and '
+                f'"{ASYNC}" (it begins at once).'
+            )
         if self.resume_from is not None:
             files.check_location("resume_from", self.resume_from)
         if self.folder is not None:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
+
+
+@dataclass(frozen=True)
+class FitProgress:
+    """The progress of a call of `fit`, for a process that continues it.
+
+    Attributes:
+        sidecar: The history of the run, and the states of its callbacks.
+        epochs: The last epoch.
+        folder: Where callbacks put their files, if that is known yet.
+    """
+
+    sidecar: Sidecar
+    epochs: int
+    folder: Any
 
 
 class Fit:
@@ -70,13 +94,15 @@ class Fit:
     def __init__(self, trainer: Any, options: FitOptions) -> None:
         self._trainer = trainer
         self._options = options
+        self._kept: FitProgress | None = trainer._fit_progress
+        trainer._fit_progress = None
         self._callbacks: list[Callback] = checked(options.callbacks)
         self._run = Run(
             name=trainer.training_operator_cls.__name__,
             config=trainer.config,
             trainer=trainer,
             epochs=options.epochs,
-            folder=options.folder,
+            folder=options.folder if self._kept is None else self._kept.folder,
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
             may_validate=options.validation_freq > 0,
@@ -86,6 +112,9 @@ class Fit:
         self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
         self._lacks_data = False
+        self._current: TrainedEpoch | None = None
+        self._awaited: TrainedEpoch | None = None
+        self._pending: int | None = None
 
     def run(self) -> History:
         """Trains; returns the history of this run."""
@@ -99,7 +128,9 @@ class Fit:
         Raises:
             ValueError, TypeError: The run cannot do what it was asked; nothing has begun.
         """
-        if self._options.resume_from is None:
+        if self._kept is not None:
+            self._run.epochs = self._kept.epochs
+        elif self._options.resume_from is None:
             self._run.epochs = self._epochs_done() + self._options.epochs
         self._check()
         return self._epochs()
@@ -120,11 +151,22 @@ class Fit:
     def _epochs(self) -> Iterator[dict[str, Any]]:
         with self._in_workers():
             self._resume()
+            self._run.validates_beside = self._options.validate == ASYNC and self._can_validate_beside()
             with self._told_of_the_run():
-                while self._run.epoch < self._last_epoch and not self._run.is_stopping:
-                    row = self._epoch()
-                    if row is not None:
-                        yield row
+                self._go_on_with_pending()
+                self._note_progress()
+                try:
+                    while self._run.epoch < self._last_epoch and not self._run.is_stopping:
+                        row = self._epoch()
+                        if row is not None:
+                            yield row
+                except GeneratorExit:
+                    self._finish_validation()
+                    raise
+                self._finish_validation()
+
+    def _can_validate_beside(self) -> bool:
+        return self._validates and bool(self._trainer._validates_beside)
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -134,7 +176,8 @@ class Fit:
             yield
             return
         try:
-            use(chosen)
+            if self._kept is None:  # else they are there
+                use(chosen)
             yield
         except BaseException:
             try:
@@ -175,27 +218,65 @@ class Fit:
         with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
             given = {} if options.dataset is None else {"dataset": options.dataset}
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
-            trained = trainer.train(info=info, **given)
-            if self._validates and run.epoch % options.validation_freq == 0:
-                self._validate(trained)
+            epoch = self._current = self._trained(trainer.train(info=info, **given))
+            self._note_progress()
+            self._finish_validation()
+            if self._is_due(run.epoch):
+                self._validate(epoch)
         self._calls.check_progress()
         self._tell_of_events()
-        return self._tell_of_result()
+        self._calls.epoch_trained()
+        if epoch.handle is None:
+            self._tell_of_result(epoch)
+        self._note_progress()
+        return epoch.row
+
+    def _trained(self, result: Any) -> TrainedEpoch:
+        recorded = self._trainer.history
+        row = self._take_records()
+        row["epoch"] = self._run.epoch
+        return TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
+
+    def _is_due(self, epoch: int) -> bool:
+        return self._validates and epoch % self._options.validation_freq == 0
 
     @property
     def _validates(self) -> bool:
         can_validate = self._options.validation_dataset is not None or self._trainer._facts.has_validation
         return can_validate and not self._lacks_data and self._options.validation_freq > 0
 
-    def _validate(self, trained: Any) -> None:
-        """Validates; a `validate` of the user's that turns out to need data, where there is none, is not run again."""
+    def _validate(self, epoch: TrainedEpoch) -> None:
+        """Validates, or begins to, where that runs beside the training."""
+        trainer, dataset = self._trainer, self._options.validation_dataset
+        if self._run.validates_beside:
+            epoch.handle = trainer._begin_validation(asked(None), dataset, True, epoch.note)
+            self._awaited = epoch
+            return
+        with self._noting_lack_of_data():
+            trainer._after_validation(epoch.trained, trainer.validate(dataset=dataset))
+        self._take_records()
+
+    @contextmanager
+    def _noting_lack_of_data(self) -> Iterator[None]:
+        """A `validate` of the user's that turns out to need data, where there is none, is not run again."""
         try:
-            validated = self._trainer.validate(dataset=self._options.validation_dataset)
+            yield
         except NoDataError as error:
             self._lacks_data = True
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
-        else:
-            self._trainer._after_validation(trained, validated)
+
+    def _finish_validation(self) -> None:
+        """Waits for the validation that runs beside the training, if one does, and tells the result of its epoch."""
+        epoch, self._awaited = self._awaited, None
+        if epoch is None or epoch.handle is None:
+            return
+        with self._trainer._throughput.accounts.waiting_for_validation(), self._noting_lack_of_data():
+            validated = epoch.handle.result()
+        for add in epoch.ended:
+            self._run.history.add(add(), epoch.row)
+            self._seen = self._trainer.history.extent
+            self._trainer._after_validation(epoch.trained, validated)
+        self._tell_of_result(epoch)
 
     def _tell_of_events(self) -> None:
         events = self._trainer.history.events[self._num_events :]
@@ -204,14 +285,16 @@ class Fit:
             self._run.history.events.append(event)
             self._calls.event(event)
 
-    def _tell_of_result(self) -> dict[str, Any]:
-        row = self._take_records()
-        row["epoch"] = self._run.epoch
-        self._calls.result(row)
-        if len(self._trainer.history):
-            self._trainer.history[-1].update(row)
+    def _tell_of_result(self, epoch: TrainedEpoch) -> None:
+        """Tells callbacks the result of the last epoch, or of the one before, in which they then are."""
+        run, now = self._run, self._run.epoch
+        epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
+        try:
+            self._calls.result(epoch.row)
+        finally:
+            run.epoch = now
+        epoch.shown.update(epoch.row)
         self._take_records()
-        return row
 
     def _take_records(self) -> dict[str, Any]:
         """Takes over what the trainer has recorded since; returns the row of the epoch."""
@@ -225,14 +308,44 @@ class Fit:
 
     def _save(self, location: str) -> None:
         self._trainer.save(location)
-        self._sidecars.write(location, Sidecar(self._run.epoch, self._run.history, self._calls.states()))
+        self._sidecars.write(location, self._sidecar())
         self._calls.checkpoint(location)
 
+    def _sidecar(self) -> Sidecar:
+        current = self._current
+        epoch = self._run.epoch if current is None else current.number
+        pending = None if current is None or current.is_told else epoch
+        return Sidecar(epoch, self._run.history, self._calls.states(), pending)
+
+    def _note_progress(self) -> None:
+        """Tells a host how far the run is."""
+        run, note = self._run, self._trainer._note_fit
+        if note is not None:
+            note(FitProgress(self._sidecar(), self._last_epoch, vars(run).get("folder", run._folder)))
+
     def _resume(self) -> None:
-        location = self._place_to_resume()
-        if location is not None:
-            self._load(location)
-        self._run.epoch = self._epochs_done()
+        if self._kept is not None:  # and no worker is asked: they may be in the next epoch by now
+            self._take_over(self._kept.sidecar)
+            self._run.epoch = self._kept.sidecar.epoch
+        else:
+            location = self._place_to_resume()
+            if location is not None:
+                self._load(location)
+            self._run.epoch = self._epochs_done()
+        if self._pending == self._run.epoch:
+            self._run._last_told = self._run.epoch - 1
+
+    def _go_on_with_pending(self) -> None:
+        """Makes up for the result of the epoch that was loaded, if callbacks were not told it before the save."""
+        history, number = self._run.history, self._run.epoch
+        if self._pending != number or not len(history):
+            return
+        row = history[-1]
+        epoch = self._current = TrainedEpoch(number, row, row, {})
+        if self._is_due(number) and "val_seconds" not in row:
+            self._validate(epoch)
+        if epoch.handle is None:
+            self._tell_of_result(epoch)
 
     def _place_to_resume(self) -> str | None:
         given = self._options.resume_from
@@ -245,9 +358,12 @@ class Fit:
         self._trainer.load(location)
         sidecar = self._sidecars.read(location)
         if sidecar is not None:
-            history = self._run.history
-            history.take_over(sidecar.history)
-            self._calls.load_states(sidecar.callbacks)
+            self._take_over(sidecar)
+
+    def _take_over(self, sidecar: Sidecar) -> None:
+        self._run.history.take_over(sidecar.history)
+        self._calls.load_states(sidecar.callbacks)
+        self._pending = sidecar.pending
 
     def _epochs_done(self) -> int:
         done: list[int] = self._trainer._controller.run(Call(replica_calls.epochs_done, rank=0))

@@ -140,7 +140,7 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """What each rank is asked; for a group that knows nothing of this prediction also what all of it need."""
+        """Returns each rank's request; for a group that does not know this prediction also what all ranks need."""
         is_new, self._worlds = worlds is not self._worlds, worlds
         shares = self._shares(len(worlds)) if is_new else None
         requests, first = [], 0

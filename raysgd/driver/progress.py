@@ -43,7 +43,7 @@ class ProgressListeners:
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """What the driver calls while it waits; None where no one listens."""
+        """The function that the driver calls while it waits; None where no one listens."""
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:

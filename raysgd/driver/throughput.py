@@ -51,7 +51,7 @@ class Throughput:
     def _tell_what_is_measured(self, num_samples: int) -> None:
         """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
         ledgers = [heartbeat.data for heartbeat in self._heartbeats.values() if heartbeat.data is not None]
-        if ledgers and num_samples < ledgers[0].used:
+        if ledgers and 0 < num_samples < ledgers[0].used:  # none: a loop of the user counts none
             logger.warning(
                 "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
                 "metrics was lost with them. The training did use their samples",

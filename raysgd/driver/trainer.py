@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 from weakref import finalize
 
 from raysgd._arguments import checks
 from raysgd._text.cards import card
+from raysgd._text.once import Once
 from raysgd.arrays.containers import Container
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
+from raysgd.driver.keeping.saves import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress import ProgressListeners
 from raysgd.driver.read_only_config import ReadOnlyConfig
-from raysgd.driver.saves import FileSaves
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
-from raysgd.driver.trainer_views import in_words
+from raysgd.driver.trainer_views import in_words, show_options
+from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
+from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.resizing import AUTO
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
@@ -60,6 +63,7 @@ class ClassTrainer(FitMethods):
     recovery: str
     min_workers: int
     spare_workers: int
+    validation_workers: int
     resize_check_s: float | Literal["auto"] | None
     recovery_options: Recovery
     _runner_cls: Any
@@ -93,21 +97,30 @@ class ClassTrainer(FitMethods):
     @property
     @abstractmethod
     def _keeps_survivors(self) -> bool:
-        """Whether the survivors of a loss can go on, as far as their framework is concerned."""
+        """True if the survivors of a loss can go on, as far as their framework is concerned."""
 
     @property
     def _renews_survivors(self) -> bool:
-        """Whether those that cannot go on can go back to a snapshot in their processes."""
+        """True if those that cannot go on can go back to a snapshot in their processes."""
         return False
 
     @property
     @abstractmethod
     def _reservation_timeout_s(self) -> float:
-        """How long to wait for resources."""
+        """The time to wait for resources."""
 
     def _settings_to_send(self) -> ReplicaSettings:
         """Return what the replicas are made from, as something that other processes can use."""
         return self._settings
+
+    def _take_settings(self, settings: ReplicaSettings) -> None:
+        """Makes workers that start from now on from other settings."""
+        group = self._controller.group
+        self._settings = settings
+        self._replicas.settings = self._settings_to_send()
+        show_options(self, settings)
+        if group is not None:
+            group.standby.kill_all()  # they were made with those before
 
     def _make_controller(self) -> ElasticController:
         """Return what keeps the workers alive, as the trainer's arguments ask for it."""
@@ -126,17 +139,48 @@ class ClassTrainer(FitMethods):
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
+        self._background = BackgroundCalls(controller, at_once=self.use_local)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
         self._calls = EpochCalls(
             self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
         )
-        self._finalizer = finalize(self, _abandon, controller)
+        self._once = Once()
+        self._validators = self._make_validators()
+        self._finalizer = finalize(self, _abandon, self._controllers)
         self._saves = FileSaves(controller, self._writer)
         try:
             controller.start()
         except UnpicklableError as error:
             raise naming_config_entry(error, self._settings.config) from error.__cause__
         controller.observe_with(self._throughput.report)
+
+    @property
+    def _controllers(self) -> list[ElasticController]:
+        """Those of the workers that train, and of those that only validate."""
+        beside = self._validators.controller if self._validators is not None else None
+        return [self._controller] if beside is None else [self._controller, beside]
+
+    def _make_validators(self) -> Validators | ValidatingSpares | None:
+        """Return the workers that validate beside the training; None if there are to be none."""
+        group = self._group_settings
+        if not group.validation_workers:
+            on_loan = self._runner_cls.validate_on_loan
+            spares = ValidatingSpares(self._controller, self._calls, on_loan, self._new_sharing)
+            return spares if group.spare_workers and not group.use_local else None
+        controller = make_controller(
+            settings_of_validators(group),
+            self._replicas,
+            self._make_connection(),
+            self._reservation_timeout_s,
+            keeps_survivors=self._keeps_survivors,
+            renews_survivors=False,
+            validates=True,
+        )
+        listeners, sharing = ProgressListeners(controller), self._new_sharing()
+        calls = EpochCalls(self._runner_cls, controller, self._throughput, listeners, use_local=False, sharing=sharing)
+        return Validators(
+            controller, self._controller, calls, self._replicas, self._new_sharing, group.validation_workers
+        )
 
     @abstractmethod
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
@@ -269,7 +313,9 @@ class ClassTrainer(FitMethods):
         try:
             self._finalizer.detach()
             self._saves.await_states()
-            self._controller.stop(force)
+            for controller in self._controllers:
+                controller.stop(force)
+            self._background.await_end()
             self._throughput.end()
         finally:
             self._writer.close()
@@ -293,14 +339,14 @@ class ClassTrainer(FitMethods):
 
     @property
     def _joint_batch_in_words(self) -> str:
-        """How large a step is, where the user left it to the number of workers; else empty."""
+        """The size of a step in words, where the user left it to the number of workers; else empty."""
         facts = self._facts
         if facts.keeps_joint_batch or facts.batch_size is None or self.max_replicas == 1:
             return ""
         return joint_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
-        """Where the time of every rank went, as of its last sign of life. Asks no worker, and works after `shutdown`.
+        """Returns where the time of every rank went, up to its last sign of life. Asks no worker.
 
         `status().ledger` is the same as of now. Its notes say what is missing.
         """
@@ -370,7 +416,7 @@ class ClassTrainer(FitMethods):
 
     @property
     def _facts(self) -> Any:
-        """What a replica that was set up says of itself; alike on all ranks, but for the data."""
+        """The facts that a replica reports after `setup`; alike on all ranks, but for the data."""
         return self._controller.facts[0]
 
     @property
@@ -394,19 +440,13 @@ class ClassTrainer(FitMethods):
                 )
 
 
-def show_options(trainer: ClassTrainer, *settings: Any) -> None:
-    """Lets every option be read as an attribute, unless the class says more about it than what was passed."""
-    for each in settings:
-        names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
-        vars(trainer).update({name: getattr(each, name) for name in names})
-
-
 def naming_config_entry(error: UnpicklableError, config: Mapping[str, Any]) -> UnpicklableError:
     """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
     found = [key for key, value in config.items() if not is_sendable(value)]
     return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
 
-def _abandon(controller: ElasticController) -> None:
-    """For a trainer that was never shut down: at its collection or at the end of the program."""
-    controller.stop(force=True)
+def _abandon(controllers: Sequence[ElasticController]) -> None:
+    """Ends a trainer that was never shut down, at its collection or at the end of the program."""
+    for controller in controllers:
+        controller.stop(force=True)

@@ -68,9 +68,6 @@ class TuneTrial(Protocol):
     def load(self, folder: Path) -> None:
         """Goes on from what `save` wrote, here or in another process."""
 
-    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
-        """Begins again with another config, as a new trial would. False: it cannot, and is ended and made again."""
-
     def end(self) -> None:
         """Gives everything back. A second time it does nothing."""
 
@@ -147,9 +144,8 @@ def make_trainable(
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             self._last = None
-            if not self._trial.reset(dict(new_config), _info_of(self)):
-                self._trial.end()
-                self.setup(new_config)
+            self._trial.end()  # nothing is kept of one trial for another
+            self.setup(new_config)
             return True
 
         def cleanup(self) -> None:

@@ -7,8 +7,10 @@ Why survivors go on instead of starting over: ADR 9. When a snapshot is taken: A
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +23,16 @@ from raysgd.engine.changes.in_place import InPlaceChanges
 from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
 from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
-from raysgd.engine.changes.turns import Turns
+from raysgd.engine.changes.turns import Place, Turns
 from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
 from raysgd.engine.decisions.history import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.loans import Loan
 from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.processes.outliving import CallNumber, keeper
 from raysgd.engine.processes.resources import cluster_view
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.shared.call import Call
@@ -36,8 +40,11 @@ from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, Held
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
+_SPARE_POLL_S = 0.1
 
 
 class ElasticController:
@@ -86,17 +93,17 @@ class ElasticController:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are now; while there is no group, how many the next one is meant to have."""
+        """The number of workers now; while there is no group, that which the next one is meant to have."""
         return self._lifecycle.num_workers
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True if `stop` was called."""
         return self._lifecycle.is_stopped
 
     @property
     def facts(self) -> list[Any]:
-        """What the replicas said of themselves when they were set up, by rank."""
+        """The facts that the replicas told of themselves when they were set up, by rank."""
         return self._lifecycle.facts
 
     def take_facts(self, facts: list[Any]) -> None:
@@ -105,7 +112,7 @@ class ElasticController:
 
     @property
     def history(self) -> GroupHistory:
-        """What happened to the workers so far."""
+        """The events of the workers so far."""
         return self._lifecycle.history
 
     @property
@@ -141,6 +148,16 @@ class ElasticController:
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
                 self.starter.rebuild("the last workers were stopped", "restarted")
             return self._lifecycle.running
+
+    def stand_by(self) -> None:
+        """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
+        with self._turns.take():
+            self._growth.start_spares()
+            self._growth.start_standby()
+
+    def admits_others(self) -> bool:
+        """Return whether all replicas would let others join where they are. Asks them, beside their work."""
+        return self._lifecycle.group is not None and self._growth.admits_others()
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
@@ -184,13 +201,79 @@ class ElasticController:
             finally:
                 self._monitoring.end()
 
-    def turn(self) -> AbstractContextManager[None]:
+    def lend_spare(self) -> Loan | None:
+        """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
+        with self._turns.take():
+            loan = self.ensure_group().standby.lend()
+            if loan is None:
+                self._growth.start_spares()
+            return loan
+
+    def run_on_spare(
+        self,
+        loan: Loan | None,
+        function: Callable[..., Any],
+        make_args: Callable[[], Sequence[Any]],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Runs a call on one spare, outside all turns. Where the spare is lost or steps in, another one runs it again.
+
+        Args:
+            loan: The spare, if one was ready.
+            function: Gets the replica, the number of the loan, and the arguments; returns None if it gave up.
+            make_args: Makes the arguments of each attempt.
+            on_wait: Called now and then.
+
+        Returns:
+            The value; None where no spare is left.
+
+        Raises:
+            WorkerError: An exception in user code.
+            WorkersLostError: One spare after the other has died.
+            TrainerShutdownError: After `stop`.
+        """
+        num_died = 0
+        while True:
+            found = None if loan is None else loan.run(function, make_args, on_wait)
+            if found is not None and found.failure is not None:
+                raise worker_error((found.failure.fault,))
+            if found is not None:
+                return found.value.value
+            on_wait()
+            if loan is not None:
+                num_died += loan.has_died
+                logger.warning("a spare %s its call, which is run again", "died in" if loan.has_died else "left")
+            if num_died > _DEFAULT_RETRIES:
+                raise WorkersLostError(
+                    f"{num_died} spares have died in this call, one after the other. Ray's log of the worker "
+                    "(`worker-*.err`) may name the cause; too little memory is a frequent one."
+                )
+            with self._turns.take(self._turns.reserve()):
+                loan, standby = self.lend_spare(), self._lifecycle.running.standby
+                if loan is None and not standby.num_coming + standby.num_ready:
+                    return None
+            if loan is None:
+                self._lifecycle.sleep(_SPARE_POLL_S)
+
+    def turn(self, place: Place | None = None) -> AbstractContextManager[None]:
         """A block in which no call of another thread comes between those of this one.
+
+        Args:
+            place: What `reserve_turn` returned, for this thread.
 
         Raises:
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
+            KeyboardInterrupt: After `interrupt` for this place.
         """
-        return self._turns.take()
+        return self._turns.take(place)
+
+    def reserve_turn(self) -> Place:
+        """A place in the line of calls for another thread: calls that are made from now on come after its own."""
+        return self._turns.reserve()
+
+    def interrupt(self, place: Place) -> None:
+        """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
+        self._turns.interrupt(place)
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
@@ -218,7 +301,7 @@ class ElasticController:
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
-        """How the workers are doing. Asks them.
+        """Return how the workers are doing. Asks them.
 
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
@@ -253,19 +336,27 @@ class ElasticController:
         )
 
     def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Runs the call, and takes a snapshot behind it if that took much longer than expected."""
+        """Runs the call, and takes a snapshot behind it if that took much longer than expected.
+
+        Where only workers have the state, it is copied first, unless those that survive a loss could continue the call.
+        """
+        if not call.can_rejoin and self._lifecycle.group is not None and self.starter.has_only_workers_state:
+            self._run(copy_call(), budget)
         values = self._run(call, budget)
         if self._copies.is_overdue:
             self._run(copy_call(), budget)
         return values
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        function = call.function
+        kept_by = keeper()
+        number = kept_by.number(call) if kept_by is not None else None
+        is_inside = number is not None and number.is_resumed
         while True:
+            function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
             try:
-                report = self._attempt(group, call, function, args)
+                report = self._attempt(group, call, function, args, number)
             except UnpicklableError:  # nothing was sent: the group is kept
                 self._copies.note_broken_off(call)
                 raise
@@ -284,10 +375,16 @@ class ElasticController:
                 self._lifecycle.end_call(type(error).__name__, unless_local=True)
                 self._copies.note_broken_off(call)
                 raise
-            function = call.resume if is_inside and call.resume is not None else call.function
+            if number is not None:
+                number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
     def _attempt(
-        self, group: WorkerGroup, call: Call, function: Callable[..., Any], args: Sequence[Sequence[Any]]
+        self,
+        group: WorkerGroup,
+        call: Call,
+        function: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        number: CallNumber | None,
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
         self.snapshots.poll()
@@ -301,6 +398,7 @@ class ElasticController:
             call.on_its_ranks(args),
             capture=self._copies.is_due_after(call),
             landed=self.snapshots.landed_token,
+            number=number,
             on_wait=self._waiting_for(call),
         )
         if report.ok and not _is_held(report):
@@ -338,7 +436,7 @@ class ElasticController:
             if failed is None:
                 return True
             cause = failed.cause
-        if diagnosis.kind == "disconnected" and not self._spec.keeps_processes:
+        if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
             tell()
         if budget.is_spent:
             self._raise(call, diagnosis, report, RaiseError(lost=True), budget, cause)
@@ -353,8 +451,9 @@ class ElasticController:
         monitor = self._monitoring.renew()
         assert monitor is not None, "nothing else asks the ranks to stop"
         leaving = self._lifecycle.leaving_nodes_in_use()
-        parts = [answer.value.part for answer in report.values]
-        self._lifecycle.take_parts(parts)
+        parts = [] if self._spec.runs_on else [answer.value.part for answer in report.values]
+        if parts:
+            self._lifecycle.take_parts(parts)
         return self._is_inside_after(self._changes.change(leaving, monitor.reason, parts))
 
     def _is_inside_after(self, failed: CannotForm | None) -> bool:
@@ -367,7 +466,7 @@ class ElasticController:
 
     @property
     def _is_restored_inside(self) -> bool:
-        """Whether the snapshot that was just restored was taken inside the running call."""
+        """True if the snapshot that was just restored was taken inside the running call."""
         return self.snapshots.is_inside and not self.snapshots.calls_since
 
     def _raise(
@@ -481,5 +580,5 @@ class ElasticController:
 
 
 def _is_held(report: GroupReport) -> bool:
-    """Whether the ranks stopped at a step boundary instead of finishing the call."""
-    return isinstance(report.values[0].value, HeldAtStep)
+    """Return whether the ranks stopped at a step boundary instead of finishing the call; some may have before that."""
+    return any(isinstance(answer.value, HeldAtStep) for answer in report.values)

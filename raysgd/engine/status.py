@@ -1,4 +1,4 @@
-"""How a trainer is doing: what `trainer.status()` returns, as text and as a card in a notebook."""
+"""The state of a trainer: what `trainer.status()` returns, as text and as a card in a notebook."""
 
 from __future__ import annotations
 
@@ -54,23 +54,26 @@ class SnapshotStatus:
         num_calls_since: Completed calls that would be run again after it.
         is_inside: Whether it was taken inside a call.
         replay_s: How long the calls since took.
+        has_newer: Whether a newer one is on its way. Until it is there, only workers have what is in it.
     """
 
     age_s: float
     num_calls_since: int
     is_inside: bool
     replay_s: float = 0.0
+    has_newer: bool = False
 
     def __str__(self) -> str:
         where = "inside a call" if self.is_inside else "between calls"
         calls = "1 call" if self.num_calls_since == 1 else f"{self.num_calls_since} calls"
         behind = f", {calls} ({self.replay_s:.1f} s) since" if self.num_calls_since else ""
-        return f"{self.age_s:.0f} s old, taken {where}{behind}"
+        newer = ", a newer one is on its way" if self.has_newer else ""
+        return f"{self.age_s:.0f} s old, taken {where}{behind}{newer}"
 
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """How a trainer is doing.
+    """The state of a trainer.
 
     Attributes:
         workers: The workers, in rank order.
@@ -109,6 +112,12 @@ class TrainerStatus:
     ledger: TimeLedger | None = None
     joint_batch: str = ""
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Throughput in bytes of a stream, as they are in memory; None where they are not measured."""
+        row_bytes = self.data.row_bytes if self.data is not None else None
+        return None if row_bytes is None or self.samples_per_s is None else row_bytes * self.samples_per_s
+
     def __str__(self) -> str:
         lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
         lines += [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
@@ -119,7 +128,7 @@ class TrainerStatus:
         return self.as_card("Trainer")
 
     def as_card(self, title: str) -> str:
-        """As HTML, under this title."""
+        """Returns the card as HTML, under this title."""
         workers = grid(
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
@@ -128,6 +137,7 @@ class TrainerStatus:
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
+        speed += "" if self.bytes_per_s is None else f", {self.bytes_per_s / 1e6:.4g} MB/s"
         losses = "loss" if self.num_failures == 1 else "losses"
         rows = [
             ("workers", f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"),
@@ -208,7 +218,7 @@ def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
     if snapshots.landed_at is None:
         return None
     age_s, num_calls = time.monotonic() - snapshots.landed_at, len(snapshots.calls_since)
-    return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s)
+    return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s, snapshots.is_coming)
 
 
 def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
@@ -225,7 +235,7 @@ def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
 
 
 def _doing(heartbeats: Sequence[Heartbeat]) -> str:
-    """What workers do that are in one phase of one epoch; none of them answered if there is no heartbeat."""
+    """Return what workers do that are in one phase of one epoch; none answered if there is no heartbeat."""
     if not heartbeats:
         return "no answer"
     steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)

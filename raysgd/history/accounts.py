@@ -9,12 +9,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from raysgd._text.once import Once
 from raysgd._text.rank_words import named
-from raysgd.engine.shared.time_spent import AGAIN, BINS, EXCHANGE, REPLACE, START_UP, USEFUL, TimeLedger, TimeSpent
+from raysgd.engine.shared.time_spent import (
+    AGAIN,
+    BINS,
+    DRIVER,
+    EXCHANGE,
+    REPLACE,
+    START_UP,
+    USEFUL,
+    VALIDATION_WAIT,
+    TimeLedger,
+    TimeSpent,
+)
 
 _WARN_ABOVE = 0.2
 _WARN_AFTER_S = 60.0
@@ -23,6 +35,7 @@ _ADVICE = {
     "exchanging gradients": "make the batches larger, or accumulate gradients over several",
     "waiting for a slower rank": "`trainer.status()` names the rank; give all ranks alike machines and data",
     "copying snapshots": "copy less often: a larger `snapshot_every_n_steps`",
+    "copying to undo a batch": '`Recovery(undo="auto")` limits it to 2 % of the time of the steps',
     "recovering from losses": "`spare_workers=1` shortens recoveries",
 }
 
@@ -78,12 +91,22 @@ class Accounts:
         self._accounts: dict[int, _Account] = {}
         self._known: dict[str, TimeSpent] = {}
         self._has_trained = self._is_over = False
+        self._waited_s = 0.0
         self._once = Once()
         self._lock = threading.Lock()  # `status` may be asked for from any thread
 
     def begin_call(self) -> None:
         """Notes that there was a training call."""
         self._has_trained = True
+
+    @contextmanager
+    def waiting_for_validation(self) -> Iterator[None]:
+        """Notes the time of the block, in which all ranks wait for a validation that others do."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - began
 
     def end(self) -> None:
         """Notes that the trainer was shut down."""
@@ -125,8 +148,12 @@ class Accounts:
         account.seconds[account.waited_in] += max(0.0, now - own_s - account.told_until)
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Where the time went. Of ranks from `num_ranks` on, which are there no more, what they have told stays."""
+        """Return where the time went. Of ranks from `num_ranks` on, which are gone, what they have told stays."""
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
+        for seconds in ranks.values():  # the ranks know of no reason: for them it is a time without calls
+            waited_s = min(self._waited_s, seconds[DRIVER])
+            seconds[DRIVER] -= waited_s
+            seconds[VALIDATION_WAIT] += waited_s
         return TimeLedger(ranks, tuple(self._notes(num_ranks)))
 
     @property

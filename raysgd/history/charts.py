@@ -243,7 +243,7 @@ def _svg(width: int, height: int, told: str, parts: Sequence[str]) -> str:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """As many points as can be told apart: of neighbors that are too many, the lowest and the highest.
+    """Keeps as many points as can be told apart: of neighbors that are too many, the lowest and the highest.
 
     Example:
         >>> thinned([(0, 1), (1, 5), (2, 0), (3, 2), (4, 9), (5, 3), (6, 4), (7, 4)], most=4)

@@ -15,7 +15,7 @@ _NOBODY = -1
 
 
 class _Number(NamedTuple):
-    """What is reported under a name; None where it is not known."""
+    """A number that is reported under a name; None where it is not known."""
 
     description: str
     of: Callable[[TrainerStatus], float | None]

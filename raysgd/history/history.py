@@ -107,14 +107,20 @@ class History(Sequence[dict[str, Any]]):
         """The names in the rows, in the order in which they were first met."""
         return readable.names_in(self._rows)
 
-    def add(self, record: CallRecord) -> None:
-        """Adds a call: one of `train` begins a row, one of `validate` completes it."""
+    def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
+        """Adds a call: one of `train` begins a row, one of `validate` completes it.
+
+        Args:
+            record: The call.
+            row: The row that it completes; the last one unless given.
+        """
         self.records.append(record)
         if record.kind == "train":
             self._rows.append(_row(record))
         elif record.kind == "validation" and self._rows:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
-            self._rows[-1].update(validation, val_seconds=record.seconds)
+            row = self._rows[-1] if row is None else row
+            row.update(validation, val_seconds=record.seconds)
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Adds an epoch, or a report of a function, as a new row; returns the row."""
@@ -129,7 +135,7 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def extent(self) -> HistoryLimits:
-        """How much there was of each kind, with what was forgotten."""
+        """The number of events of each kind, with those that were forgotten."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 

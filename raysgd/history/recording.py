@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,9 @@ from raysgd._numbers.metric_names import name_in_test
 from raysgd._numbers.results import Metrics
 from raysgd.engine.decisions.history import GroupEvent
 from raysgd.history.history import CallRecord, History, Kind
+
+RecordBeside = Callable[[Any, float, float], CallRecord]
+"""Adds a call that has ended: takes its result, when it began, and how many seconds it took."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -33,27 +36,42 @@ class CallRecorder:
     def __init__(self, events: list[GroupEvent], num_workers: Callable[[], int]) -> None:
         self.history = History(events)
         self._num_workers = num_workers
-        self._as_test = False
-
-    @contextmanager
-    def as_test(self) -> Iterator[None]:
-        """Inside the block, calls of `validate` are recorded as calls of `test`."""
-        before, self._as_test = self._as_test, True
-        try:
-            yield
-        finally:
-            self._as_test = before
+        self._lock = threading.Lock()
 
     def record(self, kind: Kind, result: Any, began_at: float, seconds: float) -> None:
         """Adds a call."""
-        metrics = dict(result) if isinstance(result, Mapping) else {}
-        if kind == "validation" and self._as_test:
-            kind, metrics = "test", as_test(metrics)
+        metrics = _metrics_of(result)
+        with self._lock:
+            epoch = metrics.get("epoch") if kind == "train" else None
+            if not isinstance(epoch, int):
+                epoch = self._epoch + (kind == "train")
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()), None)
+
+    def begin_beside(self, num_workers: int) -> RecordBeside:
+        """Return what adds a validation that runs while other calls are made: it completes the row of now."""
+        history = self.history
+        epoch, row = self._epoch, history[-1] if len(history) else None
+
+        def add(result: Any, began_at: float, seconds: float) -> CallRecord:
+            record = CallRecord("validation", epoch, _metrics_of(result), began_at, seconds, num_workers)
+            with self._lock:
+                self._add(record, row)
+            return record
+
+        return add
+
+    def add(self, record: CallRecord) -> None:
+        """Adds a call that another process has recorded."""
+        with self._lock:
+            self._add(record, None)
+
+    @property
+    def _epoch(self) -> int:
         records = self.history.records
-        epoch = metrics.get("epoch") if kind == "train" else None
-        if not isinstance(epoch, int):
-            epoch = (records[-1].epoch if records else 0) + (kind == "train")
-        self.history.add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()))
+        return records[-1].epoch if records else 0
+
+    def _add(self, record: CallRecord, row: dict[str, Any] | None) -> None:
+        self.history.add(record, row)
         self.history.forget_old(MOST_EPOCHS)
 
 
@@ -72,6 +90,10 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
         return cast("Method", call)
 
     return decorate
+
+
+def _metrics_of(result: Any) -> dict[str, Any]:
+    return dict(result) if isinstance(result, Mapping) else {}
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:

@@ -123,7 +123,7 @@ _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW
 
 @dataclass(frozen=True)
 class Target:
-    """What Horovod is built for.
+    """The system and the frameworks that Horovod is built for.
 
     Attributes:
         python: Such as "cp311".

@@ -75,12 +75,12 @@ class BatchOptions:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the library divides joint batches of one size."""
+        """True if the library divides joint batches of one size."""
         return self.is_constant or self.deterministic
 
     @property
     def is_constant(self) -> bool:
-        """Whether the joint batch does not depend on the number of workers."""
+        """True if the joint batch does not depend on the number of workers."""
         return self.joint_batch == CONSTANT
 
     @property

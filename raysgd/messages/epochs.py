@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from raysgd._numbers import results
@@ -90,7 +91,7 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 
     `info` is the second positional argument of the older generation, under whatever name the user gave it.
     """
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+    parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         positional = [
             p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
@@ -118,7 +119,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     That is `batch_info`, also by keyword only; `batch_idx`, as in the guide of the old library; both, or nothing more
     than the batch. Any other second argument is the info.
     """
-    parameters = list(inspect.signature(method).parameters.values())
+    parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[0]  # the batch
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
@@ -132,6 +133,20 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = known or {"batch_info"}
     return lambda batch, info: method(batch, **{name: _told(name, info) for name in known})
+
+
+def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those that a caller passes."""
+    if not inspect.ismethod(method):
+        return list(inspect.signature(method).parameters.values())
+    parameters = _parameters_of(method.__func__)
+    return list(parameters if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL else parameters[1:])
+
+
+@lru_cache
+def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Each epoch asks for the same ones, and for the function alone: nothing else is kept."""
+    return tuple(inspect.signature(function).parameters.values())
 
 
 _BATCH_ARGUMENTS = {"batch_info", "batch_idx"}

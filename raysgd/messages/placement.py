@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def custom(self) -> dict[str, float]:
-        """What a worker needs beside CPUs and GPUs, as Ray counts it."""
+        """The resources that a worker needs beside CPUs and GPUs, as Ray counts them."""
         return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._arguments import checks
 from raysgd.engine.shared.snapshot_pace import EverySeconds
 
+Undo = Literal["auto"] | bool
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How losses are noticed, how long survivors may take, and which snapshots are there to go back to.
+    """The rules for losses: signs that one happened, the time of survivors, and the snapshots to go back to.
 
     Pass it as `recovery_options` to `TorchTrainer` or `TFTrainer`.
 
@@ -28,6 +30,9 @@ class Recovery:
             that needs a snapshot then ends the trainer.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot. None:
             only after calls.
+        undo: Whether workers copy what a batch may change before the batch, so that they can rejoin after a loss in the
+            middle of it. "auto": where a batch may be half done, or its models have running statistics, and as often
+            as it takes at most 2 % of the time of the steps. True: before each batch. With `TorchTrainer`.
 
     Raises:
         ValueError: A value cannot work.
@@ -42,6 +47,7 @@ class Recovery:
     settle_timeout_s: float = 120.0
     snapshot_every_s: EverySeconds = "auto"
     snapshot_every_n_steps: int | None = None
+    undo: Undo = "auto"
 
     def __post_init__(self) -> None:
         checks.check_seconds("heartbeat_s", self.heartbeat_s, checks.MIN_HEARTBEAT_S)
@@ -51,6 +57,8 @@ class Recovery:
         if self.snapshot_every_n_steps is not None:
             hint = "None copies the state between calls only."
             checks.check_count("snapshot_every_n_steps", self.snapshot_every_n_steps, hint)
+        if self.undo is not True and self.undo is not False and self.undo != "auto":
+            raise ValueError(f'`undo={self.undo!r}`: allowed are "auto", True and False.')
 
 
 def _check_snapshot_every_s(value: Any) -> None:

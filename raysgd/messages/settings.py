@@ -18,6 +18,11 @@ from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
 
+STREAMS_NEED = (
+    "a stream, whose `batch(size)` is always the joint batch of all workers, in even shares: pass "
+    '`joint_batch="constant"` to the trainer, and neither `balance` nor `add_dist_sampler=False`.'
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
@@ -41,6 +46,7 @@ class GroupSettings:
     recovery: str = "rejoin"
     min_workers: int = 1
     spare_workers: int = 0
+    validation_workers: int = 0
     resize_check_s: ResizeCheck = AUTO
 
     def __post_init__(self) -> None:
@@ -50,7 +56,7 @@ class GroupSettings:
         checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
         if self.recovery not in ("rejoin", "rebuild"):
             raise ValueError(
-                f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" '
+                f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss continue) and "rebuild" '
                 "(all workers restart). Limits and snapshots belong to `recovery_options`."
             )
         self._check_counts()
@@ -69,11 +75,27 @@ class GroupSettings:
         checks.check_num_workers(
             "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
         )
+        checks.check_num_workers(
+            "validation_workers", self.validation_workers, hint="They validate while others train.", least=0
+        )
 
     @property
     def is_driver_only(self) -> bool:
-        """Whether the only worker is the driver itself."""
+        """True if the only worker is the driver itself."""
         return self.use_local and self.num_workers == 1
+
+    def refuse_validators(self, obstacles: Iterable[tuple[bool, str]]) -> None:
+        """Refuses validators where no state can be handed over to them.
+
+        Args:
+            obstacles: What prevents that: whether it applies, and the argument that asks for it.
+        """
+        for applies, what in ((self.use_local, "`use_local=True`"), *obstacles):
+            if self.validation_workers and applies:
+                raise ValueError(
+                    f"`validation_workers={self.validation_workers}` with {what} cannot work: the state cannot be "
+                    "handed over to other workers. Without it, the workers that train validate, too."
+                )
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
         """Refuses spares where no survivors are kept that they could step in beside.
@@ -132,8 +154,14 @@ class ReplicaSettings:
 
     @property
     def keeps_joint_batch(self) -> bool:
-        """Whether the joint batch does not depend on the number of workers."""
+        """True if the joint batch does not depend on the number of workers."""
         return self.batch_options.is_joint or BATCH_SIZE in self.config
+
+    @property
+    def obstacle_of_streams(self) -> str | None:
+        """The reason why these settings do not work with a stream; None where they do."""
+        options = self.batch_options
+        return None if options.is_joint and options.balance is None else STREAMS_NEED
 
     def __post_init__(self) -> None:
         checks.check_kind("recovery_options", self.recovery_options, Recovery)

@@ -122,5 +122,5 @@ def listed_in(content: bytes) -> dict[str, str]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(checksum, str) for checksum in found.values()):
-        raise OSError("it is no list of checksums")
+        raise OSError("it is not a list of checksums")
     return found

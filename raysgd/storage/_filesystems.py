@@ -38,7 +38,7 @@ class OpenedLocation:
 
     @property
     def is_whole_at_close(self) -> bool:
-        """Whether a file appears when it is closed, and not before."""
+        """True if a file appears when it is closed, and not before."""
         return self._kind in _WHOLE_AT_CLOSE
 
     def make(self, path: str) -> None:
@@ -50,7 +50,7 @@ class OpenedLocation:
 
     @property
     def lists_folders(self) -> bool:
-        """Whether a listing of one level names the folders in it, and nothing that is deeper."""
+        """True if a listing of one level names the folders in it, and nothing that is deeper."""
         return self._kind not in ("gcs", "abfs")
 
     @property

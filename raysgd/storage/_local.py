@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raysgd._files.atomic_file import flush_to_disk, replacing
+from raysgd._files.paths import check_regular
 from raysgd._imports.optional import require
 from raysgd.exceptions import StorageError
 from raysgd.storage import _trees
@@ -90,14 +91,6 @@ class LocalFolder(Folder):
     def has(self, name: str) -> bool:
         return (self._local_path / check_name(name)).is_file()
 
-    def read(self, name: str) -> bytes:
-        with self.reading(name) as file:
-            return file.read()
-
-    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
-        with self.writing(name) as file:
-            file.write(data)
-
     def fetch(self, name: str, target: Path) -> None:
         path = self._local_path / check_name(name)
         with _telling(f"copy `{path}` to `{target}`"):
@@ -107,8 +100,7 @@ class LocalFolder(Folder):
     def reading(self, name: str) -> Iterator[IO[bytes]]:
         path = self._local_path / check_name(name)
         with _telling(f"read `{path}`"):
-            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device could be without an end
-                raise OSError("it is no regular file")
+            check_regular(path)
             with open(path, "rb") as file:
                 yield file
 
@@ -119,13 +111,6 @@ class LocalFolder(Folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(os.path.realpath(path)) as file:
                 yield file
-
-    def append(self, name: str, data: bytes) -> None:
-        path = self._local_path / check_name(name)
-        with _telling(f"write `{path}`"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab") as file:
-                file.write(data)
 
     def remove(self, name: str) -> None:
         path = self._local_path / check_name(name)

@@ -74,7 +74,7 @@ def may_pass(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class RetryLimit:
-    """For how long failures are tried again.
+    """The time for which failures are tried again.
 
     Attributes:
         total_s: No attempt begins later than this after the first one.
@@ -88,7 +88,7 @@ class RetryLimit:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> RetryLimit:
-        """As the environment variable `RAYSGD_STORAGE_TIMEOUT_S` has it.
+        """Reads the limit from the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
 
         Raises:
             ValueError: The variable is not a number of seconds.

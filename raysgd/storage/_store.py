@@ -1,35 +1,79 @@
-"""Folders in a store. A folder becomes whole by a marker that is written last.
+"""Folders in a store: asked again where that helps, with errors that say what to do.
 
-The marker of `name` is a file `.complete-name` beside it: so one listing tells which folders are whole, and what is in
-a folder is what users put there, beside lists of checksums with hidden names. Nothing is staged elsewhere, because
-stores copy where disks rename.
+A folder becomes whole by a marker that is written last. The marker of `name` is a file `.complete-name` beside it: so
+one listing tells which folders are whole, and what is in a folder is what users put there, beside lists of checksums
+with hidden names. Nothing is staged elsewhere, because stores copy where disks rename.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import errno
+import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from raysgd._imports.optional import require
 from raysgd._text.secrets import masked
-from raysgd.storage import _checksums, _transfers, _trees
-from raysgd.storage._entries import Entry, Store, joined
-from raysgd.storage._retrying import storage_error
+from raysgd.exceptions import StorageError
+from raysgd.storage import _checksums, _filesystems, _transfers, _trees
+from raysgd.storage._filesystems import OpenedLocation
+from raysgd.storage._retrying import TIMEOUT_VARIABLE, RetryLimit, cause_of, storage_error
 from raysgd.storage._uris import child_of
-from raysgd.storage.folder import Folder, check_name, check_single
+from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
 
 _MARKER = ".complete-"
 _CONTENT = b"The folder beside this file, of the same name, is complete.\n"
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Store:
+    """A place in a store.
+
+    Attributes:
+        uri: Where it is.
+        given: The file system that the user made; None for that of `uri`.
+        base: The path in `given`.
+        patience: For how long failures are tried again.
+    """
+
+    uri: str
+    given: Any = None
+    base: str = ""
+    patience: RetryLimit = field(default_factory=RetryLimit)
+
+    def opened(self) -> OpenedLocation:
+        """Return the file system, and the path of this place in it."""
+        if self.given is not None:
+            return OpenedLocation(self.given, self.base)
+        return _filesystems.opened(self.uri, self.patience.total_s)
+
+    def ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
+        """Return what the store answers, tried again where that helps; its errors in our words."""
+        try:
+            return self.patience.call(attempt, doing)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
+                raise
+            raise storage_error(doing, error, self._advice) from cause_of(error)
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"Failures that may pass were tried again for {self.patience.total_s:g} s ({TIMEOUT_VARIABLE}). "
+            "Check the address, your credentials and the network, or use another place."
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoreFolder(Folder):
-    """A folder in a store.
+    """A folder in a store; of the methods with an underscore, some take it for a file.
 
     Attributes:
         store: The place that it was opened at.
@@ -49,11 +93,15 @@ class StoreFolder(Folder):
 
     @property
     def path(self) -> str:
-        return self._entry.path
+        return _joined(self._opened.base, self.inside)
 
     @property
     def filesystem(self) -> Any:
-        return self._entry.opened.filesystem
+        return self._opened.filesystem
+
+    @property
+    def _opened(self) -> OpenedLocation:
+        return self.store.ask(f"open `{self}`", self.store.opened)
 
     @property
     def is_in_memory(self) -> bool:
@@ -68,7 +116,7 @@ class StoreFolder(Folder):
         return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def __truediv__(self, name: str) -> StoreFolder:
-        return replace(self, inside=joined(self.inside, check_name(name)))
+        return replace(self, inside=_joined(self.inside, check_name(name)))
 
     def without_retries(self) -> StoreFolder:
         return replace(self, store=replace(self.store, patience=replace(self.store.patience, total_s=0)))
@@ -76,25 +124,23 @@ class StoreFolder(Folder):
     def __str__(self) -> str:
         return masked(self.uri)
 
-    @property
-    def _entry(self) -> Entry:
-        return self.store.entry(self.inside)
+    # ------------------------------------------------------------------------------------------------ folders
 
     def make(self) -> None:
-        self._entry.make()
+        self.store.ask(f"make the folder `{self}`", partial(self._opened.make, self.path))
 
     def exists(self) -> bool:
-        return self._entry.is_a("Directory")
+        return self._is_a("Directory")
 
     def names(self) -> list[str]:
-        return sorted(name for name in self._entry.children() if not name.startswith((_MARKER, _trees.TEMPORARY)))
+        return sorted(name for name in self._children() if not name.startswith((_MARKER, _trees.TEMPORARY)))
 
     def delete(self) -> None:
-        entry = self._entry
-        above, _, name = entry.path.rpartition("/")
+        above, _, name = self.path.rpartition("/")
         if above:
-            replace(entry, path=f"{above}/{_MARKER}{name}").delete_file()
-        entry.delete_folder()
+            self._delete(self.filesystem.delete_file, f"{above}/{_MARKER}{name}")
+        if self.exists():  # where it does not exist, not every store says so in a way that can be told
+            self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
         tree = _tree_of(source, f"copy `{source}` to `{self}`")
@@ -109,19 +155,19 @@ class StoreFolder(Folder):
         """Sends a file; returns its checksum."""
         with open(source, "rb") as file:
             content = _checksums.SentContent(partial(_transfers.pieces, file))
-            self._entry.child(name).send(content)
+            (self / name)._send(content)
         return content.checksum
 
     def download(self, target: Path) -> None:
-        names = self._entry.everything()
+        names = self._everything()
         target.mkdir(parents=True, exist_ok=True)
         for name in (name for name, is_file in names.items() if not is_file):
             (target / name).mkdir(parents=True, exist_ok=True)
         files = [name for name, is_file in names.items() if is_file and not _is_own(name)]
-        sums = self._listed([name for name, is_file in names.items() if is_file and _checksums.is_list(name)])
-        _transfers.on_threads(lambda name: self._fetch(name, target / name, sums.get(name, ())), files)
+        sums = self._listed_sums([name for name, is_file in names.items() if is_file and _checksums.is_list(name)])
+        _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
-    def _listed(self, lists: list[str]) -> dict[str, set[str]]:
+    def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
         """The checksums of each file by these lists: several, if it was uploaded more than once."""
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
@@ -130,54 +176,42 @@ class StoreFolder(Folder):
             except OSError as error:
                 raise storage_error(f"read `{self / path}`", error, "Delete it, if you trust the rest.") from error
             for name, checksum in listed.items():
-                found.setdefault(joined(path.rpartition("/")[0], name), set()).add(checksum)
+                found.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
         return found
 
-    def fetch(self, name: str, target: Path) -> None:
-        self._fetch(name, target)
+    # ------------------------------------------------------------------------------------------------ files
 
-    def _fetch(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
+    def fetch(self, name: str, target: Path) -> None:
+        self._fetch_to(name, target)
+
+    def _fetch_to(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
         with _trees.placing(target) as file:
-            self._entry.child(name).fetch(file, checksums)
+            (self / name)._fetch(file, checksums)
 
     def has(self, name: str) -> bool:
-        return self._entry.child(name).is_a("File")
-
-    def read(self, name: str) -> bytes:
-        content = io.BytesIO()
-        self._entry.child(name).fetch(content)
-        return content.getvalue()
-
-    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
-        self._send(name, lambda: iter([data]), sealed)
-
-    def _send(self, name: str, content: _transfers.Pieces, sealed: bool) -> None:
-        self._entry.child(name).send(_checksums.SentContent(content, sealed=True) if sealed else content)
+        return (self / name)._is_a("File")
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
-            self._entry.child(name).fetch(file)
+            (self / name)._fetch(file)
             file.seek(0)
             yield file
 
     @contextlib.contextmanager
     def writing(self, name: str, *, sealed: bool = False) -> Iterator[IO[bytes]]:
         """Opens a file of this machine, which is sent when the block ends; so sending it can be tried again."""
-        check_name(name)
+        target = self / name
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
-            self._send(name, partial(_transfers.pieces, file), sealed)
-
-    def append(self, name: str, data: bytes) -> None:
-        try:
-            before = self.read(name)
-        except FileNotFoundError:
-            before = b""
-        self.write(name, before + data)
+            content = partial(_transfers.pieces, file)
+            target._send(_checksums.SentContent(content, sealed=True) if sealed else content)
 
     def remove(self, name: str) -> None:
-        self._entry.child(name).delete_file()
+        file = self / name
+        file._delete(file.filesystem.delete_file, file.path)
+
+    # ------------------------------------------------------------------------------------------------ commits
 
     def staged(self, name: str) -> StoreFolder:
         return replace(self / check_single(name), is_staged=True)
@@ -186,19 +220,106 @@ class StoreFolder(Folder):
         whole = self / check_single(name)
         if not self.has(_MARKER + name):
             if not whole.exists():
-                raise whole._entry.missing()
+                raise whole._missing()
             self.write(_MARKER + name, _CONTENT)
         return whole
 
     def committed(self) -> list[str]:
-        children = self._entry.children()
+        children = self._children()
         return sorted(name for name, is_file in children.items() if not is_file and _MARKER + name in children)
 
     def discard_staged(self, prefix: str) -> None:
-        children = self._entry.children()
+        children = self._children()
         for name, is_file in children.items():
             if not is_file and name.startswith(prefix) and _MARKER + name not in children:
                 (self / name).delete()
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    def _is_a(self, kind: str) -> bool:
+        """Return whether there is one of this kind, "File" or "Directory"."""
+        [info] = self.store.ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
+        return bool(info.type == getattr(_fs().FileType, kind))
+
+    def _send(self, pieces: _transfers.Pieces) -> None:
+        """Sends a file: under its name at once where the store shows a file when it is closed."""
+        opened = self._opened
+        send = _transfers.send if opened.is_whole_at_close else _transfers.send_and_rename
+        self.store.ask(f"write `{self}`", partial(send, opened.filesystem, pieces, self.path))
+
+    def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
+        """Fetches a file. Checksums: those that it may have, as far as they are known.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        attempt = partial(_transfers.fetch, self.filesystem, self.path, target, checksums)
+        try:
+            self.store.ask(f"read `{self}`", attempt, reads=True)
+        except FileNotFoundError as error:
+            raise self._missing() from cause_of(error)
+
+    def _everything(self) -> dict[str, bool]:
+        """The paths of all that is in the folder, from there, and whether each is a file.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            StorageError: The store names something that is not inside of it.
+        """
+        found = dict(self._listed(recursive=True))
+        outside = [name for name in found if not lies_inside(name)]
+        if outside:
+            raise StorageError(
+                f"could not read `{self}`: the store says that {outside[0]!r} is in it, which no folder can "
+                "have. Remove it there, if you trust the rest."
+            )
+        if not found and not self.exists():
+            raise self._missing()
+        return found
+
+    def _children(self) -> dict[str, bool]:
+        """The names directly in the folder, and whether each is a file; none where it does not exist."""
+        if self._opened.lists_folders:
+            return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
+        inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
+        folders = {name.partition("/")[0] for name, is_file in inside if "/" in name or not is_file}
+        files = {name for name, is_file in inside if "/" not in name and is_file}
+        return {**dict.fromkeys(files, True), **dict.fromkeys(folders, False)}
+
+    def _listed(self, recursive: bool) -> list[tuple[str, bool]]:
+        path = self.path
+        chosen = _fs().FileSelector(path, recursive=recursive, allow_not_found=True)
+        infos = self.store.ask(f"list `{self}`", partial(self.filesystem.get_file_info, chosen))
+        top = path.strip("/")
+        found = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
+        return [(_from(top, path), is_file) for path, is_file in found if path != top]
+
+    def _missing(self) -> FileNotFoundError:
+        """Return what to raise where it does not exist."""
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+
+    def _delete(self, delete: Callable[[str], object], path: str) -> None:
+        """Deletes something, if it is there."""
+        self.store.ask(f"delete `{self}`", partial(_unless_missing, delete, path))
+
+
+def _from(top: str, path: str) -> str:
+    """The path from a folder; a name that lies in no folder, if it is not inside of this one."""
+    return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
+
+
+def _joined(*parts: str) -> str:
+    """Parts of a path as one; empty ones are left out."""
+    return "/".join(part for part in parts if part)
+
+
+def _fs() -> Any:
+    return require("pyarrow.fs", "storage", "storage other than a local disk")
+
+
+def _unless_missing(delete: Callable[[str], object], path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        delete(path)
 
 
 def _is_own(name: str) -> bool:

@@ -18,7 +18,7 @@ _AWAITED_PIECES = 10  # eight parts of S3, which PyArrow sends at the same time
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""What a file is made of; called again for each attempt."""
+"""The content of a file; called again for each attempt."""
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:

@@ -17,8 +17,8 @@ from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
 
-State = dict[str, Any]
-Write = Callable[[str, State], object]
+Write = Callable[[str, Any], object]
+"""Writes a state, or whatever else was produced, to a path."""
 
 
 class BackgroundWriter:
@@ -42,7 +42,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def submit(self, path: str | os.PathLike[str], produce: Callable[[], State], write: Write | None = None) -> None:
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write | None = None) -> None:
         """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
 
         `write` writes this file; by default it is what writes all others.
@@ -60,7 +60,7 @@ class BackgroundWriter:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
 
-    def write(self, path: str | os.PathLike[str], state: State, write: Write | None = None) -> None:
+    def write(self, path: str | os.PathLike[str], state: Any, write: Write | None = None) -> None:
         """Writes a file in this thread, after everything that was submitted. Arguments as for `submit`.
 
         Raises:
@@ -146,7 +146,7 @@ class _WriteJob:
     """One file to write."""
 
     path: str
-    produce: Callable[[], State]
+    produce: Callable[[], Any]
     write: Write
     shown: Callable[[str], str]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raysgd._files.atomic_file import replacing
+from raysgd._files.paths import check_regular
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris
@@ -58,18 +59,21 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
     """The path of a file of this machine with what is at `location`: the file itself, or a copy for the block.
 
     Raises:
-        FileNotFoundError: The store has no such file. A path of this machine is not looked at.
+        FileNotFoundError: The store has no such file. A path of this machine need not exist.
+        OSError: It is a device, a pipe or a socket of this machine.
         StorageError: The store could not be reached.
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
-        yield _path_of(text)
+        path = _path_of(text)
+        check_regular(path)
+        yield path
         return
     folder, name = _folder_and_name(text)
     with tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
-        path = Path(temporary, name)
-        folder.fetch(name, path)
-        yield str(path)
+        copy = Path(temporary, name)
+        folder.fetch(name, copy)
+        yield str(copy)
 
 
 def is_uri(location: Any) -> bool:

@@ -32,7 +32,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """What `open_folder` makes the same folder of. It may have keys in it: show `str(folder)` instead."""
+        """The address of which `open_folder` makes the same folder. It may hold keys: show `str(folder)` instead."""
 
     @property
     @abstractmethod
@@ -47,12 +47,12 @@ class Folder(ABC):
     @property
     @abstractmethod
     def is_local(self) -> bool:
-        """Whether it is on a disk that this machine has mounted."""
+        """True if it is on a disk that this machine has mounted."""
 
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """Whether only this process sees it."""
+        """True if only this process sees it."""
 
     @property
     @abstractmethod
@@ -132,11 +132,11 @@ class Folder(ABC):
     def has(self, name: str) -> bool:
         """Return whether there is a file of this name."""
 
-    @abstractmethod
     def read(self, name: str) -> bytes:
         """The content of a file."""
+        with self.reading(name) as file:
+            return file.read()
 
-    @abstractmethod
     def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
         """Writes a file: at any moment there is the whole old one or the whole new one.
 
@@ -146,6 +146,8 @@ class Folder(ABC):
             sealed: In a store, end it with a checksum in blanks and tabs, as readers of JSON and of pickles skip them.
                 Who reads it through a `Folder` then gets an error instead of an altered file.
         """
+        with self.writing(name, sealed=sealed) as file:
+            file.write(data)
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
@@ -161,10 +163,6 @@ class Folder(ABC):
 
         Sealed: as for `write`.
         """
-
-    @abstractmethod
-    def append(self, name: str, data: bytes) -> None:
-        """Adds to the end of a file. In a store this writes the whole file again."""
 
     @abstractmethod
     def remove(self, name: str) -> None:

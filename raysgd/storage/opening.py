@@ -11,10 +11,9 @@ from typing import Any
 
 from raysgd._text.secrets import masked
 from raysgd.storage import _filesystems, _uris
-from raysgd.storage._entries import Store
 from raysgd.storage._local import LocalFolder
 from raysgd.storage._retrying import RetryLimit
-from raysgd.storage._store import StoreFolder
+from raysgd.storage._store import Store, StoreFolder
 from raysgd.storage.folder import Folder
 
 
@@ -91,7 +90,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class whose package need not be there; if it is not loaded, nothing is of its classes."""
+    """Return whether a value is of a class whose package need not be there; if it is not loaded, nothing is."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 

@@ -20,7 +20,7 @@ Divide: TypeAlias = Callable[[int, int], Shares]
 
 @dataclass(frozen=True)
 class StreamSignature:
-    """What must be equal on all ranks for them to read the same stream.
+    """All that must be equal on all ranks for them to read the same stream.
 
     Attributes:
         num_shards: How many shards there are.
@@ -33,7 +33,7 @@ class StreamSignature:
     digest: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class StreamData:
     """A stream that all workers read together.
 
@@ -41,22 +41,13 @@ class StreamData:
         loader: The stream.
         shards: Its shards.
         divide: How joint batches are divided.
-        rank: This worker's place in the group.
-        world_size: Its size.
         is_training: Whether a worker without a row in a joint batch repeats some.
     """
 
     loader: Pipeline
     shards: Sequence[Shard]
     divide: Divide
-    rank: int
-    world_size: int
     is_training: bool
-
-    @property
-    def shares(self) -> Shares:
-        """How joint batches are divided over the group."""
-        return self.divide(self.batch_size, self.world_size)
 
     @property
     def batch_size(self) -> int:
@@ -74,7 +65,7 @@ class StreamData:
 
     @cached_property
     def signature(self) -> StreamSignature:
-        """To compare across ranks, and with a saved position."""
+        """The signature to compare across ranks, and with a saved position."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}" for shard in self.shards)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return StreamSignature(len(self.shards), self.batch_size, digest)
@@ -84,36 +75,60 @@ class StreamData:
         return StreamPass(self.loader, self.shards, pass_index, seed)
 
 
-def stream_data(stream: Stream, name: str, divide: Divide, rank: int, world_size: int) -> StreamData:
+def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
     """Look at the shards of a stream that was registered.
 
     Args:
         stream: The stream.
         name: What it was registered as: "train" or "validation".
         divide: How joint batches are divided.
-        rank: This worker's place in the group.
-        world_size: Its size.
+        world_size: How many workers there are.
 
     Raises:
         ValueError: It has no batch size, or no shards; there are more workers than lanes.
     """
-    size = getattr(stream, "batch_size", None)
-    if not isinstance(stream, Pipeline) or size is None:
-        raise ValueError(
-            f"the {name} stream has no batch size: end it with `.batch(size)`, the number of rows that all workers "
-            "take together in a step."
-        )
+    stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
         raise ValueError(
             f"{world_size} workers for a stream, which has {NUM_LANES} lanes: at most one worker for each."
         )
-    data = StreamData(stream, check_shards(stream), divide, rank, world_size, name == "train")
+    data = StreamData(stream, check_shards(stream), divide, name == "train")
     if name != "train" and stream.limit is not None and data.num_rows is None:
         raise ValueError(
             f"the {name} stream has a `take` and no known length: in an evaluation each worker reads its own rows, so "
             "none of them knows when all have taken enough. Leave `take` out, or give it shards that say their lengths."
         )
     return data
+
+
+def check_batched(stream: Stream, what: str) -> Pipeline:
+    """Return a stream that was put in batches.
+
+    Raises:
+        ValueError: It was not.
+    """
+    if not isinstance(stream, Pipeline) or stream.batch_size is None:
+        raise ValueError(
+            f"{what} has no batch size: end it with `.batch(size)`, the number of rows that all workers take together "
+            "in a step."
+        )
+    return stream
+
+
+def check_stream_of_call(stream: Stream, name: str, obstacle: str | None) -> None:
+    """Check a stream that a call brings along.
+
+    Args:
+        stream: The stream.
+        name: What the argument is called.
+        obstacle: Why the trainer cannot use one; None if it can.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
+    if obstacle is not None:
+        raise ValueError(f"`{name}=` got {obstacle}")
+    check_batched(stream, f"the stream in `{name}=`")
 
 
 def check_same_shards(before: Sequence[Any], data: StreamData) -> None:

@@ -1,4 +1,4 @@
-"""How rows are dealt from the lanes into joint batches: in turn, one by one. Arithmetic on counts, without any data."""
+"""Dealing of rows from the lanes into joint batches: in turn, one by one. Arithmetic on counts, without any data."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""One worker's rows of the joint batches of a pass, from any position and in a group of any size."""
+"""One worker's part of the joint batches of a pass, from any position and in a group of any size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
-from raysgd.streams.dealing import Deal, slices
-from raysgd.streams.lane_ends import KnownEnds, LaneEnds, SharedEnds, StartSum, alone
-from raysgd.streams.lanes import lanes_of
-from raysgd.streams.open_lanes import OpenLanes
+from raysgd.streams.dealing import Deal, LaneSlice, slices
+from raysgd.streams.lane_ends import KnownEnds, LaneEnds, SharedEnds, Sight, StartSum, alone
+from raysgd.streams.loading.making import Loading, Made, Order
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
+
+_NUM_SHOWN = 2  # because a batch norm refuses a single row
 
 
 class Shares(Protocol):
@@ -17,7 +20,7 @@ class Shares(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
 
     @property
     def joint_size(self) -> int:
@@ -28,12 +31,12 @@ class Shares(Protocol):
 
 
 class StreamBatch(NamedTuple):
-    """What a worker does in a joint batch, or in one of several batches of it.
+    """A worker's part of a joint batch, or of one of several batches of it.
 
     Attributes:
         start: The first of the rows, counted from that of the joint batch.
-        rows: The rows; where the worker has none some that it repeats, without one of them counting.
-        num_rows: How many of them count.
+        batch: The batch; where the worker has no row some that it repeats, without one of them counting; or None.
+        num_rows: How many of its rows count.
         num_joint: Rows of all workers at the same time.
         is_first: Whether the joint batch begins with it.
         is_last: Whether the joint batch ends with it.
@@ -42,7 +45,7 @@ class StreamBatch(NamedTuple):
     """
 
     start: int
-    rows: list[Any]
+    batch: Any
     num_rows: int
     num_joint: int
     is_first: bool
@@ -51,20 +54,32 @@ class StreamBatch(NamedTuple):
     after: StreamPosition
 
 
+class _JointBatch(NamedTuple):
+    """One that was dealt and ordered, and is not needed yet."""
+
+    dealt: Deal
+    parts: Sequence[tuple[int, int, int]]
+    counts: Sequence[int]
+    num_seen: int
+    ends_pass: bool
+    after: StreamPosition
+
+
 class JointReader:
-    """Reads the rows of one worker.
+    """Hands out the batches of one worker.
 
     Args:
         of_pass: The pass.
         shares: How joint batches are divided.
-        rank: The place of the worker.
+        rank: The place of the worker in them.
         begin: Where the pass is.
+        watched: The lanes that the worker watches.
+        open_loading: Called when the first batch is needed; returns what makes the batches.
         start_sum: Adds up over all workers, where lengths are not known.
         pad: Whether a worker without a row in a joint batch repeats others, as in training.
-
-    Raises:
-        ValueError: There are more workers than lanes.
     """
+
+    _loading: Loading
 
     def __init__(
         self,
@@ -72,68 +87,104 @@ class JointReader:
         shares: Shares,
         rank: int,
         begin: StreamPosition,
+        watched: range,
+        open_loading: Callable[[], Loading],
         start_sum: StartSum = alone,
         pad: bool = True,
     ) -> None:
-        self._pass, self._shares, self._rank, self._pad = of_pass, shares, rank, pad
-        watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
-        self._lanes = OpenLanes(of_pass, watched, lambda lane: self._ends.position_of(lane))
+        self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
+        self._watched, self._open_loading = watched, open_loading
         self._ends: LaneEnds = (
-            KnownEnds(of_pass, begin)
-            if of_pass.is_known
-            else SharedEnds(begin, of_pass.num_lanes, watched, self._lanes.peek, start_sum)
+            KnownEnds(of_pass, begin) if of_pass.is_known else SharedEnds(begin, of_pass.num_lanes, start_sum)
         )
         self._num_rows = begin.num_rows
-        self._last_rows: list[Any] = []
+        self._is_over = False
+        self._has_rows, self._last_batch = False, None
+        self._ordered: deque[_JointBatch] = deque()
+        self._num_orders = 0  # that were not answered
+        self._made: deque[Made] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Iterate over the rest of the pass."""
-        is_last = False
-        self._begin()
-        while not is_last:
-            dealt = self._ends.deal()
-            self._num_rows += dealt.num_rows
-            is_full = dealt.num_rows == self._shares.joint_size
-            if not dealt.num_rows or (self._pass.stream.drop_last and not is_full):
-                return
-            is_last = not is_full or self._ends_here()
-            batches = self._batches(dealt, is_last)
-            if not is_last:
-                self._begin()  # answered while the worker trains on these
-            yield from batches
+        self._loading = self._open_loading()
+        with closing(self._loading):
+            num_seen = self._ends.num_seen(self._rows_ahead)
+            if num_seen:
+                self._ends.see(self._look(num_seen))
+            while True:
+                while not self._is_over and len(self._ordered) <= self._loading.num_ahead:
+                    self._deal()
+                if not self._ordered:
+                    return
+                joint, made = self._ordered.popleft(), self._next_made()
+                if joint.num_seen:  # answered while the worker trains
+                    self._ends.see(Sight(joint.counts, joint.num_seen, self._watched, made.found))
+                if joint.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
+                    self._ends.hear()
+                    joint = joint._replace(after=self._ends.position())
+                yield from self._batches(joint, made)
 
-    def _begin(self) -> None:
-        limit, most = self._pass.stream.limit, self._shares.joint_size
-        num_rows = most if limit is None else min(most, limit - self._num_rows)
-        self._ends.begin(num_rows, num_seen=num_rows + most * self._pass.stream.drop_last)
+    @property
+    def _rows_ahead(self) -> int:
+        """The number of rows to look behind a joint batch, until the next look counts."""
+        return self._shares.joint_size * (1 + self._loading.num_ahead + self._stream.drop_last)
+
+    def _deal(self) -> None:
+        """Order the next joint batch, if there is one."""
+        stream, most, places = self._stream, self._shares.joint_size, self._ends.places
+        wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
+        dealt = self._ends.deal(wanted, self._look)
+        is_full = dealt.num_rows == most
+        if not dealt.num_rows or (stream.drop_last and not is_full):
+            self._is_over = True
+            return
+        self._num_rows += dealt.num_rows
+        self._is_over = not is_full or self._ends_here()
+        num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
+        parts = self._shares.parts(dealt.num_rows, self._rank)
+        self._order(Order([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
+        after, counts = self._ends.position(), self._ends.counts
+        self._ordered.append(_JointBatch(dealt, parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Whether no joint batch follows the one that was dealt last, as far as that is known."""
-        stream, num_left = self._pass.stream, self._ends.num_left
+        """Tells whether no joint batch follows the one that was dealt last, as far as that is known."""
+        stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
             num_left = of_limit if num_left is None else min(num_left, of_limit)
         return num_left is not None and num_left < (self._shares.joint_size if stream.drop_last else 1)
 
-    def _batches(self, dealt: Deal, ends_pass: bool) -> list[StreamBatch]:
-        parts = self._shares.parts(dealt.num_rows, self._rank)
-        rows = [self._rows(dealt, start, stop) for start, stop, _ in parts]
-        shown = self._shown(dealt, rows)
-        self._lanes.end_batch(dealt.counts)
-        after = self._ends.position()
-        return [
-            StreamBatch(start, own or shown, len(own), num_joint, number == 1, number == len(parts), ends_pass, after)
-            for number, (own, (start, _, num_joint)) in enumerate(zip(rows, parts, strict=True), 1)
-        ]
+    def _wanted(self, dealt: Deal, start: int, stop: int, num_joint: int) -> list[LaneSlice]:
+        """The rows of a batch; some to show where the worker has none, and never had any."""
+        if start == stop:
+            if self._has_rows or not self._pad:
+                return []
+            start, stop = 0, min(_NUM_SHOWN, dealt.num_rows)
+        self._has_rows = True
+        return slices(dealt.counts, start, stop)
 
-    def _shown(self, dealt: Deal, rows: list[list[Any]]) -> list[Any]:
-        """Rows to repeat where there are none; two, because a batch norm refuses a single one."""
-        if not self._pad:
-            return []
-        self._last_rows = next((each for each in reversed(rows) if each), self._last_rows)
-        return self._last_rows[:2] or self._rows(dealt, 0, min(2, dealt.num_rows))
+    def _order(self, order: Order) -> None:
+        self._loading.order(order)
+        self._num_orders += 1
 
-    def _rows(self, dealt: Deal, start: int, stop: int) -> list[Any]:
-        taken = [row for wanted in slices(dealt.counts, start, stop) for row in self._lanes.take(wanted)]
-        steps = self._pass.last_steps
-        return [steps(each.row, each.origin) for each in taken]
+    def _receive(self) -> Made:
+        self._num_orders -= 1
+        return self._loading.receive()
+
+    def _next_made(self) -> Made:
+        return self._made.popleft() if self._made else self._receive()
+
+    def _look(self, num_rows: int) -> Sight:
+        """Look behind all that was dealt so far."""
+        counts, places = self._ends.counts, self._ends.places
+        while self._num_orders:
+            self._made.append(self._receive())
+        self._order(Order((), [0] * len(counts), places, num_rows))
+        return Sight(counts, num_rows, self._watched, self._receive().found)
+
+    def _batches(self, joint: _JointBatch, made: Made) -> Iterator[StreamBatch]:
+        for number, (batch, (start, stop, num_joint)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):
+            if self._pad:
+                batch = self._last_batch = self._last_batch if batch is None else batch
+            place = number == 1, number == len(joint.parts)
+            yield StreamBatch(start, batch, stop - start, num_joint, *place, joint.ends_pass, joint.after)

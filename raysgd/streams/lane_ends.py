@@ -1,14 +1,15 @@
-"""How many rows the lanes still have, and where they are: by arithmetic, or by what ranks tell each other.
+"""The ends and places of lanes: by arithmetic, or by what ranks tell each other.
 
 Where a shard's length is not known, or a filter leaves rows out, only who reads a lane sees that it runs dry. Each lane
-is watched by one rank. Ahead of a joint batch all ranks add up what they see of their lanes, so that all of them deal
-alike. They also tell where their lanes are: a rank that is lost takes no position with it.
+is watched by one rank. Behind each joint batch that is read all ranks add up what they see of their lanes, so that all
+of them deal alike. They also tell where their lanes are: a rank that is lost takes no position with it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,121 +27,145 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
     return lambda: numbers
 
 
-class LaneEnds(Protocol):
-    """Says what is left in the lanes."""
+class Sight(NamedTuple):
+    """A rank's view of the lanes that it watches, behind a joint batch.
 
-    def begin(self, num_rows: int, num_seen: int) -> None:
-        """Called by all ranks when the rows before a joint batch are read.
+    Attributes:
+        counts: How many rows of each lane were dealt up to there.
+        num_rows: How far it looked in each lane.
+        lanes: The lanes that it watches.
+        found: How many rows are left in each of them, up to `num_rows`, and where it is.
+    """
 
-        Args:
-            num_rows: How many rows the joint batch has at most.
-            num_seen: How far to look, to know where the pass ends.
-        """
-
-    def deal(self) -> Deal:
-        """Return the rows of that joint batch."""
-
-    @property
-    def num_left(self) -> int | None:
-        """How many rows of the pass are left behind it; None if that is not known, and more than none."""
-
-    def position(self) -> StreamPosition:
-        """Return where the pass is after the joint batch dealt last."""
-
-    def position_of(self, lane: int) -> LanePosition:
-        """Return where a lane is before that joint batch."""
+    counts: Sequence[int]
+    num_rows: int
+    lanes: Sequence[int]
+    found: Sequence[tuple[int, LanePosition]]
 
 
 class KnownEnds:
-    """Arithmetic on the lengths of the shards."""
+    """Arithmetic on the lengths of the shards, with the methods of `SharedEnds`."""
 
     def __init__(self, of_pass: StreamPass, begin: StreamPosition) -> None:
         self._pass = of_pass
-        self._num_rows, self._to_deal = begin.num_rows, 0
-        self._before, self._turn = of_pass.dealt(begin.num_rows)
-        self._dealt = Deal([0] * of_pass.num_lanes, self._turn)
-
-    def begin(self, num_rows: int, num_seen: int) -> None:
-        self._to_deal = num_rows
+        self._num_rows = begin.num_rows
+        self.counts, self._turn = of_pass.dealt(begin.num_rows)
 
     @property
     def num_left(self) -> int:
         return sum(self._pass.lengths) - self._num_rows
 
-    def deal(self) -> Deal:
-        before = zip(self._before, self._dealt.counts, strict=True)
-        self._before = [count + last for count, last in before]
-        left = [length - count for length, count in zip(self._pass.lengths, self._before, strict=True)]
-        self._dealt = deal(self._to_deal, left, self._dealt.turn)
-        self._num_rows += self._dealt.num_rows
-        return self._dealt
+    def num_seen(self, num_rows: int) -> int:
+        return 0
+
+    def see(self, sight: Sight) -> None:
+        """Nothing that is not known."""
+
+    def hear(self) -> None:
+        """Nothing that is not known."""
+
+    def deal(self, num_rows: int, look: Callable[[int], Sight]) -> Deal:
+        left = [length - count for length, count in zip(self._pass.lengths, self.counts, strict=True)]
+        dealt = deal(num_rows, left, self._turn)
+        self.counts = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
+        self._num_rows, self._turn = self._num_rows + dealt.num_rows, dealt.turn
+        return dealt
 
     def position(self) -> StreamPosition:
-        return StreamPosition(self._num_rows, self._dealt.turn)
+        return StreamPosition(self._num_rows, self._turn)
 
-    def position_of(self, lane: int) -> LanePosition:
-        return self._pass.position(lane, self._before[lane])
+    @property
+    def places(self) -> Sequence[int]:
+        return self.counts
 
 
 class SharedEnds:
-    """What the ranks see and tell each other.
+    """The ends of lanes that the ranks see and tell each other.
+
+    What they see may be some joint batches old: rows are counted from where the pass was opened.
 
     Args:
         begin: Where the pass is.
         num_lanes: How many lanes there are.
-        watched: The lanes that this rank watches.
-        peek: Says of a lane how many rows are left, up to a number, and where it is.
         start_sum: Adds up over all ranks.
+
+    Attributes:
+        counts: The rows of each lane that were dealt so far, since the pass was opened.
     """
 
-    def __init__(
-        self,
-        begin: StreamPosition,
-        num_lanes: int,
-        watched: Sequence[int],
-        peek: Callable[[int, int], tuple[int, LanePosition]],
-        start_sum: StartSum,
-    ) -> None:
-        self._watched, self._peek, self._start_sum = watched, peek, start_sum
-        self._lanes = begin.lanes or (LanePosition(),) * num_lanes
-        self._num_rows, self._to_deal = begin.num_rows, 0
-        self._dealt = Deal([0] * num_lanes, begin.turn)
-        self._num_live = num_lanes
-        self.num_left: int | None = None
-        self._asked: tuple[int, Callable[[], Numbers]] | None = None
+    def __init__(self, begin: StreamPosition, num_lanes: int, start_sum: StartSum) -> None:
+        self._start_sum = start_sum
+        self._num_rows, self._turn = begin.num_rows, begin.turn
+        self.counts = [0] * num_lanes
+        self._seen_to = [0] * num_lanes  # so many rows of each lane were seen
+        self._is_dry = [False] * num_lanes  # whether none is behind them
+        self._known_at: Sequence[int] = self.counts
+        self._known = begin.lanes or (LanePosition(),) * num_lanes
+        self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
 
-    def begin(self, num_rows: int, num_seen: int) -> None:
-        self._to_deal = num_rows
-        self._ask(num_ahead=-(-num_seen // max(1, self._num_live)) + 1)
+    @property
+    def num_left(self) -> int | None:
+        """The number of rows of the pass that are left; None if that is not known, and more than none."""
+        return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
-    def _ask(self, num_ahead: int) -> None:
-        numbers = np.zeros((len(self._lanes), 4), np.int64)
-        for lane in self._watched:
-            num_left, position = self._peek(lane, num_ahead)
+    def num_seen(self, num_rows: int) -> int:
+        """Return how far to look in each lane for so many joint rows; 0 where nothing has to be seen."""
+        num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
+        return -(-num_rows // max(1, num_live)) + 1
+
+    @property
+    def _state(self) -> tuple[list[bool], list[int], list[int]]:
+        return self._is_dry, self._seen_to, self.counts
+
+    def see(self, sight: Sight) -> None:
+        """Called by all ranks at the same place in the pass, with what each of them sees."""
+        numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
+        for lane, (num_left, position) in zip(sight.lanes, sight.found, strict=True):
             numbers[lane] = num_left, *position
-        self._asked = num_ahead, self._start_sum(numbers)
+        self._told.append((sight.counts, sight.num_rows, self._start_sum(numbers)))
 
-    def deal(self) -> Deal:
-        while True:
-            assert self._asked is not None, "asked ahead"
-            (num_ahead, wait), self._asked = self._asked, None
+    def hear(self) -> None:
+        """Take in all that was seen so far, which all ranks wait for."""
+        while self._told:
+            counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
-            left = [number if number < num_ahead else ENDLESS for number in num_left]
-            dealt = deal(self._to_deal, left, self._dealt.turn)
-            if max(dealt.counts) < num_ahead:  # else a lane may have fewer rows than it gave; all ranks see that
+            for lane, (count, number) in enumerate(zip(counts, num_left, strict=True)):
+                self._seen_to[lane] = max(self._seen_to[lane], count + number)
+                self._is_dry[lane] |= number < num_rows
+            if sum(counts) >= sum(self._known_at):
+                self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
+
+    def deal(self, num_rows: int, look: Callable[[int], Sight]) -> Deal:
+        """Deal so many rows, or fewer at the end of the pass.
+
+        Args:
+            num_rows: How many.
+            look: Looks further, so many rows in each lane; needed where a few lanes give all rows.
+        """
+        self.hear()
+        while True:
+            left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
+            dealt = deal(num_rows, left, self._turn)
+            after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
+            # Else a lane may have fewer rows than it gave, or none behind them. All ranks come to the same.
+            if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
-            self._ask(2 * num_ahead)
-        self._lanes = tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
-        self.num_left = None if ENDLESS in left else sum(left) - dealt.num_rows
-        self._num_live = sum(map(bool, num_left))
+            self.see(look(2 * max(dealt.counts) + 1))
+            self.hear()
+        self.counts, self._turn = after, dealt.turn
         self._num_rows += dealt.num_rows
-        self._dealt = dealt
         return dealt
 
     def position(self) -> StreamPosition:
-        counts = self._dealt.counts
-        lanes = (lane._replace(skip=lane.skip + count) for lane, count in zip(self._lanes, counts, strict=True))
-        return StreamPosition(self._num_rows, self._dealt.turn, tuple(lanes))
+        """Return where the pass is, as far as that was seen."""
+        return StreamPosition(self._num_rows, self._turn, tuple(self.places))
 
-    def position_of(self, lane: int) -> LanePosition:
-        return self._lanes[lane]
+    @property
+    def places(self) -> Sequence[LanePosition]:
+        """The place of each lane."""
+        passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
+        return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
+
+
+LaneEnds: TypeAlias = KnownEnds | SharedEnds
+"""What says how many rows are left in the lanes."""

@@ -6,32 +6,24 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from raysgd._numbers.seeds import digest
+from raysgd.exceptions import StreamError
 from raysgd.streams.lanes import LanePart, LanePosition
-from raysgd.streams.row_steps import DROPPED, Origin, RowSteps
+from raysgd.streams.row_steps import DROPPED, RowSteps, warn_of_row
 
+LaneRow: TypeAlias = tuple[int, int, Any]
+"""A row behind the number of its part, and its number in the shard."""
 
-class LaneRow(NamedTuple):
-    """A row of a lane.
-
-    Attributes:
-        row: What was read.
-        origin: Where it is from.
-        position: Where it is in the lane.
-    """
-
-    row: Any
-    origin: Origin
-    position: LanePosition
+_MOST_SKIPPED = 256  # rows that are kept at a time
 
 
 class LaneReader:
     """Reads one lane, row by row.
 
     Rows are mixed block by block, so a block is read again as it was: its content and its order follow from where it
-    begins.
+    begins. Where nothing is mixed, a block is what is needed next.
 
     Args:
         parts: What the lane reads.
@@ -40,6 +32,10 @@ class LaneReader:
         steps: The steps up to the last filter.
         block: How many rows are mixed with each other.
         position: Where to begin.
+        skips: Whether rows are left out that a step fails for.
+
+    Attributes:
+        names: See above.
     """
 
     def __init__(
@@ -50,59 +46,78 @@ class LaneReader:
         steps: RowSteps,
         block: int,
         position: LanePosition,
+        skips: bool = False,
     ) -> None:
-        self._parts, self._names, self._open_part = parts, names, open_part
-        self._steps, self._block = steps, block
+        self.names = names
+        self._parts, self._open_part = parts, open_part
+        self._steps, self._block, self._skips = steps, block, skips
+        self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
+        self._blocks: deque[tuple[LanePosition, int]] = deque()  # where each begins that has waiting rows, and its rows
+        self._num_taken = 0  # of the first of them
         self._next_block = position._replace(skip=0)
         self._counted = self._from(self._next_block)
         self.skip(position.skip)
 
     @property
     def position(self) -> LanePosition:
-        """Where the next row is."""
-        return self._waiting[0].position if self._waiting else self._next_block
+        """The position of the next row."""
+        return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
         """Return how many rows are left, up to `num_rows`."""
-        while len(self._waiting) < num_rows and self._read_block():
+        while (num_wanted := num_rows - len(self._waiting)) > 0 and self._read_block(num_wanted):
             pass
         return min(len(self._waiting), num_rows)
 
     def take(self, num_rows: int) -> list[LaneRow]:
         """Return the next rows; fewer at the end of the lane."""
-        return [self._waiting.popleft() for _ in range(self.peek(num_rows))]
+        num_rows = self.peek(num_rows)
+        self._num_taken += num_rows
+        while self._blocks and self._num_taken >= self._blocks[0][1]:
+            self._num_taken -= self._blocks.popleft()[1]
+        return [self._waiting.popleft() for _ in range(num_rows)]
 
     def skip(self, num_rows: int) -> None:
         """Pass over the next rows."""
-        while num_rows and (num_passed := len(self.take(min(num_rows, self._block)))):
+        while num_rows and (num_passed := len(self.take(min(num_rows, _MOST_SKIPPED)))):
             num_rows -= num_passed
 
-    def _read_block(self) -> bool:
+    def _read_block(self, num_wanted: int) -> bool:
         """Read some more rows; return whether there were any."""
-        begin = self._next_block
-        found = list(islice(self._counted, self._block))
+        found = list(islice(self._counted, num_wanted if self._block == 1 else self._block))
         if not found:
-            self._next_block = LanePosition(len(self._parts))
+            self._next_block = LanePosition(len(self._parts), left_out=self._left_out)
             return False
+        self._blocks.append((self._next_block, len(found)))
         part, last, _ = found[-1]
-        self._next_block = LanePosition(part, last + 1)
+        self._next_block = LanePosition(part, last + 1, left_out=self._left_out)
         if self._block > 1:
             first_part, first_row, _ = found[0]
-            where = f"{self._steps.seed}/{self._names[first_part]}/{first_row}"
+            where = f"{self._steps.seed}/{self.names[first_part]}/{first_row}"
             random.Random(digest(where)).shuffle(found)
-        self._waiting.extend(
-            LaneRow(row, Origin(self._names[part], number), begin._replace(skip=skip))
-            for skip, (part, number, row) in enumerate(found)
-        )
+        self._waiting.extend(found)
         return True
 
-    def _from(self, position: LanePosition) -> Iterator[tuple[int, int, Any]]:
-        """Yield each row that filters leave, behind its part and its number there."""
-        start = position.row
-        for part in range(position.part, len(self._parts)):
-            for number, row in self._open_part(self._parts[part], start):
-                counted = self._steps(row, Origin(self._names[part], number))
+    def _from(self, position: LanePosition) -> Iterator[LaneRow]:
+        """Yield each row that filters leave."""
+        start, has_steps = position.row, bool(self._steps.steps)
+        for number in range(position.part, len(self._parts)):
+            part, due = self._parts[number], self._parts[number].next_row(start)
+            for at, row in self._open_part(part, start):
+                self._left_out += (at - due) // part.step  # what could not be read
+                due = at + part.step
+                counted = self._counted_row(row, self.names[number], at) if has_steps else row
                 if counted is not DROPPED:
-                    yield part, number, counted
+                    yield number, at, counted
             start = 0
+
+    def _counted_row(self, row: Any, name: str, number: int) -> Any:
+        try:
+            return self._steps(row, name, number)
+        except StreamError as error:
+            if not self._skips:
+                raise
+            warn_of_row(error)
+            self._left_out += 1
+            return DROPPED

@@ -15,7 +15,7 @@ NUM_LANES = 64
 
 
 class LanePart(NamedTuple):
-    """What a lane reads of one shard.
+    """The rows of one shard that a lane reads.
 
     Attributes:
         shard: Index of the shard.
@@ -43,16 +43,18 @@ class LanePosition(NamedTuple):
         part: Which part of the lane.
         row: The number of a row in the shard, from which on to read.
         skip: How many rows to pass over from there, as they are in the lane: after filters, mixed by a shuffle.
+        left_out: How many rows of the lane, ahead of `row`, could not be read and were left out.
     """
 
     part: int = 0
     row: int = 0
     skip: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which lane reads what in one pass.
+    """The shards of all lanes in one pass.
 
     Attributes:
         order: The shards by their index, in the order of the pass.
@@ -82,7 +84,7 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """When it is the turn of each lane: the first rows of a shard that lanes share are dealt first."""
+        """The turns of the lanes: the first rows of a shard that lanes share are dealt first."""
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from raysgd.streams.dealing import LaneSlice
-from raysgd.streams.lane_reader import LaneReader, LaneRow
+from raysgd.streams.lane_reader import LaneReader
 from raysgd.streams.lanes import LanePosition
 from raysgd.streams.stream_pass import StreamPass
 
@@ -31,12 +32,16 @@ class OpenLanes:
         self._readers: dict[int, LaneReader] = {}
         self._passed: dict[int, int] = {}  # rows of the present joint batch; negative for a lane that is behind
 
-    def take(self, wanted: LaneSlice) -> list[LaneRow]:
-        """Return some rows of the present joint batch; of one lane those that come first have to be taken first."""
+    def take(self, wanted: LaneSlice) -> Iterator[tuple[Any, str, int]]:
+        """Yield some rows of the present joint batch, each ahead of the name of its shard and its number there.
+
+        Of one lane those that come first have to be taken first.
+        """
         reader = self._reader(wanted.lane)
         reader.skip(wanted.start - self._passed[wanted.lane])
         self._passed[wanted.lane] = wanted.stop
-        return reader.take(wanted.stop - wanted.start)
+        names = reader.names
+        return ((row, names[part], number) for part, number, row in reader.take(wanted.stop - wanted.start))
 
     def peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
         """Return how many rows a lane has left, up to a number, and where it is as a joint batch begins."""

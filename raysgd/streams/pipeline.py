@@ -1,4 +1,4 @@
-"""What is done with the rows of a stream: steps, order, end and size of the joint batches."""
+"""The pipeline of a stream's rows: steps, order, end and size of the joint batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd._arguments.checks import check_count, check_seed, refuse_text
-from raysgd.streams.row_steps import DROPPED, Origin, RowStep, RowSteps
+from raysgd._arguments.checks import check_count, check_num_workers, check_seed, refuse_text
+from raysgd.streams.row_steps import DROPPED, RowStep, RowSteps
 from raysgd.streams.stream import Shard, Stream, total
 
 
@@ -24,6 +24,9 @@ class Pipeline(Stream):
         batch_size: Rows in a joint batch; None until that was said.
         drop_last: Whether a last joint batch that is not full is left out.
         collate: Makes a batch of a list of rows; None for what the framework uses.
+        num_workers: How many processes make the batches of a worker; 0 for none.
+        prefetch: How many joint batches they make ahead.
+        skips: Whether rows are left out that cannot be read, or that a step fails for.
     """
 
     source: Stream
@@ -34,6 +37,9 @@ class Pipeline(Stream):
     batch_size: int | None = None
     drop_last: bool = False
     collate: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    prefetch: int = 2
+    skips: bool = False
 
     def shards(self) -> Sequence[Shard]:
         return self.source.shards()
@@ -42,18 +48,27 @@ class Pipeline(Stream):
         """Return what becomes of the rows of a shard, from the row `start` of the source on, in its order."""
         steps = RowSteps(self.steps, seed=f"{self.seed or 0}/0")
         for number, row in enumerate(self.source.open(shard, start), start):
-            prepared = steps(row, Origin(shard, number))
+            prepared = steps(row, shard, number)
             if prepared is not DROPPED:
                 yield prepared
 
     @property
     def num_to_count(self) -> int:
-        """How many of the steps decide which rows there are: all up to the last filter."""
-        return max((number for number, step in enumerate(self.steps, 1) if step.is_filter), default=0)
+        """The number of steps that decide which rows there are: all up to the last filter, or all that may fail."""
+        return (
+            len(self.steps)
+            if self.skips
+            else max((number for number, step in enumerate(self.steps, 1) if step.is_filter), default=0)
+        )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if no row is left out."""
+        return not self.skips and not self.num_to_count
 
     def num_rows(self, shards: Sequence[Shard]) -> int | None:
         """Return the rows of a pass over these shards; None if that is not known."""
-        of_shards = None if self.num_to_count else total(shards)
+        of_shards = total(shards) if self.keeps_rows else None
         return of_shards if of_shards is None or self.limit is None else min(of_shards, self.limit)
 
     def __len__(self) -> int:
@@ -92,14 +107,19 @@ class Pipeline(Stream):
         self._check_rows("take")
         return replace(self, limit=min(num_rows, self.limit or num_rows))
 
-    def batched(self, size: int, drop_last: bool, collate: Callable[[list[Any]], Any] | None) -> Pipeline:
-        """See `Stream.batch`."""
+    def batched(self, size: int, on_error: str, **options: Any) -> Pipeline:
+        """See `Stream.batch`; the other options are attributes of this class."""
         check_count("size", size, "It is the number of rows of all workers together in a step.")
-        refuse_text(drop_last=drop_last)
+        collate = options["collate"]
+        refuse_text(drop_last=options["drop_last"])
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f'`on_error={on_error!r}`: allowed are "raise" and "skip".')
         if collate is not None and not callable(collate):
             raise TypeError(f"`collate={collate!r}`: need a function of a list of rows, or None.")
+        check_num_workers("num_workers", options["num_workers"], "It is the number of loader processes.", least=0)
+        check_count("prefetch", options["prefetch"], "It is the number of joint batches to load ahead.")
         self._check_rows("batch")
-        return replace(self, batch_size=size, drop_last=drop_last, collate=collate)
+        return replace(self, batch_size=size, skips=on_error == "skip", **options)
 
     def _check_rows(self, name: str) -> None:
         if self.batch_size is not None:

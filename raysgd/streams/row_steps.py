@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,19 +13,24 @@ import numpy as np
 from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
+logger = logging.getLogger(__name__)
+
+_MOST_WARNINGS = 10  # of one process
+_NUM_WARNINGS = itertools.count()
+
 DROPPED = object()
 """Instead of a row that a filter left out."""
 
 
-class Origin(NamedTuple):
-    """Where a row is from: the name of its shard, and its number there."""
+def warn_of_row(error: StreamError) -> None:
+    """Say what is left out; after some warnings rows are only counted."""
+    number = next(_NUM_WARNINGS)
+    if number < _MOST_WARNINGS:
+        more = "; further ones are counted and not named" if number == _MOST_WARNINGS - 1 else ""
+        logger.warning("left out of a stream: %s%s", error, more)
 
-    shard: str
-    row: int
 
-
-@dataclass(frozen=True)
-class RowStep:
+class RowStep(NamedTuple):
     """One function that is called with each row.
 
     Attributes:
@@ -35,13 +42,6 @@ class RowStep:
     function: Callable[..., Any]
     is_filter: bool
     is_seeded: bool
-
-    def __call__(self, row: Any, seed: str) -> Any:
-        """Return what becomes of a row, or `DROPPED`."""
-        result = self.function(row, np.random.default_rng(digest(seed))) if self.is_seeded else self.function(row)
-        if not self.is_filter:
-            return result
-        return row if result else DROPPED
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,30 @@ class RowSteps:
     seed: str
     first: int = 0
 
-    def __call__(self, row: Any, origin: Origin) -> Any:
+    def __call__(self, row: Any, shard: str, number: int) -> Any:
         """Return what becomes of a row, or `DROPPED`.
+
+        Args:
+            row: The row.
+            shard: The name of the shard that it is from.
+            number: Its number there.
 
         Raises:
             StreamError: A step failed.
         """
         try:
-            for number, step in enumerate(self.steps, self.first):
-                row = step(row, f"{self.seed}/{origin.shard}/{origin.row}/{number}" if step.is_seeded else "")
-                if row is DROPPED:
-                    break
+            for place, (function, is_filter, is_seeded) in enumerate(self.steps, self.first):
+                if is_seeded:
+                    seed = digest(f"{self.seed}/{shard}/{number}/{place}")
+                    result = function(row, np.random.default_rng(seed))
+                else:
+                    result = function(row)
+                if not is_filter:
+                    row = result
+                elif not result:
+                    return DROPPED
         except Exception as error:
-            name = getattr(step.function, "__name__", type(step.function).__name__)
+            name = getattr(function, "__name__", type(function).__name__)
             what = f"`{name}` failed with {type(error).__name__}: {error}"
-            raise StreamError(f"shard {origin.shard!r}, row {origin.row}: {what}") from error
+            raise StreamError(f"shard {shard!r}, row {number}: {what}") from error
         return row

@@ -52,6 +52,18 @@ class Stream(ABC):
             ValueError: The shard has fewer rows than `start`.
         """
 
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        """Return the same rows, with anything in the place of those that are not needed here.
+
+        Called for a shard that several workers share. Override it where a row can be passed over at a lower cost.
+
+        Args:
+            shard: As for `open`.
+            start: As for `open`.
+            is_needed: Says of the number of a row, just before it is made, whether it is needed.
+        """
+        return self.open(shard, start)
+
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Return the stream with a function of each row in its place.
 
@@ -99,20 +111,33 @@ class Stream(ABC):
         return self._pipeline().cut_off(num_rows)
 
     def batch(
-        self, size: int, *, drop_last: bool = False, collate: Callable[[list[Any]], Any] | None = None
+        self,
+        size: int,
+        *,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        on_error: str = "raise",
     ) -> Pipeline:
         """Return the stream in joint batches. This is the last call in a chain.
 
         Args:
             size: Rows in a joint batch: of all workers together, however many there are.
             drop_last: Whether to leave out a last joint batch that is not full.
-            collate: Makes a batch of a list of rows. None: what the framework uses.
+            collate: Makes a batch of a list of rows. None: what the framework uses. With several loader processes the
+                worker itself calls it.
+            num_workers: How many processes load for each worker, side by side; 0: the worker loads what it needs next.
+            prefetch: How many joint batches they load ahead.
+            on_error: What follows a row that cannot be read, or that a function fails for: "raise", or "skip" to leave
+                it out. Warnings and `status()` say how many were left out.
 
         Raises:
             TypeError: `collate` cannot be called.
-            ValueError: `size` is not a positive number; the rows are in batches already.
+            ValueError: A number is out of range; the rows are in batches already.
         """
-        return self._pipeline().batched(size, drop_last, collate)
+        options = {"drop_last": drop_last, "collate": collate, "num_workers": num_workers, "prefetch": prefetch}
+        return self._pipeline().batched(size, on_error, **options)
 
     def _pipeline(self) -> Pipeline:
         from raysgd.streams.pipeline import Pipeline
@@ -165,13 +190,13 @@ def check_shards(stream: Stream) -> list[Shard]:
 RowT = TypeVar("RowT")
 
 
-def from_row(rows: Iterator[RowT], start: int) -> Iterator[RowT]:
-    """Pass over the rows of a shard ahead of `start`, and return the others.
+def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
+    """Pass over the rows of a shard ahead of `start`, and return the others; the first one has the number `at`.
 
     Raises:
         ValueError: There are fewer rows.
     """
-    num_passed = sum(1 for _ in islice(rows, start))
-    if num_passed < start:
-        raise ValueError(f"`start={start}`: the shard has {num_passed} rows only.")
+    at += sum(1 for _ in islice(rows, start - at))
+    if at < start:
+        raise ValueError(f"`start={start}`: the shard has {at} rows only.")
     return rows

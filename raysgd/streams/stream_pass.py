@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from raysgd._numbers.seeds import digest
 from raysgd.streams.dealing import Deal, deal
@@ -17,10 +17,13 @@ from raysgd.streams.pipeline import Pipeline
 from raysgd.streams.row_steps import RowSteps
 from raysgd.streams.stream import Shard, total
 
+Place: TypeAlias = int | LanePosition
+"""Where a lane is: how many of its rows were dealt, if all else follows from that."""
+
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a pass is, behind a joint batch. It means the same for any number of workers.
+    """The position of a pass, behind a joint batch. It means the same for any number of workers.
 
     Attributes:
         num_rows: Rows in the joint batches so far.
@@ -31,6 +34,11 @@ class StreamPosition:
     num_rows: int = 0
     turn: int = 0
     lanes: tuple[LanePosition, ...] | None = None
+
+    @property
+    def left_out(self) -> int:
+        """Rows that could not be read and were left out."""
+        return sum(lane.left_out for lane in self.lanes or ())
 
 
 @dataclass(frozen=True)
@@ -53,17 +61,17 @@ class StreamPass:
 
     @property
     def block(self) -> int:
-        """How many rows of a lane are mixed with each other."""
+        """The number of rows of a lane that are mixed with each other."""
         return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
 
     @property
     def is_known(self) -> bool:
-        """Whether the number of rows in each lane is known beforehand."""
-        return not self.stream.num_to_count and total(self.shards) is not None
+        """True if the number of rows in each lane is known beforehand."""
+        return self.stream.keeps_rows and total(self.shards) is not None
 
     @cached_property
     def lanes(self) -> Lanes:
-        """Which lane reads what."""
+        """The lanes and what each reads."""
         order = list(range(len(self.shards)))
         if self.stream.buffer > 1:
             random.Random(digest(self._seed)).shuffle(order)
@@ -78,20 +86,22 @@ class StreamPass:
         """Return what the lanes have given after some rows, where lengths are known."""
         return deal(num_rows, self.lengths, turn=0)
 
-    def position(self, lane: int, count: int) -> LanePosition:
-        """Return where a lane is after some of its rows, where lengths are known."""
-        return self.lanes.position(lane, count, self._of_shards, self.block)
+    def position(self, lane: int, place: Place) -> LanePosition:
+        """Return where a lane is."""
+        if isinstance(place, LanePosition):
+            return place
+        return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
         """Open no shard yet, but for these lanes."""
-        return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block)
+        return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
         """Return a reader of a lane."""
         parts = self.lanes.all_parts[lane]
         names = [self.shards[part.shard].name for part in parts]
         steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
-        return LaneReader(parts, names, opened.rows, steps, self.block, position)
+        return LaneReader(parts, names, opened.rows, steps, self.block, position, self.stream.skips)
 
     @property
     def last_steps(self) -> RowSteps:

@@ -1,7 +1,8 @@
 """Faults on purpose, for tests of what your training does when something breaks.
 
 Each function arms something in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause, a write that
-fails. Nothing is simulated, and nothing of it is there unless one of these functions was called. See `docs/testing.md`.
+fails. Nothing is simulated, and nothing of it is there unless one of these functions was called.
+See `docs/debugging.md`.
 
 A fault is armed in the process that has the rank at that time. It goes with the process, also to another rank; a
 process that takes its place later is unharmed.

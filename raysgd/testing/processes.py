@@ -7,12 +7,13 @@ import functools
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from raysgd.testing import in_driver
 from raysgd.testing.targets import check_ranks, controller_of, group_of
-from raysgd.testing.traps import Pause, Signal, Trap, arm, disarm_everywhere
+from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
 IN_WORKERS = ("validate", "snapshot", "rejoin")
 """Moments that come up in the worker itself; `step:N` is another one."""
@@ -81,7 +82,7 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"`seconds={seconds!r}`: need a positive number of seconds to pause before each step.")
     ranks = check_ranks(trainer, rank, may_be_driver=True)
-    trap = Trap(Pause(float(seconds)), "step", once=False)
+    trap = Trap(functools.partial(time.sleep, float(seconds)), "step", once=False)
     arm(trainer, ranks, trap)
     try:
         yield
@@ -111,7 +112,7 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
         in_driver.arm_call(trainer, at, functools.partial(_signal_soon, trainer, ranks, number))
     else:
         place, _, _ = at.partition(":")
-        arm(trainer, ranks, Trap(Signal(number), place, step or 0))
+        arm(trainer, ranks, Trap(functools.partial(send_itself, number), place, step or 0))
 
 
 def _check_moment(at: str, allow_setup: bool) -> int | None:

@@ -19,25 +19,10 @@ _ANSWER_S = 30.0
 _keys = itertools.count()
 
 
-@dataclass(frozen=True)
-class Signal:
+def send_itself(number: int) -> None:
     """Sends this very process a signal that kills or stops it, and waits for that."""
-
-    number: int
-
-    def __call__(self) -> None:
-        os.kill(os.getpid(), self.number)
-        time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine somewhat later
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Sleeps."""
-
-    seconds: float
-
-    def __call__(self) -> None:
-        time.sleep(self.seconds)
+    os.kill(os.getpid(), number)
+    time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine somewhat later
 
 
 @dataclass
@@ -103,7 +88,7 @@ _traps: list[Trap] = []  # of this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """In the worker, beside its work: sets the trap. Returns why it cannot."""
+    """Sets the trap, in the worker, beside its work. Returns why it cannot."""
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"

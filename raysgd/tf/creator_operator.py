@@ -46,7 +46,7 @@ class CreatorOperator(TrainingOperator):
         if self._raysgd.context.strategy is not None and not registration.is_legacy(self.model):
             raise IncompatibleModelError(
                 '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
-                '`MultiWorkerMirroredStrategy`. Use `backend="gloo"`, which trains models of either Keras; or set '
+                '`MultiWorkerMirroredStrategy`. Use `backend="sockets"`, which trains models of either Keras; or set '
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
             )
         self.register(models=self.model)
@@ -81,7 +81,10 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """One `fit` with the options under `fit_config`; the last value of each entry of its history."""
+        """One `fit` with the options under `fit_config`; the last value of each entry of its history.
+
+        Each is there as Keras names it and with `train_`: `loss` and `train_loss`.
+        """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:
             options["steps_per_epoch"] = num_steps
@@ -94,12 +97,12 @@ class CreatorOperator(TrainingOperator):
 
     @staticmethod
     def results_of(logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `train` returns for what Keras reported last."""
-        return {f"train_{name}": value for name, value in logs.items()}
+        """Return what `train` returns for what Keras reported last: under our names, and beside them under Keras's."""
+        return {**{f"train_{name}": value for name, value in logs.items()}, **logs}
 
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options.get("validation_data"), datasets.PackedDataset):
-            options["validation_data"] = options["validation_data"].unpacked()
+            options["validation_data"] = options["validation_data"].make()
         in_strategy = self._raysgd.context.strategy is not None
         # Keras makes an iterator that it does not use, which advances a shuffle, but not one whose passes are counted.
         data = self.train_dataset if in_strategy else self._raysgd.fit.passes.counted(0)
@@ -219,7 +222,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """Whether there are other ranks, now or later, and no strategy that knows about them."""
+        """True if there are other ranks, now or later, and no strategy that knows about them."""
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,17 +55,13 @@ class TFMLDataset(ShardedFrames):
         """
         import tensorflow as tf
 
-        def frames() -> Iterable[Any]:
-            if shard_index < 0:
-                found: Iterable[Any] = self._ds.gather_async(batch_ms=batch_ms, num_async=num_async)
-            else:
-                found = self._ds.get_repeatable_shard(
-                    shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed
-                )
-            return found
-
         def batches() -> Iterator[Any]:
-            for frame in frames():
+            frames = (
+                self._ds.gather_async(batch_ms=batch_ms, num_async=num_async)
+                if shard_index < 0
+                else self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
+            )
+            for frame in frames:
                 yield self._structured([column.of(frame) for column in self._columns])
 
         signature = self._structured([column.spec() for column in self._columns])

@@ -6,24 +6,28 @@ TensorFlow before you request a model.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, Literal
 
 from raysgd._arguments import checks
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.driver.changing import ChangingTrainer
-from raysgd.driver.restoring import load_into_all, load_snapshot_into_all
-from raysgd.driver.saves import Content
+from raysgd.driver.keeping.restoring import load_into_all, load_snapshot_into_all
+from raysgd.driver.keeping.saves import Content
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.history.history import Kind
+from raysgd.host.cluster import start
+from raysgd.host.settings import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.placement import Placement
@@ -32,6 +36,8 @@ from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.streams.data import check_stream_of_call
+from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data, predicting
@@ -73,7 +79,7 @@ class TFTrainer(ChangingTrainer):
             workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
-        backend: "gloo": each worker has its own model, and gradients are averaged, over sockets. "mwms": one
+        backend: "sockets": each worker has its own model, and gradients are averaged. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         joint_batch: "per_worker": a batch of an operator's dataset is that of one worker, unless it registers another
             `sharding`. "constant": it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
@@ -82,17 +88,20 @@ class TFTrainer(ChangingTrainer):
         timeout_s: Seconds that workers may wait for each other.
         seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
+        recovery: What follows a loss of workers. "rejoin": the others keep their processes and continue where they are,
             if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
+        validation_workers: How many more workers only validate, as for `TorchTrainer`.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
             at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
             epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
             room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
+        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
+            a handle with the same methods. See `docs/hosts.md`.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -125,7 +134,7 @@ class TFTrainer(ChangingTrainer):
         *,
         training_operator_cls: type[TrainingOperator] | None = None,
         num_workers: int | None = None,
-        backend: Literal["gloo", "mwms"] = "gloo",
+        backend: Literal["sockets", "mwms", "gloo"] = "sockets",
         resources_per_worker: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
@@ -138,8 +147,10 @@ class TFTrainer(ChangingTrainer):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
+        validation_workers: int = 0,
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
+        host: str | Host | None = None,
         **unknown: Any,
     ) -> None:
         checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
@@ -156,7 +167,7 @@ class TFTrainer(ChangingTrainer):
             num_workers=num_workers,
         )
         self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        arguments.check_backend(backend, self._trains_with_fit)
+        backend = arguments.check_backend(backend, self._trains_with_fit)
         group = GroupSettings(
             num_workers=num_workers,
             backend=backend,
@@ -168,14 +179,22 @@ class TFTrainer(ChangingTrainer):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
+            validation_workers=validation_workers,
             resize_check_s=resize_check_s,
         )
         arguments.check_spares(group)
+        arguments.check_validators(group)
         arguments.check_snapshots_inside(recovery_options.snapshot_every_n_steps, backend)
+        arguments.check_undo(recovery_options.undo)
         arguments.check_config(settings, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
+
+    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
+    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+        return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
 
     def _settings_to_send(self) -> TFSettings:
         """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
@@ -191,7 +210,7 @@ class TFTrainer(ChangingTrainer):
 
     @property
     def _goes_on(self) -> bool:
-        return self.backend == "gloo"
+        return self.backend == "sockets"
 
     @property
     def _keeps_survivors(self) -> bool:
@@ -212,6 +231,8 @@ class TFTrainer(ChangingTrainer):
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
         if training:
             arguments.check_can_be_constant(dataset, self._settings)
+        if isinstance(dataset, Stream):
+            check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Does what `reset_config` does, with other creator functions, too."""
@@ -289,7 +310,7 @@ class TFTrainer(ChangingTrainer):
             variables = registration.variables_of_optimizer(optimizer)
             if len(variables) != len(slots[index]):  # under a strategy tf_keras keeps more of them
                 logger.warning(
-                    "the optimizer of the model here keeps other variables than in the workers: left as it is"
+                    "the optimizer of the model here has other variables than in the workers, so it stays unchanged"
                 )
                 return
             for variable, value in zip(variables, slots[index], strict=True):
@@ -298,7 +319,7 @@ class TFTrainer(ChangingTrainer):
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
         state = self._snapshot().shared_state
-        return {key: checkpoint_file.copied(value) for key, value in state.items() if key != RESUME}
+        return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self._load(state, ())
@@ -368,8 +389,8 @@ class TFTrainer(ChangingTrainer):
         obstacle = self._controller.run(call)[0]
         if obstacle:
             logger.warning(
-                "`%s` is a file of the old library. The weights and the epoch were loaded, and the optimizer was left "
-                "as it is, because %s.",
+                "`%s` is a file of the old library. The weights and the epoch were loaded. The optimizer is "
+                "unchanged, because %s.",
                 files.shown(checkpoint),
                 obstacle,
             )
@@ -387,7 +408,7 @@ class TFTrainer(ChangingTrainer):
 
 
 def _content_of(snapshot: Snapshot) -> Content:
-    """What a file is to hold, as views of the snapshot, and what writes it."""
+    """Return what a file is to hold, as views of the snapshot, and what writes it."""
     return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
 
 
@@ -398,7 +419,7 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """What workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
+    """Return what workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

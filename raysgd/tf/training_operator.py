@@ -18,7 +18,10 @@ from typing import Any
 from raysgd.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.epochs import bind_batch_info
+from raysgd.streams.data import StreamData
+from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import dataset_over, loader_of
+from raysgd.tf.data.stream_data import data_of, dataset_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import Registered, RegisteredData, TFInternals
@@ -235,36 +238,27 @@ class TrainingOperator(BaseOperator):
         names_data = any(part in name for name in unknown for part in ("loader", "data"))
         hint = "Datasets go into `register_data(train_dataset=..., validation_dataset=...)`. " if names_data else ""
         refuse_unknown(unknown, hint, "models, optimizers, loss and metrics")
-        model_parts = registration.models_of(models)
+        parts = [registration.models_of(models)]
         if optimizers is None:
-            for model in model_parts.items:
+            for model in parts[0].items:
                 registration.require_compiled(model, "`register` without `optimizers`: the operator")
-            compiled = [model.optimizer for model in model_parts.items]
-            optimizer_parts = RegisteredParts(compiled, model_parts.container)
+            parts.append(RegisteredParts([model.optimizer for model in parts[0].items], parts[0].container))
         else:
-            optimizer_parts = registration.optimizers_of(optimizers)
+            given = registration.optimizers_of(optimizers)
+            scaled = [registration.with_loss_scale(optimizer, parts[0].items) for optimizer in given.items]
+            parts.append(RegisteredParts(scaled, given.container))
         if loss is not None and not callable(loss):
             raise InvalidRegistrationError(
                 f"`register(loss={loss!r})`: pass a Keras loss, or a function of target and output."
             )
-        metric_parts = None
-        if metrics is not None:
-            metric_parts = registration.parts_of("metrics", metrics, "update_state", "a Keras metric")
-        registered_optimizers = [
-            registration.with_loss_scale(optimizer, model_parts.items) if optimizers is not None else optimizer
-            for optimizer in optimizer_parts.items
-        ]
-        metric_items = metric_parts.items if metric_parts is not None else []
-        record = Registered(model_parts.items, registered_optimizers, loss, metric_items)
-        self._raysgd.registered = record
-        for optimizer in record.optimizers:
+        metric_parts = None if metrics is None else registration.metrics_of(metrics)
+        metric_items = [] if metric_parts is None else metric_parts.items
+        self._raysgd.registered = Registered(parts[0].items, parts[1].items, loss, metric_items)
+        for optimizer in parts[1].items:
             self._raysgd.context.synchronizer.watch(optimizer)
-        result = [models if model_parts.container is None else model_parts.mirror(record.models)]
-        result.append(optimizer_parts.mirror(record.optimizers))
-        if loss is not None:
-            result.append(loss)
-        if metric_parts is not None:
-            result.append(metric_parts.mirror(record.metrics))
+        result = [each.mirror(each.items) for each in parts]
+        result += [] if loss is None else [loss]
+        result += [] if metric_parts is None else [metric_parts.mirror(metric_items)]
         return tuple(result)
 
     def register_data(
@@ -274,7 +268,7 @@ class TrainingOperator(BaseOperator):
 
         Args:
             train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
-                `raysgd.data.RayBatches` of one.
+                `raysgd.data.RayBatches` of one. Or a stream, with `joint_batch="constant"`.
             validation_dataset: The same for validation.
             sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
                 with TensorFlow's strategies, and always with `joint_batch="constant"`. A dataset whose auto-shard
@@ -283,6 +277,7 @@ class TrainingOperator(BaseOperator):
         Raises:
             TypeError: Something else than a dataset.
             ValueError: An unknown sharding, or a dataset without batches.
+            InvalidRegistrationError: A stream, where a joint batch is not constant.
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
@@ -290,14 +285,21 @@ class TrainingOperator(BaseOperator):
             sharding = "global"
         given = {"train": train_dataset, "validation": validation_dataset}
         loaders: dict[str, RayLoader] = {}
+        streams: dict[str, StreamData] = {}
         for name, dataset in given.items():
             batches = ray_batches(dataset)
             if batches is not None:
                 loaders[name] = loader_of(batches, self.config, self._raysgd.context.world)
                 given[name] = dataset_over(loaders[name])
+            elif isinstance(dataset, Stream):
+                reason = self._raysgd.context.settings.obstacle_of_streams
+                if reason is not None:
+                    raise InvalidRegistrationError(f"`register_data({name}_dataset=...)` got {reason}")
+                streams[name] = data_of(dataset, name, self._raysgd.context.world)
+                given[name] = dataset_of(dataset)
             elif dataset is not None:
                 check_dataset(f"{name}_dataset", dataset)
-        self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders)
+        self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
     def average_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of all workers' gradients by samples, for optimizers that are not registered."""

@@ -1,4 +1,4 @@
-"""Where the oldest programs look for what is in `raysgd.tune.torch`."""
+"""The address at which the oldest programs look for `raysgd.tune.torch`."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._imports.optional import require
+from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.messages.epochs import VALIDATES
 from raysgd.torch.data.streams import length_of
 from raysgd.torch.lightning.module import (
@@ -77,11 +78,13 @@ class LightningOperator(TrainingOperator):
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
+    warms_up_standby = False  # hooks of the module may count on the beginning of a training
 
     def setup(self, config: dict[str, Any]) -> None:
         """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config)
         self._hooks, self._has_started = LightningHooks(module), False
+        self._meters: AverageMeterCollection | None = None
         self._trainer = module.trainer = TrainerStandIn.of(
             self._raysgd.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
@@ -144,6 +147,8 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Trains on all batches, until `on_train_batch_start` returns -1 on any worker.
 
+        If it goes on after a loss, a worker that was there before does not call the hooks at the beginning of an epoch.
+
         Returns:
             What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
             logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
@@ -152,29 +157,37 @@ class LightningOperator(TrainingOperator):
         self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self._progress.num_steps
         info = {**self._raysgd.info_of_call(num_steps, epoch_idx), **(info or {})}
         begin_training(self._module)
-        with torch.enable_grad(), self._epoch("train", "training_epoch_end"):
+        meters, before = self._raysgd.take_meters(), self._meters
+        with torch.enable_grad(), self._epoch("train", "training_epoch_end", meters):
             if not self._has_started:
                 self._hooks.call("on_train_start")
             self._has_started = True
-            self._hooks.call("on_train_epoch_start")
-            self._train_on_batches(iterator, info)
-            result = self._end_epoch("training_epoch_end", "on_train_epoch_end")
+            if meters is not before:
+                self._hooks.call("on_train_epoch_start")
+            self._train_on_batches(iterator, info, meters)
+            result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
             self._step_schedulers(PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))
         return result
 
-    def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any]) -> None:
+    def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         step = self._raysgd.parallel.step
-        for batch_idx, batch in enumerate(iterator):
+        for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not step.is_padding)
             if self._is_stopped_at(batch, batch_idx):
                 self._skip_rest(iterator)
-                return
+                break
             metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
+            if step.is_boundary:
+                step.confirm()
+                meters.count_held()
             if not step.is_padding:
-                self._meters.update(*self._raysgd.parted(metrics))
+                self._raysgd.count(meters, metrics)
             self.global_step += 1
-            self._progress.end_batch(self.global_step)
+            if step.is_boundary:
+                self._progress.end_batch(self.global_step)
+        meters.count_held()
+        self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one step on one batch, or leaves it to a module with manual optimization."""
@@ -313,7 +326,8 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
-        with torch.no_grad(), self._epoch("validation", "validation_epoch_end"):
+        meters = self._raysgd.new_meters()
+        with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
             self._hooks.call_or("on_validation_model_zero_grad", self._module.zero_grad)
             self._hooks.call_or("on_validation_model_eval", self._module.eval)
             self._hooks.call("on_validation_start")
@@ -321,8 +335,8 @@ class LightningOperator(TrainingOperator):
             for batch_idx, batch in enumerate(val_iterator):
                 self._values.begin_batch()
                 metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                self._meters.update(*self._raysgd.parted(metrics))
-            result = self._end_epoch("validation_epoch_end", "on_validation_epoch_end")
+                meters.update(*self._raysgd.parted(metrics))
+            result = self._end_epoch(meters, "validation_epoch_end", "on_validation_epoch_end")
             self._hooks.call("on_validation_end")
             return result
 
@@ -338,18 +352,19 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output, self._raysgd.num_samples(batch))
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """What the module's `predict_step` returns for a batch; without one, what the module returns for its input."""
+        """Returns the result of the module's `predict_step` for a batch; without one, of the module for its input."""
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
             return self._hooks.call("predict_step", self._to_device(batch), batch_info["batch_idx"], dataloader_idx=0)
 
     @contextmanager
-    def _epoch(self, stage: str, hook: str) -> Iterator[None]:
-        """Takes what the module logs, and lets it know what is going on."""
-        keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
-        self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
-        self._meters = self._raysgd.new_meters()
+    def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
+        """Takes what the module logs, and lets it know what is going on. The same meters go on after a loss."""
+        if meters is not self._meters:
+            keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
+            self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
+        self._meters = meters
         self._trainer.training, self._trainer.validating = stage == "train", stage == "validation"
         try:
             with self._values.listening_to(self._module):
@@ -357,15 +372,15 @@ class LightningOperator(TrainingOperator):
         finally:
             self._trainer.training = self._trainer.validating = False
 
-    def _end_epoch(self, old_hook: str, hook: str) -> dict[str, Any]:
+    def _end_epoch(self, meters: AverageMeterCollection, old_hook: str, hook: str) -> dict[str, Any]:
         values = self._values
         values.begin_values_of_epoch()
         returned = self._hooks.call(old_hook, values.outputs)
         self._hooks.call(hook, outputs=values.outputs)
         if returned is None:
-            result: dict[str, Any] = values.summary(self._meters, self._raysgd.new_meters())
+            result: dict[str, Any] = values.summary(meters, self._raysgd.new_meters())
         else:
-            result = result_of_hook(old_hook, returned, values.loss_name, self._meters.n)
+            result = result_of_hook(old_hook, returned, values.loss_name, meters.n)
         self._trainer.callback_metrics = {**self._trainer.callback_metrics, **result}
         return result
 

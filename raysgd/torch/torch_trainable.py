@@ -102,7 +102,7 @@ def check_step(override_tune_step: Any) -> None:
 
 
 class TrialRequest:
-    """What the trials of one class need, as the arguments of the trainer and a trial's config say together.
+    """The needs of the trials of one class, as the arguments of the trainer and a trial's config say together.
 
     Args:
         options: The arguments. `use_gpu="auto"` is settled here: a trial without a GPU sees none.
@@ -128,5 +128,6 @@ class TrialRequest:
         num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
         beside = Placement(*(found.get(name) for name in _BESIDE))
         worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
-        num_workers = found.get("num_workers", 1) + self._options.get("spare_workers", 0)
+        num_more = sum(self._options.get(name, 0) for name in ("spare_workers", "validation_workers"))
+        num_workers = found.get("num_workers", 1) + num_more
         return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.history.history import Kind
+from raysgd.host.cluster import start
+from raysgd.host.settings import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.placement import Placement
@@ -31,13 +33,15 @@ from raysgd.messages.prediction_data import BatchRequest, Found
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
+from raysgd.streams.data import check_stream_of_call
+from raysgd.streams.stream import Stream
 from raysgd.torch import constants
 from raysgd.torch.checkpoints import checkpoint_file, shared_state
 from raysgd.torch.data import call_data, predicting
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, retired, saving
 from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.driver.progress import EpochBar
-from raysgd.torch.driver.saving import FileFormat, SavedState
+from raysgd.torch.driver.progress import epoch_bar
+from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.driver.state_loader import StateLoader
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -76,7 +80,7 @@ class TorchTrainer(ChangingTrainer):
             NCCL_TIMEOUT_S.
         use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
         precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, on CPUs too) or "apex"; instead of `use_fp16`.
-        joint_batch: "per_worker": the batch size of a loader is that of one worker. "constant": it is that of all
+        joint_batch: "per_worker": the batch size of a loader counts one worker. "constant": it counts all
             workers together, divided as evenly as can be and held constant when the number of workers changes; so is
             `config[BATCH_SIZE]`. With DDP.
         max_batch_per_worker: The most samples of a constant joint batch that fit into a worker. One with a larger share
@@ -91,11 +95,15 @@ class TorchTrainer(ChangingTrainer):
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
-        recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
+        recovery: What follows a loss of workers. "rejoin": the others keep their processes and continue where they are,
             if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources. Without
+            `validation_workers`, one of them does what these would do, until it is needed.
+        validation_workers: How many more workers only validate, beside the training: for `validate(blocking=False)` and
+            `fit(validate="async")`. They start with the first such validation, and each takes the same resources as the
+            others. The operator sees a group of this size.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (`BATCH_SIZE`, `joint_batch="constant"`), the others go
             on at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
@@ -104,6 +112,8 @@ class TorchTrainer(ChangingTrainer):
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
             global generators are seeded in each worker: alike before `setup`, then each worker's own.
+        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
+            a handle with the same methods. See `docs/hosts.md`.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -171,9 +181,11 @@ class TorchTrainer(ChangingTrainer):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
+        validation_workers: int = 0,
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         seed: int | None = None,
+        host: str | Host | None = None,
         **unknown: Any,
     ) -> None:
         num_workers = checks.check_num_workers(
@@ -206,6 +218,8 @@ class TorchTrainer(ChangingTrainer):
             batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance, deterministic, num_workers),
             seed=seed,
         )
+        if recovery == "rebuild":  # no batch is repeated then
+            settings = replace(settings, recovery_options=replace(settings.recovery_options, undo=False))
         group = GroupSettings(
             num_workers=num_workers,
             backend=chosen_backend,
@@ -218,12 +232,22 @@ class TorchTrainer(ChangingTrainer):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
+            validation_workers=validation_workers,
             resize_check_s=resize_check_s,
         )
         arguments.check_spares(group, chosen_parallel)
+        arguments.check_validators(group, chosen_parallel)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
+
+    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
+    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+        if host is None:
+            return super().__new__(cls)
+        kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
+        return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
@@ -232,7 +256,7 @@ class TorchTrainer(ChangingTrainer):
 
     @property
     def wrap_ddp(self) -> bool:
-        """Whether models are wrapped in `DistributedDataParallel`; the older way to ask for `parallel`."""
+        """True if models are wrapped in `DistributedDataParallel`; the older way to ask for `parallel`."""
         return self.parallel == "ddp"
 
     def _make_connection(self) -> Connection:
@@ -253,9 +277,15 @@ class TorchTrainer(ChangingTrainer):
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
+        if isinstance(dataset, Stream):
+            check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
+            return
         steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
         joint_option = self._settings.batch_options.joint_option if training else ""
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, joint_option=joint_option)
+
+    def _goes_on_with(self, dataset: Any) -> bool:
+        return dataset is None or call_data.is_known(dataset)
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -263,15 +293,22 @@ class TorchTrainer(ChangingTrainer):
         if not self.use_tqdm:
             yield
             return
-        with EpochBar() as bar, self._listeners.listening(bar.show):
+        with epoch_bar() as show, self._listeners.listening(show):
             yield
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        if kind != "train":
-            self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
-        elif self._facts.is_synchronous:
+        if kind == "train" and self._facts.is_synchronous:
             epoch_checks.check_alike(answers)
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
+
+    def _after_evaluation(self) -> None:
+        self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
+
+    @property
+    def _obstacle_to_validators(self) -> str:
+        if self._facts.is_sharded:
+            return ' because `parallel="fsdp"` divides the state over them'
+        return super()._obstacle_to_validators
 
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         return call_data.whole(dataset, config)
@@ -313,9 +350,10 @@ class TorchTrainer(ChangingTrainer):
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
-            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
-                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
-                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
+            blocking: False returns at once. The state is copied before the next call can change it, then sent and
+                written in the background. An error is raised by the next `save` or by `shutdown`. If rank 0 is lost
+                meanwhile, the file is not written: the log says so, and `shutdown` raises if no later `save` has made
+                up for it.
             weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
                 weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the weights of the models alone.
@@ -368,8 +406,8 @@ class TorchTrainer(ChangingTrainer):
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
-        file = SavedState(checkpoint, weights_only, partial_loading.checked_parts(parts, strict), strict)
-        return file.load(self._controller, self._saves, self._snapshot)
+        chosen = partial_loading.checked_parts(parts, strict)
+        return saving.load(checkpoint, weights_only, chosen, strict, self._controller, self._saves, self._snapshot)
 
     def _check_reload(self, training_operator_cls: Any) -> None:
         arguments.check_operator_class(training_operator_cls)

@@ -26,7 +26,7 @@ from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import CheckedRegistration, register_data
+from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step.batch_weights import weights_of
 from raysgd.torch.step.gradients import backward_with
@@ -78,6 +78,9 @@ class TrainingOperator(BaseOperator):
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
+        rejoins_in_loop: Whether a `train_epoch` of your own keeps running when workers are lost: its `next` waits until
+            the others go on, and yields the samples of the batch that failed again. See `batch_failed`. A new worker
+            calls `train_epoch` with the batches that are left.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
@@ -86,6 +89,7 @@ class TrainingOperator(BaseOperator):
     """
 
     scheduler_metric: str | None = None
+    rejoins_in_loop: bool = False
 
     _raysgd: TorchInternals
     # Subclasses have read these names since the first version of the library.
@@ -140,6 +144,8 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
+            if internals.parallel.exchanges.has_failed:  # inside a loop of the user's that is kept
+                continue
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
                 step.confirm()
@@ -182,7 +188,7 @@ class TrainingOperator(BaseOperator):
             internals.weights.look_at(target)
         metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
         internals.coming = metrics
-        with internals.choice.acting_on_usual(required(self, "optimizer")):
+        with internals.choice.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:
                     self.backward(loss)
@@ -196,8 +202,9 @@ class TrainingOperator(BaseOperator):
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits a batch into inputs and target and brings them to the device."""
         features, target = batches.split(batch)
-        if self.use_gpu:
-            return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
+        device = self._raysgd.context.device
+        if device.type == "cuda":
+            return tuple(to_device(feature, device) for feature in features), to_device(target, device)
         return features, target
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
@@ -254,8 +261,16 @@ class TrainingOperator(BaseOperator):
         """
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
+    def batch_failed(self) -> bool:
+        """Tells whether the batch has failed, because a worker was lost, so that no optimizer steps and it is repeated.
+
+        For a `train_epoch` of your own with `rejoins_in_loop`: ask behind the optimizer's step, before you count the
+        batch or step a scheduler.
+        """
+        return self._raysgd.parallel.exchanges.has_failed
+
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """How many batches make an optimizer step: what the trainer was told. Asked once in each call of `train`.
+        """Returns how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.
 
         Override it to change the number over time; all workers have to answer alike.
         """
@@ -329,13 +344,14 @@ class TrainingOperator(BaseOperator):
         hint = "Loaders go into `register_data(train_loader=..., validation_loader=...)`. "
         allowed = "models, optimizers, criterion, schedulers, ddp_args and apex_args"
         refuse_unknown(unknown, hint if "loader" in str(unknown) else "", allowed)
-        given = CheckedRegistration.of(models, optimizers, criterion, schedulers, ddp_args, apex_args)
-        if given.schedulers is not None and self.scheduler_step_freq is None:
-            raise ValueError(
-                '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" to '
-                'have the library step `self.scheduler`, or "manual" to step it yourself.'
-            )
-        return self._raysgd.register(given)
+        return self._raysgd.register(
+            models=models,
+            optimizers=optimizers,
+            criterion=criterion,
+            schedulers=schedulers,
+            ddp_args=ddp_args,
+            apex_args=apex_args,
+        )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hands the loaders to the library.
@@ -370,37 +386,37 @@ class TrainingOperator(BaseOperator):
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """The device of the models."""
         return self._raysgd.context.device
 
     @property
     def device_ids(self) -> list[int] | None:
-        """What `DistributedDataParallel` wants as `device_ids`: None on a CPU."""
+        """The `device_ids` for `DistributedDataParallel`: None on a CPU."""
         return self._raysgd.context.device_ids
 
     @property
     def use_fp16(self) -> bool | str:
-        """Whether mixed precision is at work; False before `register`."""
+        """True if mixed precision is at work; False before `register`."""
         return self._raysgd.fp16
 
     @property
     def use_fp16_native(self) -> bool:
-        """Whether PyTorch's own mixed precision is at work."""
+        """True if PyTorch's own mixed precision is at work."""
         return self._raysgd.fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
-        """Whether Apex is at work."""
+        """True if Apex is at work."""
         return self._raysgd.fp16 == "apex"
 
     @property
     def use_tqdm(self) -> bool:
-        """Whether the trainer shows a progress bar."""
+        """True if the trainer shows a progress bar."""
         return self._raysgd.context.settings.use_tqdm
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        """When the library steps `self.scheduler`."""
+        """The moments at which the library steps `self.scheduler`."""
         return self._raysgd.scheduler_step_freq
 
     @classmethod

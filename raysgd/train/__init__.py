@@ -17,27 +17,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd._imports.lazy import lazy_names
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import (
+    CheckpointConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    SyncConfig,
+)
+from raysgd.air.constants import TRAIN_DATASET_KEY
+from raysgd.air.reports import (
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    PreemptionInfo,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
+from raysgd.exceptions import TrainingFailedError
 
 if TYPE_CHECKING:
-    from raysgd.air.checkpoint import Checkpoint
-    from raysgd.air.config import (
-        CheckpointConfig,
-        FailureConfig,
-        LoggingConfig,
-        RunConfig,
-        ScalingConfig,
-        SyncConfig,
-    )
-    from raysgd.air.constants import TRAIN_DATASET_KEY
-    from raysgd.air.reports import (
-        CheckpointConsistencyMode,
-        CheckpointUploadMode,
-        PreemptionInfo,
-        ReportedCheckpoint,
-        ReportedCheckpointStatus,
-    )
     from raysgd.air.result import Result
-    from raysgd.exceptions import TrainingFailedError
     from raysgd.train.backend import BackendConfig
     from raysgd.train.callbacks.callback import TrainingCallback
     from raysgd.train.checkpoint import CheckpointStrategy
@@ -82,6 +85,9 @@ __all__ = [
     "TrainingFailedError",
     "TrainingIterator",
     "TrainWorkerGroup",
+    "ValidationConfig",
+    "ValidationFn",
+    "ValidationTaskConfig",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
@@ -95,68 +101,18 @@ __all__ = [
     "world_size",
 ]
 
-_SESSION = (
-    "TrainContext",
-    "get_all_reported_checkpoints",
-    "get_checkpoint",
-    "get_context",
-    "get_dataset_shard",
-    "get_preemption_info",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "world_rank",
-    "world_size",
-)
-_CONFIGS = ("CheckpointConfig", "FailureConfig", "LoggingConfig", "RunConfig", "ScalingConfig", "SyncConfig")
-_REPORTS = (
-    "CheckpointConsistencyMode",
-    "CheckpointUploadMode",
-    "PreemptionInfo",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
-)
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "BackendConfig": "raysgd.train.backend",
-        "Checkpoint": "raysgd.air.checkpoint",
         "CheckpointStrategy": "raysgd.train.checkpoint",
         "DataConfig": "raysgd.train.fit.data",
         "Result": "raysgd.air.result",
-        "TRAIN_DATASET_KEY": "raysgd.air.constants",
         "Trainer": "raysgd.train.trainer",
         "TrainingCallback": "raysgd.train.callbacks.callback",
         "TrainingIterator": "raysgd.train.trainer",
         "TrainWorkerGroup": "raysgd.train.trainer",
-        "TrainingFailedError": "raysgd.exceptions",
-        **dict.fromkeys(_REPORTS, "raysgd.air.reports"),
-        **dict.fromkeys(_CONFIGS, "raysgd.air.config"),
-        **dict.fromkeys(_SESSION, "raysgd.train.session"),
+        "TrainContext": "raysgd.train.session",
+        **dict.fromkeys(filter(str.islower, __all__), "raysgd.train.session"),  # all functions
     },
-    submodules=(
-        "backend",
-        "base_trainer",
-        "batch_predictor",
-        "callbacks",
-        "checkpoint",
-        "collective",
-        "constants",
-        "data_parallel_trainer",
-        "error",
-        "executor",
-        "fit",
-        "horovod",
-        "huggingface",
-        "lightning",
-        "predictor",
-        "session",
-        "tensorflow",
-        "torch",
-        "train_loop_utils",
-        "trainer",
-        "utils",
-        "worker_group",
-    ),
 )

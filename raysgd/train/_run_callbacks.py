@@ -45,7 +45,7 @@ class RunCallbacks:
 
     @property
     def are_told_of_checkpoints(self) -> bool:
-        """Whether any callback hears of checkpoints: to know the newest one is to wait until it is written."""
+        """True if any callback hears of checkpoints: to know the newest one is to wait until it is written."""
         return bool(self._own)
 
     @contextmanager

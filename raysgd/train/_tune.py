@@ -120,10 +120,6 @@ class FunctionTrial:
         self._num_saved, self._has_ended = 0, False
         self._begin_from = content or None
 
-    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
-        """Nothing is kept of one run for another."""
-        return False
-
     def end(self) -> None:
         """Ends the trainer."""
         trainer, self._trainer, self._iterator = self._trainer, None, None

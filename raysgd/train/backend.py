@@ -13,7 +13,9 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from raysgd.air._running import current_session
 from raysgd.compat.names import MOVED, former_names
+from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.engine.shared.connection import Connection, NoConnection
 from raysgd.engine.shared.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
@@ -88,6 +90,10 @@ class BackendConfig:
         """Return what connects the workers from within, as part of their start."""
         return NoConnection()
 
+    def can_regroup(self, num_gpus_per_worker: float) -> bool:
+        """Return whether survivors of a loss can form another group while a function runs."""
+        return False
+
 
 @dataclass
 class PlacedConnection(Connection):
@@ -144,6 +150,17 @@ class PlacedConnection(Connection):
 
     def interrupt(self) -> None:
         self.inner.interrupt()
+        membership = _membership()
+        if membership is not None:
+            membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
+
+    def leave_for_another(self) -> None:
+        """Leaves when the function that runs here has no exchange any more, which it has not once that broke."""
+        membership = _membership()
+        if membership is not None:
+            self.inner.interrupt()
+            membership.leave()
+        self.leave()
 
     def leave(self) -> None:
         self.inner.leave()
@@ -156,6 +173,11 @@ class PlacedConnection(Connection):
 
     def is_connection_error(self, error: BaseException) -> bool:
         return self.inner.is_connection_error(error)
+
+
+def _membership() -> Any:
+    """The place of the function that runs here, if it can go on in another group."""
+    return getattr(current_session(), "membership", None)
 
 
 def resolve(backend: str | BackendConfig) -> BackendConfig:

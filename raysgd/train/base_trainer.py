@@ -16,6 +16,8 @@ from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import TrainingFailedError
+from raysgd.host.cluster import start
+from raysgd.host.settings import Host
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import arguments
 from raysgd.train.fit.data import check_datasets, prepared
@@ -23,6 +25,7 @@ from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.run import FitPlan, FitRun
 
 if TYPE_CHECKING:
+    from raysgd.air.reports import ValidationConfig
     from raysgd.air.result import Result
     from raysgd.train.fit.restore import RestoredRun
 
@@ -31,7 +34,7 @@ __all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
 logger = logging.getLogger(__name__)
 
 _NOT_RAYS_TUNER = (
-    "`{name}` is a trainer of raysgd, and `ray.tune.Tuner` takes those of Ray: pass it to `raysgd.tune.Tuner`, which "
+    "`{name}` is a trainer of raysgd, and `ray.tune.Tuner` takes Ray's trainers: pass it to `raysgd.tune.Tuner`, which "
     "takes the same arguments."
 )
 
@@ -54,6 +57,8 @@ class BaseTrainer(ABC):
         preprocessor: Fit on and applied to the datasets before the loop begins.
         metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
         resume_from_checkpoint: What `get_checkpoint` returns at first.
+        host: The name of a host for the trainer, whose `fit` then outlives this program, or a `raysgd.Host`. What you
+            get is a handle with the same methods. See `docs/hosts.md`. It has nothing to do with the name of a run.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -71,8 +76,10 @@ class BaseTrainer(ABC):
     _scaling_config_allowed_keys: ClassVar[list[str]] = ["trainer_resources"]
     _arguments: dict[str, Any]
 
-    def __new__(cls: type[TrainerType], *args: Any, **kwargs: Any) -> TrainerType:
+    def __new__(cls: type[TrainerType], *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
         """Notes the arguments, so that a trial of Ray Tune can change some of them and `restore` can use them again."""
+        if host is not None:
+            return start(cls, host, args, kwargs)
         trainer = super().__new__(cls)
         names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
         trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -87,6 +94,7 @@ class BaseTrainer(ABC):
         preprocessor: Any = None,
         metadata: dict[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        host: str | Host | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)
@@ -96,6 +104,7 @@ class BaseTrainer(ABC):
         self.preprocessor = preprocessor
         self.metadata = arguments.checked_metadata(metadata)
         self.resume_from_checkpoint = arguments.checked_resume(resume_from_checkpoint)
+        self.validation_config: ValidationConfig | None = None
         self._job: FitJob | None = None
         self._restored: RestoredRun | None = None
 
@@ -187,7 +196,7 @@ class BaseTrainer(ABC):
 
     @property
     def _trial_config(self) -> dict[str, Any]:
-        """What the results of a run name as its config."""
+        """The config that the results of a run name."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

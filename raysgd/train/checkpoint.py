@@ -121,7 +121,7 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """Where the checkpoints of the run are."""
+        """The folder of the checkpoints of the run."""
         return as_place(self._folder) if self._folder is not None else None
 
     @property

@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 from raysgd._arguments.checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.reports import ValidationConfig
+from raysgd.host.settings import Host
+from raysgd.train._rules.settings import check_elastic, check_spares
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.fit.data import merged_config, prepared
-from raysgd.train.fit.run import FitPlan
+from raysgd.train.fit.run import FitPlan, as_max_retries
 from raysgd.train.utils import without_arguments
 
 __all__ = ["DataParallelTrainer"]
@@ -43,6 +46,9 @@ class DataParallelTrainer(BaseTrainer):
         metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
         preprocessor: Fit on and applied to the datasets before the function starts.
         resume_from_checkpoint: What `raysgd.train.get_checkpoint` returns at first.
+        validation_config: How checkpoints are validated beside the training, which `report(..., validation=True)` asks
+            for.
+        host: The name of a host for the trainer, as in `BaseTrainer`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -70,6 +76,8 @@ class DataParallelTrainer(BaseTrainer):
         "_max_cpu_fraction_per_node",
         "elastic_resize_monitor_interval_s",
         "label_selector",
+        "elastic",
+        "spare_workers",
     ]
 
     def __init__(
@@ -85,6 +93,8 @@ class DataParallelTrainer(BaseTrainer):
         metadata: dict[str, Any] | None = None,
         preprocessor: Any = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
+        host: str | Host | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, DataParallelTrainer.__init__.__annotations__)
@@ -101,9 +111,11 @@ class DataParallelTrainer(BaseTrainer):
         self._loop_config = train_loop_config
         self._backend_config = checked_config("backend_config", backend_config, BackendConfig)
         self._data_config = merged_config(dataset_config, self.datasets)
+        if validation_config is not None:
+            self.validation_config = checked_config("validation_config", validation_config, ValidationConfig)
 
     def get_dataset_config(self) -> Any:
-        """Who gets which data: the `DataConfig` that you passed, or a copy of the dict of `DatasetConfig` in use."""
+        """Returns who gets which data: the `DataConfig` you passed, or a copy of the dict of `DatasetConfig` in use."""
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
@@ -114,7 +126,13 @@ class DataParallelTrainer(BaseTrainer):
         """Runs the function on the workers, and hands over what it reports. Call super if you override it."""
         function = without_arguments(self._loop, self._loop_config)
         plan = FitPlan(
-            function, self._backend_config, self.scaling_config, self.datasets, self._data_config, self.preprocessor
+            function,
+            self._backend_config,
+            self.scaling_config,
+            self.datasets,
+            self._data_config,
+            self.preprocessor,
+            self.validation_config,
         )
         self._drive(plan)
 
@@ -148,7 +166,11 @@ class DataParallelTrainer(BaseTrainer):
 
     def _check(self) -> None:
         super()._check()
-        _ = self.scaling_config.worker_range  # a `ValueError` without a number
+        scaling, max_failures = self.scaling_config, self.run_config.failure_config.max_failures
+        workers = scaling.worker_range  # a `ValueError` without a number
+        check_spares(scaling.spare_workers, scaling.elastic)
+        if scaling.elastic:
+            check_elastic(self._backend_config, workers, scaling.num_gpus_per_worker, as_max_retries(max_failures))
 
     def _train(self) -> None:
         self.setup()

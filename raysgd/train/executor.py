@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from raysgd.exceptions import (
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._rules.max_retries import MaxRetries, RenewingPolicy
-from raysgd.train._rules.settings import ExecutorRules, WorkerSettings
-from raysgd.train._rules.worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
+from raysgd.train._rules.settings import ExecutorRules, WorkerSettings, as_range, check_elastic, check_spares
+from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, gather
 from raysgd.train._run.answers import preemption_of
-from raysgd.train._run.launch import DataShards, Launch
+from raysgd.train._run.launch import DivideData, Launch
 from raysgd.train._run.plan import RunPlan
 from raysgd.train._run.plugin_hooks import PluginHooks
 from raysgd.train._run.run import FunctionRun, FunctionStep
@@ -80,7 +81,7 @@ class BackendExecutor:
         check_seconds("resize_check_s", resize_check_s)
         self._config = backend_config
         self._backend = backend_of(backend_config)
-        self._settings = WorkerSettings.checked(
+        self._settings = WorkerSettings(
             self._backend,
             num_workers,
             num_cpus_per_worker,
@@ -89,8 +90,11 @@ class BackendExecutor:
             heartbeat_s,
             placement,
         )
-        self._is_elastic = not isinstance(num_workers, int)
+        self._is_range = not isinstance(num_workers, int)
         self._rules = rules or ExecutorRules()
+        check_spares(self._rules.num_spares, self._rules.is_elastic)
+        if self._rules.is_elastic:
+            check_elastic(backend_config, as_range(num_workers), num_gpus_per_worker, max_retries)
         self._max_retries = MaxRetries(max_retries, self._rules.retry_advice)
         self._resize_check_s = resize_check_s
         self._controller: ElasticController | None = None
@@ -101,7 +105,7 @@ class BackendExecutor:
 
     @property
     def is_started(self) -> CallableFlag:
-        """Whether there are workers; a property in some old versions, a method in others, and here both."""
+        """True if there are workers; a property in some old versions, a method in others, and here both."""
         return CallableFlag(self._controller is not None)
 
     def start(
@@ -139,7 +143,7 @@ class BackendExecutor:
         self._max_retries.renew()
         try:
             with self._max_retries.named():
-                controller.start(as_fits=self._is_elastic)
+                controller.start(as_fits=self._is_range)
         except BaseException:
             controller.stop(force=True)
             raise
@@ -157,19 +161,21 @@ class BackendExecutor:
 
     def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
         return ElasticController(
-            self._settings.group_spec(self._config, initialization_hook, self._rules),
+            self._settings.group_spec(self._config, initialization_hook, self._rules, self._hooks.replicas),
             self._settings.scaling,
             self._failure_policy(),
             release_timeout_s=_RELEASE_S,
-            rules=ElasticRules(leaving_nodes=self._leaving_nodes),
+            rules=ElasticRules(
+                self._resize_check_s if self._rules.is_elastic else None, leaving_nodes=self._leaving_nodes
+            ),
             start_budget=self._max_retries.budget,
             hooks=self._hooks,
         )
 
     def _failure_policy(self) -> FailurePolicy:
         if self._settings.renews_retries and self._rules.checkpoints is None:
-            return RenewingPolicy(take_landing=self._checkpoints.take_landing)
-        return self._rules.failures
+            return RenewingPolicy(rejoins=self._rules.is_elastic, take_landing=self._checkpoints.take_landing)
+        return replace(self._rules.failures, rejoins=self._rules.is_elastic)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -234,14 +240,12 @@ class BackendExecutor:
         """
         self.check_free()
         self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
-        hooks = self._hooks
-        data = DividedData(plan.dataset, hooks.store, lambda: hooks.actors) if plan.dataset is not None else None
-        self.launch(plan.function, data)
+        self.launch(plan.function, DividedData(plan.dataset) if plan.dataset is not None else None)
 
     def launch(
         self,
         function: Callable[[], Any],
-        data: DataShards | None = None,
+        data: DivideData | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
         answers: Mapping[str, Callable[[], Any]] | None = None,
@@ -250,7 +254,7 @@ class BackendExecutor:
 
         Args:
             function: The function, its argument bound.
-            data: Divides its data, whenever workers start; see `place` and `workers`.
+            data: Divides its data, whenever workers start.
             make_session: See `FunctionSpec`.
             on_wait: Called some ten times a second while a step of the function is waited for.
             answers: What the function may ask the driver for, beside what every function may.
@@ -264,6 +268,7 @@ class BackendExecutor:
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
             make_session=make_session,
             num_ahead=self._settings.num_ahead_by(self._rules),
+            is_elastic=self._rules.is_elastic,
         )
         self._run = run = FunctionRun(
             self._active(),
@@ -271,7 +276,7 @@ class BackendExecutor:
             self._backend.decode_data,
             self._checkpoints,
             self._max_retries,
-            max_workers=self._settings.max_workers,
+            max_workers=self._settings.scaling.max_workers,
             resize_check_s=self._resize_check_s,
             on_wait=on_wait,
             answers={PREEMPTION: self._preemption, **(answers or {})},
@@ -281,16 +286,7 @@ class BackendExecutor:
         return run
 
     def _preemption(self) -> PreemptionInfo | None:
-        return preemption_of([worker.metadata.node_id for worker in self.workers], drain_deadlines())
-
-    def place(self, value: Any) -> Any:
-        """Puts a value where workers can take it from; returns Ray's reference."""
-        return self._hooks.store(value)
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        """The workers that run now, by rank, as their last start has found them; also in the middle of a call."""
-        return self._hooks.workers.workers
+        return preemption_of([worker.metadata.node_id for worker in self._hooks.workers.workers], drain_deadlines())
 
     def check_free(self) -> None:
         """Checks that there are workers, and that no function is running on them.
@@ -351,9 +347,9 @@ class BackendExecutor:
         return self._run
 
     @property
-    def worker_group(self) -> WorkerGroup | NoWorkers:
-        """The workers; before `start` and after `shutdown` something that raises on every use."""
-        return self.get_worker_group() if self._controller is not None else NoWorkers()
+    def worker_group(self) -> WorkerGroup:
+        """See `get_worker_group`."""
+        return self.get_worker_group()
 
     def get_worker_group(self) -> WorkerGroup:
         """The workers.
@@ -417,7 +413,7 @@ class BackendExecutor:
 
     @property
     def history(self) -> GroupHistory:
-        """What happened to the workers so far."""
+        """The events of the workers so far."""
         return self._active().history
 
     @property
@@ -436,7 +432,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """Where the checkpoints of the latest run are."""
+        """The folder of the checkpoints of the latest run."""
         return self.checkpoint_manager.latest_checkpoint_dir
 
     @property

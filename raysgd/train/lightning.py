@@ -39,7 +39,7 @@ _Callback: Any = _imported("callbacks").Callback
 
 
 class _OfThisWorker:
-    """What a strategy asks for its place, from the run."""
+    """The place of a strategy, from the run."""
 
     @property
     def root_device(self) -> Any:

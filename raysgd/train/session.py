@@ -5,30 +5,18 @@ Those that Ray 2.0 had in `ray.air.session` are in `raysgd.air.session`.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
+from raysgd._arguments.checks import check_seconds
+from raysgd.air import session as of_air
 from raysgd.air._running import current_session, place, session_or_warning
-from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint
-from raysgd.air.session import (
-    TrainContext,
-    get_checkpoint,
-    get_context,
-    get_dataset_shard,
-    get_experiment_name,
-    get_local_rank,
-    get_local_world_size,
-    get_metadata,
-    get_node_rank,
-    get_trial_dir,
-    get_trial_id,
-    get_trial_name,
-    get_trial_resources,
-    get_world_rank,
-    get_world_size,
-    report,
-)
+from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint, ReportedCheckpointStatus
+from raysgd.air.session import *  # noqa: F403 - all of it is found here too
+from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
-from raysgd.train._worker.messages import PREEMPTION, REPORTED, TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import BROADCAST, PREEMPTION, REPORTED, TrainingResult, TrainingResultType
 from raysgd.train._worker.session import Session
 
 __all__ = [
@@ -39,28 +27,17 @@ __all__ = [
     "TrainingResultType",
     "current_session",
     "get_all_reported_checkpoints",
-    "get_checkpoint",
     "get_context",
-    "get_dataset_shard",
-    "get_experiment_name",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_metadata",
-    "get_node_rank",
     "get_preemption_info",
-    "get_trial_dir",
-    "get_trial_id",
-    "get_trial_name",
-    "get_trial_resources",
-    "get_world_rank",
-    "get_world_size",
     "load_checkpoint",
     "local_rank",
-    "report",
     "save_checkpoint",
     "world_rank",
     "world_size",
 ]
+__all__ += of_air.__all__
+
+_PENDING_S = 0.5
 
 
 def save_checkpoint(**kwargs: Any) -> None:
@@ -91,27 +68,36 @@ def get_all_reported_checkpoints(
     For functions that `fit` runs. All workers have to call it. It waits for the checkpoint that is on its way.
 
     Args:
-        consistency_mode: Either one: see the class.
-        timeout_s: None. The driver answers as soon as that checkpoint is stored.
+        consistency_mode: Whether to wait also for the validations that reports have asked for.
+        timeout_s: How long to wait for these, in seconds; None for any time. Behind it their status is
+            `PENDING_VALIDATION`.
 
     Raises:
         ValueError: An argument is something else.
         SessionMisuseError: In a trial of Ray Tune, which keeps the checkpoints itself.
     """
-    if not isinstance(consistency_mode, CheckpointConsistencyMode) or timeout_s is not None:
-        raise ValueError(
-            f"`consistency_mode={consistency_mode!r}, timeout_s={timeout_s!r}`: need a "
-            "`raysgd.train.CheckpointConsistencyMode`, and no time: the driver answers as soon as the checkpoint that "
-            "is on its way is stored."
-        )
+    if not isinstance(consistency_mode, CheckpointConsistencyMode):
+        raise ValueError(f"`consistency_mode={consistency_mode!r}`: need a `raysgd.train.CheckpointConsistencyMode`.")
+    deadline = time.monotonic() + (math.inf if timeout_s is None else check_seconds("timeout_s", timeout_s))
     session = session_or_warning(REPORTED)
-    found: list[ReportedCheckpoint] | None = session.ask(REPORTED) if session is not None else []
+    if session is None:
+        return []
+    found: list[ReportedCheckpoint] | None = session.ask(REPORTED)
+    while consistency_mode is CheckpointConsistencyMode.VALIDATED and found and any(map(_is_pending, found)):
+        if session.ask(BROADCAST, time.monotonic() > deadline):  # all ranks go by the clock of rank 0
+            break
+        time.sleep(_PENDING_S)
+        found = session.ask(REPORTED)
     if found is None:
         raise SessionMisuseError(
             f"`{REPORTED}` is for functions that `fit` runs: a trial of Ray Tune gives its checkpoints to Tune, and "
-            "`Trainer.run` keeps those of `save_checkpoint` in its folder."
+            "`Trainer.run` keeps checkpoints of `save_checkpoint` in its folder."
         )
     return found
+
+
+def _is_pending(reported: ReportedCheckpoint) -> bool:
+    return reported.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 def get_preemption_info() -> PreemptionInfo | None:

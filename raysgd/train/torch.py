@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from raysgd._imports.lazy import lazy_names
 from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device, get_devices
 from raysgd.train._torch.checkpoint import TorchCheckpoint
+from raysgd.train._torch.joint_steps import batch_failed
 from raysgd.train._torch.loaders import prepare_data_loader
 from raysgd.train._torch.models import gather_state, load_state, prepare_model
-from raysgd.train._torch.optimizers import backward, prepare_optimizer
+from raysgd.train._torch.optimizers import backward, prepare_optimizer, prepare_state
 from raysgd.train._torch.process_group import TorchBackend, TorchConfig
 from raysgd.train._torch.profiler import TorchWorkerProfiler
 
@@ -30,6 +31,7 @@ __all__ = [
     "TorchWorkerProfiler",
     "accelerate",
     "backward",
+    "batch_failed",
     "enable_reproducibility",
     "gather_state",
     "get_device",
@@ -38,6 +40,7 @@ __all__ = [
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
+    "prepare_state",
 ]
 __getattr__, __dir__ = lazy_names(
     __name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train._fit_trainers"}

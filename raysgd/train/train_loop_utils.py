@@ -1,23 +1,6 @@
-"""The functions of `raysgd.train.session` that take keywords, where Ray 2.0 had them."""
+"""The functions of `raysgd.train.session`, where Ray 2.0 had those that take keywords."""
 
 from __future__ import annotations
 
-from raysgd.train.session import (
-    get_dataset_shard,
-    load_checkpoint,
-    local_rank,
-    report,
-    save_checkpoint,
-    world_rank,
-    world_size,
-)
-
-__all__ = [
-    "get_dataset_shard",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "world_rank",
-    "world_size",
-]
+from raysgd.train.session import *  # noqa: F403 - all of it, under its former path
+from raysgd.train.session import __all__ as __all__

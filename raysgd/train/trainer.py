@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd._arguments.checks import is_integer, refuse_unknown
+from raysgd._arguments.checks import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.decisions.history import GroupHistory
 from raysgd.engine.processes.resources import cluster_view
+from raysgd.host.cluster import start as start_host
+from raysgd.host.settings import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._iterator import TrainingIterator
 from raysgd.train._object_group import TrainWorkerGroup
 from raysgd.train._rules.run_folders import RunFolders, check_logdir, make_logdir
-from raysgd.train._rules.settings import as_range
+from raysgd.train._rules.settings import ExecutorRules, as_range
 from raysgd.train._run.plan import RunPlan
 from raysgd.train._run_callbacks import RunCallbacks
 from raysgd.train._worker.shards import check_dataset
@@ -57,6 +59,13 @@ class Trainer:
             them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD says otherwise.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             reach this process.
+        elastic: Whether functions go on where they are when other workers are lost, with those that are left, instead
+            of starting again from their checkpoint. For functions of PyTorch with gloo that prepare their models,
+            optimizer and loaders, the latter with `exact=True`. Needs a pair as `num_workers`.
+        spare_workers: How many more workers wait, ready, to step in for lost ones where the function is. They hold
+            resources. Needs `elastic=True`, and a function that counts its passes by `loader.epoch`.
+        host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
+            a handle with the same methods. See `docs/hosts.md`.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -87,10 +96,14 @@ class Trainer:
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
+        elastic: bool = False,
+        spare_workers: int = 0,
+        host: str | Host | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
         as_range(num_workers)
+        refuse_text(elastic=elastic)
         if logdir is not None:
             check_logdir(logdir)
         if not is_integer(max_retries):
@@ -111,9 +124,16 @@ class Trainer:
             num_gpus,
             max_retries=max_retries,
             placement=placement,
+            rules=ExecutorRules(is_elastic=elastic, num_spares=spare_workers),
             **self._pace,
         )
+        self._is_elastic = elastic
         self._folders = RunFolders(self.create_logdir(logdir))
+
+    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
+    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+        return super().__new__(cls) if host is None else start_host(cls, host, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Starts the workers and connects them.
@@ -139,12 +159,12 @@ class Trainer:
 
     @property
     def is_started(self) -> CallableFlag:
-        """Whether there are workers."""
+        """True if there are workers."""
         return self._executor.is_started
 
     @property
     def history(self) -> GroupHistory:
-        """What happened to the workers since `start`.
+        """The events of the workers since `start`.
 
         Raises:
             InactiveWorkerGroupError: There are none.
@@ -261,6 +281,7 @@ class Trainer:
             accelerator_type=self._placement.accelerator_type,
             placement_strategy=self._placement.placement_strategy,
             runtime_env=self._placement.runtime_env,
+            elastic=self._is_elastic,
             **self._pace,
         )
         bundles = [{"CPU": 1.0}] + [self._bundle] * as_range(self._num_workers)[1]
@@ -291,12 +312,12 @@ class Trainer:
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """Where the checkpoints of the latest run are, or would be; None before the first one."""
+        """The folder of the checkpoints of the latest run; None before the first one."""
         return self._folders.latest_checkpoints
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
-        """What takes the checkpoints."""
+        """The object that takes the checkpoints."""
         return self._executor.checkpoint_manager
 
     @property

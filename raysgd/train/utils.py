@@ -20,7 +20,7 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function takes, without what is set by name already: by its default, or by a `functools.partial`."""
+    """Return the parameters of a function that are not set by name already, by a default or a `functools.partial`."""
     return [
         parameter
         for parameter in inspect.signature(function).parameters.values()

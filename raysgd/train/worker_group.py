@@ -6,6 +6,7 @@ A thin face over the engine's groups. Nothing is retried here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd._arguments.checks import check_amount
@@ -155,6 +156,13 @@ class WorkerGroup:
             worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
+    def follow(self, workers: Sequence[Worker | None]) -> None:
+        """Has those workers, by rank, from now on: the group consists of them. None stands for one that died."""
+        self.workers = [
+            replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
+        ]
+        self.num_workers = len(workers)
+
     def shutdown(self, patience_s: float = 5) -> None:
         """Ends the workers; with `patience_s` above 0 they may close what they have first.
 
@@ -163,7 +171,7 @@ class WorkerGroup:
         """
         if self._is_borrowed:
             raise TrainBackendError(
-                "These workers belong to a `BackendExecutor`: call its `shutdown`, or that of its `Trainer`."
+                "These workers belong to a `BackendExecutor`: call its `shutdown`, or its `Trainer`'s."
             )
         groups, self._groups, self.workers = self._groups, [], []
         for group in groups:

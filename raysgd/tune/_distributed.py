@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,58 +20,32 @@ _FILES = "files"
 _running: list[Callable[..., Any]] = []  # in a worker: the function, while it runs
 
 
-@dataclass(frozen=True)
-class WorkersOfTrial:
-    """The workers that each trial reserves.
-
-    Attributes:
-        num_workers: How many workers it has.
-        num_cpus: CPUs for each.
-        num_gpus: GPUs for each.
-        num_per_host: How many share a node, exactly; None leaves that to Ray.
-
-    Raises:
-        ValueError: A number is out of range, or they do not fit together.
-    """
-
-    num_workers: int
-    num_cpus: float
-    num_gpus: float
-    num_per_host: int | None = None
-
-    def __post_init__(self) -> None:
-        checks.check_num_workers("num_workers", self.num_workers, hint="It is the number of workers of a trial.")
-        checks.check_amount("num_cpus_per_worker", self.num_cpus)
-        checks.check_amount("num_gpus_per_worker", self.num_gpus)
-        if self.num_per_host is None:
-            return
-        checks.check_count("num_workers_per_host", self.num_per_host, hint="None leaves the choice of nodes to Ray.")
-        if self.num_workers % self.num_per_host:
-            raise ValueError(
-                f"`num_workers_per_host={self.num_per_host}` does not divide `num_workers={self.num_workers}`: every "
-                "node gets the same number of workers. Change one of the two."
-            )
-
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """Nothing for the trial, which only waits; then one bundle for each worker, or for all of a node."""
-        per_bundle = self.num_per_host or 1
-        bundle = {"CPU": self.num_cpus * per_bundle, "GPU": self.num_gpus * per_bundle}
-        return [{}, *[bundle] * (self.num_workers // per_bundle)]
-
-    @property
-    def strategy(self) -> str:
-        """How the bundles are placed."""
-        return "PACK" if self.num_per_host is None else "STRICT_SPREAD"
-
-
-def make_distributed(func: Callable[..., Any], backend: BackendConfig, workers: WorkersOfTrial) -> type[Any]:
-    """The class for `ray.tune`.
+def make_distributed(
+    func: Callable[..., Any],
+    backend: BackendConfig,
+    num_workers: int,
+    num_cpus: float,
+    num_gpus: float,
+    num_per_host: int | None,
+    timeout_s: float,
+) -> type[Any]:
+    """The class for `ray.tune`; arguments as in `DistributedTrainableCreator`.
 
     Raises:
-        ValueError: `func` cannot be called with a config and `checkpoint_dir`.
+        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
         ImportError: Ray Tune is not installed.
     """
+    checks.check_seconds("timeout_s", timeout_s, may_be_least=False)
+    checks.check_num_workers("num_workers", num_workers, hint="It is the number of workers of a trial.")
+    checks.check_amount("num_cpus_per_worker", num_cpus)
+    checks.check_amount("num_gpus_per_worker", num_gpus)
+    if num_per_host is not None:
+        checks.check_count("num_workers_per_host", num_per_host, hint="None leaves the choice of nodes to Ray.")
+        if num_workers % num_per_host:
+            raise ValueError(
+                f"`num_workers_per_host={num_per_host}` does not divide `num_workers={num_workers}`: every node gets "
+                "the same number of workers. Change one of the two."
+            )
     try:
         inspect.signature(func).bind({}, checkpoint_dir=None)
     except TypeError as error:
@@ -80,21 +53,21 @@ def make_distributed(func: Callable[..., Any], backend: BackendConfig, workers: 
             f"`{getattr(func, '__name__', func)}` cannot be called as `func(config, checkpoint_dir=None)` ({error}): "
             "give it these two parameters."
         ) from None
-    make_trainer = partial(
-        Trainer,
-        backend,
-        workers.num_workers,
-        use_gpu=workers.num_gpus > 0,
-        resources_per_worker={"CPU": workers.num_cpus, "GPU": workers.num_gpus},
-    )
-    plan = TrialPlan(
-        make_trainer, partial(_run, func), None, workers.bundles, strategy=workers.strategy, refuses_more_steps=True
-    )
+    amounts = {"CPU": num_cpus, "GPU": num_gpus}
+    make_trainer = partial(Trainer, backend, num_workers, use_gpu=num_gpus > 0, resources_per_worker=amounts)
+    per_bundle = num_per_host or 1
+    # Nothing for the trial, which only waits; then one bundle for each worker, or for all of a node.
+    bundles: list[dict[str, float]] = [
+        {},
+        *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
+    ]
+    strategy = "PACK" if num_per_host is None else "STRICT_SPREAD"
+    plan = TrialPlan(make_trainer, partial(_run, func), None, bundles, strategy=strategy, refuses_more_steps=True)
     return make_trainable(plan)
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """In a worker: unpacks what was saved last, and runs the function."""
+    """Unpacks, in a worker, what was saved last, and runs the function."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -130,10 +103,3 @@ def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str
         files = [path for path in Path(folder).rglob("*") if path.is_file()] if train.world_rank() == 0 else []
         content = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
         train.save_checkpoint(step=step, **{_FILES: content})
-
-
-def check_timeout(timeout_s: Any) -> float:
-    """Refuses what is no time to wait, and returns it."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
-    return timeout_s

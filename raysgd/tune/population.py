@@ -168,7 +168,7 @@ class Population:
     def _exploit(self, member: Member, source: Member) -> Exploit:
         config = self._exploration.changed(source.config, self._space, self._random)
         self.copy(member, source, config)
-        logger.info("member %s copies member %s and goes on with %s", member.index, source.index, masked(config))
+        logger.info("member %s copies member %s and continues with %s", member.index, source.index, masked(config))
         return Exploit(member.index, source.index, config)
 
     def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.train.tensorflow import TensorflowConfig
-from raysgd.tune import _distributed
-from raysgd.tune._distributed import WorkersOfTrial, distributed_checkpoint_dir
+from raysgd.tune._distributed import distributed_checkpoint_dir, make_distributed
 
 __all__ = ["DistributedTrainableCreator", "distributed_checkpoint_dir", "get_num_workers"]
 
@@ -42,9 +41,9 @@ def DistributedTrainableCreator(
         ValueError: `func` cannot be called like that, or a number is out of range.
         ImportError: Ray Tune or TensorFlow is not installed.
     """
-    _distributed.check_timeout(timeout_s)
-    workers = WorkersOfTrial(num_workers, num_cpus_per_worker, num_gpus_per_worker, num_workers_per_host)
-    return _distributed.make_distributed(func, TensorflowConfig(), workers)
+    return make_distributed(
+        func, TensorflowConfig(), num_workers, num_cpus_per_worker, num_gpus_per_worker, num_workers_per_host, timeout_s
+    )
 
 
 def get_num_workers() -> int:

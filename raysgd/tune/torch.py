@@ -7,8 +7,7 @@ from typing import Any
 
 from raysgd.torch.constants import NCCL_TIMEOUT_S
 from raysgd.train.torch import TorchConfig
-from raysgd.tune import _distributed
-from raysgd.tune._distributed import WorkersOfTrial, distributed_checkpoint_dir, is_distributed_trainable
+from raysgd.tune._distributed import distributed_checkpoint_dir, is_distributed_trainable, make_distributed
 
 __all__ = ["DistributedTrainableCreator", "distributed_checkpoint_dir", "is_distributed_trainable"]
 
@@ -56,6 +55,7 @@ def DistributedTrainableCreator(
         raise DeprecationWarning("`use_gpu` is no longer used: pass `num_gpus_per_worker=1` to give workers GPUs.")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "nccl".')
-    timeout_s = _distributed.check_timeout(timeout_s)
-    workers = WorkersOfTrial(num_workers, num_cpus_per_worker, num_gpus_per_worker, num_workers_per_host)
-    return _distributed.make_distributed(func, TorchConfig(backend=backend, timeout_s=timeout_s), workers)  # type: ignore[arg-type]
+    config = TorchConfig(backend=backend, timeout_s=timeout_s)  # type: ignore[arg-type]
+    return make_distributed(
+        func, config, num_workers, num_cpus_per_worker, num_gpus_per_worker, num_workers_per_host, timeout_s
+    )

@@ -228,14 +228,14 @@ class ResultGrid:
 
 
 def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
-    """What Ray's own `Tuner` takes. Trials of a trainer are in the storage of `run_config`, and keep what that says."""
+    """Return what Ray's `Tuner` takes. Trials of a trainer use the storage of `run_config`, and keep what that says."""
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
         trainable.run_config = run_config or trainable.run_config
         return trainable.as_trainable()
     if type(trainable).__module__.startswith("ray.train."):
         raise TypeError(
-            f"`trainable={trainable!r:.200}` is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd: "
+            f"`trainable={trainable!r:.200}` is a trainer of Ray, and `raysgd.tune.Tuner` takes trainers of raysgd: "
             "import it from `raysgd.train`, or pass it to `ray.tune.Tuner`."
         )
     if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
@@ -250,7 +250,7 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
     """The run config that counts: that of the tuner, else that of the trainer."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():
-        logger.info("`Tuner(run_config=...)` counts, and that of the trainer does not")
+        logger.info("`Tuner(run_config=...)` counts, and the trainer's `run_config` does not")
     return run_config or own or RunConfig()
 
 

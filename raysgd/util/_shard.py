@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 _MOST_CALLS = 64  # at a time, where their number is left open
 
 
-class ShardStage(Protocol):
-    """One stage that the elements of a shard go through."""
-
-    def __call__(self, elements: Iterator[Any], /) -> Iterable[Any]:
-        """The elements that follow."""
+Stage = Callable[[Iterator[Any]], Iterable[Any]]
+"""One stage that the elements of a shard go through: a function from those before it to those that follow."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Shard:
     """
 
     source: Callable[[], Iterator[Any]]
-    stages: tuple[ShardStage, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
         elements: Iterable[Any] = self.source()
@@ -38,7 +35,7 @@ class Shard:
             elements = stage(iter(elements))
         return iter(elements)
 
-    def then(self, stage: ShardStage) -> Shard:
+    def then(self, stage: Stage) -> Shard:
         """The same with one more stage."""
         return replace(self, stages=(*self.stages, stage))
 
@@ -131,16 +128,6 @@ class Map:
 
 
 @dataclass(frozen=True)
-class Filter:
-    """The elements of which a function is true."""
-
-    function: Callable[[Any], bool]
-
-    def __call__(self, elements: Iterator[Any]) -> Iterator[Any]:
-        return filter(self.function, elements)
-
-
-@dataclass(frozen=True)
 class Batch:
     """Lists of so many elements; the last one may be shorter."""
 
@@ -152,17 +139,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Flatten:
-    """The elements of the elements."""
-
-    def __call__(self, elements: Iterator[Any]) -> Iterator[Any]:
-        for element in elements:
-            yield from element
-
-
-@dataclass(frozen=True)
 class Shuffle:
-    """In another order: each element is drawn from a buffer of so many."""
+    """Shuffled elements: each is drawn from a buffer of so many."""
 
     buffer_size: int
     seed: int | None = None
@@ -189,13 +167,3 @@ class EveryNthGroup:
         for index, element in enumerate(elements):
             if index // self.size % self.step == self.start:
                 yield element
-
-
-@dataclass(frozen=True)
-class IteratorFunction:
-    """What a function makes of the whole iterator."""
-
-    function: Callable[[Iterable[Any]], Iterable[Any]]
-
-    def __call__(self, elements: Iterator[Any]) -> Iterable[Any]:
-        return self.function(elements)

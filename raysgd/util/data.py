@@ -6,7 +6,7 @@ pandas is imported where the first frame is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd._imports.optional import require, require_installed
@@ -165,25 +165,13 @@ def _frame(records: list[Any]) -> pd.DataFrame:
 
 
 def _record(record: Any) -> Any:
-    as_record = next((convert for fits, convert in _KINDS if fits(record)), None)
-    if as_record is None:
-        raise ValueError(
-            f"`MLDataset` got a record that is a `{type(record).__name__}`: need a list or another iterable, a dict, "
-            "or a dataclass."
-        )
-    return as_record(record)
-
-
-def _is_dataclass(record: Any) -> bool:
-    return dataclasses.is_dataclass(record) and not isinstance(record, type)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
-
-
-_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
-    (_is_dataclass, _fields),
-    (lambda record: isinstance(record, dict), lambda record: record),
-    (lambda record: isinstance(record, Iterable) and not isinstance(record, str | bytes), list),
-)
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    if isinstance(record, dict):
+        return record
+    if isinstance(record, Iterable) and not isinstance(record, str | bytes):
+        return list(record)
+    raise ValueError(
+        f"`MLDataset` got a record that is a `{type(record).__name__}`: need a list or another iterable, a dict, or a "
+        "dataclass."
+    )

@@ -7,22 +7,12 @@ iterate once more starts again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from raysgd._arguments.checks import check_count
-from raysgd.util._shard import (
-    Batch,
-    Filter,
-    Flatten,
-    InterleavedShards,
-    ItemSource,
-    IteratorFunction,
-    Map,
-    Shard,
-    ShardStage,
-    Shuffle,
-)
+from raysgd.util._shard import Batch, InterleavedShards, ItemSource, Map, Shard, Shuffle, Stage
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
 
@@ -75,7 +65,7 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 class _Stages:
     """Stages for elements, of one shard or of many."""
 
-    def _then(self: StagesT, stage: ShardStage, name: str) -> StagesT:
+    def _then(self: StagesT, stage: Stage, name: str) -> StagesT:
         raise NotImplementedError
 
     def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
@@ -94,7 +84,7 @@ class _Stages:
 
     def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
         """The elements of which a function is true."""
-        return self._then(Filter(filter_fn), ".filter()")
+        return self._then(partial(filter, filter_fn), ".filter()")
 
     def batch(self: StagesT, n: int) -> StagesT:
         """Lists of `n` elements; the last one of a shard may be shorter."""
@@ -102,7 +92,7 @@ class _Stages:
 
     def flatten(self: StagesT) -> StagesT:
         """The elements of the elements."""
-        return self._then(Flatten(), ".flatten()")
+        return self._then(chain.from_iterable, ".flatten()")
 
     def combine(self: StagesT, fn: Callable[[Any], Iterable[Any]]) -> StagesT:
         """The elements of what a function makes of each element."""
@@ -110,7 +100,7 @@ class _Stages:
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
         """Return what a function makes of a whole shard: it takes an iterator, and returns one."""
-        return self._then(IteratorFunction(fn), ".transform()")
+        return self._then(fn, ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
         size = check_count("shuffle_buffer_size", buffer_size, "Elements are drawn from a buffer of so many.")
@@ -141,7 +131,7 @@ class ParallelIterator(_Stages):
     def __repr__(self) -> str:
         return f"ParallelIterator[{self.name}]"
 
-    def _then(self, stage: ShardStage, name: str) -> ParallelIterator:
+    def _then(self, stage: Stage, name: str) -> ParallelIterator:
         return self._with([shard.then(stage) for shard in self._shards], self.name + name)
 
     def _with(self, shards: Sequence[Shard], name: str) -> ParallelIterator:
@@ -255,11 +245,11 @@ class LocalIterator(_Stages):
     def __repr__(self) -> str:
         return f"LocalIterator[{self.name}]"
 
-    def _then(self, stage: ShardStage, name: str) -> LocalIterator:
+    def _then(self, stage: Stage, name: str) -> LocalIterator:
         return LocalIterator(self._shard.then(stage), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
-        """In another order: elements are drawn from a buffer of so many."""
+        """Shuffles: elements are drawn from a buffer of so many."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:

@@ -1,21 +1,8 @@
 """`ray.util.sgd.v2.callbacks` as it was: `raysgd.train.callbacks`, and `SGDCallback`."""
 
-from raysgd.train.callbacks import (
-    JsonLoggerCallback,
-    MLflowLoggerCallback,
-    PrintCallback,
-    TBXLoggerCallback,
-    TorchTensorboardProfilerCallback,
-    TrainingCallback,
-)
+from raysgd.train import callbacks
+from raysgd.train.callbacks import *  # noqa: F403 - all of it, under its former path
 from raysgd.train.callbacks import TrainingCallback as SGDCallback
 
-__all__ = [
-    "JsonLoggerCallback",
-    "MLflowLoggerCallback",
-    "PrintCallback",
-    "SGDCallback",
-    "TBXLoggerCallback",
-    "TorchTensorboardProfilerCallback",
-    "TrainingCallback",
-]
+__all__ = ["SGDCallback"]
+__all__ += callbacks.__all__

@@ -1,12 +1,12 @@
-"""What a replica is doing, and what its second thread can tell of that while the first one works."""
+"""The activity of a replica, and what its second thread can tell of it while the first one works."""
 
 from __future__ import annotations
 
 import time
 
 from raysgd._numbers.call_progress import CallProgress
-from raysgd._numbers.meters import is_weight
 from raysgd._numbers.results import as_number
+from raysgd._numbers.weights import is_weight
 from raysgd.engine.shared.types import Heartbeat
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.hosted import Hosted
@@ -62,7 +62,7 @@ class Activity:
         )
 
     def progress(self) -> CallProgress | None:
-        """How far the running call is."""
+        """Returns how far the running call is."""
         running, hosted = self.running, self._hosted
         if running is None:
             return None

@@ -1,4 +1,4 @@
-"""What a live replica can be changed to without a new process: one of an edited class; and steps at other rates."""
+"""Changes of a live replica without a new process: to an edited class, and steps at other rates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from raysgd.worker.state.fitting import check_parts
 
 
 class OperatorChanges(ABC):
-    """What a replica has for `reload` and `find_lr`. Why a class is edited in two steps: ADR 80."""
+    """A replica's methods for `reload` and `find_lr`. ADR 80 says why a class is edited in two steps."""
 
     _hosted: Any
     _candidate: Any
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> Any:
-        """What is made from these settings in this framework; its `build` was not called yet."""
+        """The hosted operator that these settings make in this framework; its `build` was not called yet."""
 
     @abstractmethod
     def _take(self, hosted: Hosted) -> None:

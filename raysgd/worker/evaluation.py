@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
@@ -24,7 +26,12 @@ class Evaluation:
         activity: What the replica is doing.
         answering: Makes the answers.
         ledger: Where the time is booked.
+
+    Attributes:
+        has_left: Whether no more batches are to be validated; None where nothing says so.
     """
+
+    has_left: Callable[[], bool] | None = None
 
     def __init__(self, hosted: Hosted, activity: Activity, answering: CallAnswers, ledger: Ledger) -> None:
         self._hosted = hosted
@@ -61,6 +68,8 @@ class Evaluation:
             try:
                 batches = stream.take(request.num_steps)
                 batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                if (has_left := self.has_left) is not None:
+                    batches = takewhile(lambda batch: not has_left(), batches)
                 args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
                 with self._answering.timed("validation"):
                     returned = operator.validate(*args, **named)

@@ -1,4 +1,4 @@
-"""What a framework makes of an operator: its data, its loop, its state, and its place in a group.
+"""An operator hosted by a framework: its data, its loop, its state, and its place in a group.
 
 A replica hosts one operator at a time. Another config or another class makes another `Hosted`; what belongs to the
 process, such as the time that it spent, stays with the replica.
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.shared.types import World
@@ -33,7 +33,6 @@ class Hosted(ABC):
         ledger: Where the replica books its time.
 
     Attributes:
-        stock_train_epochs: The `train_epoch`s that are the library's.
         settings: Those of now: entries of the config may have changed.
         world: The place among the replicas.
         feed: Has the data.
@@ -43,7 +42,6 @@ class Hosted(ABC):
         has_trained: Whether the random numbers of this rank were used.
     """
 
-    stock_train_epochs: ClassVar[tuple[Any, ...]]
     settings: Any
     operator: Any
     loop: Loop
@@ -62,7 +60,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
-        """What the driver wants to know about it."""
+        """The facts that the driver wants to know about it."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -71,7 +69,7 @@ class Hosted(ABC):
     @property
     @abstractmethod
     def reconnection_obstacle(self) -> str | None:
-        """Why this process can never connect with a second group; None if it can."""
+        """The reason why this process can never connect with a second group; None if it can."""
 
     @abstractmethod
     def take_place(self, world: World) -> None:
@@ -83,31 +81,35 @@ class Hosted(ABC):
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """What another rank sends to `takers`, of which this one is one."""
+        """Receives what another rank sends to `takers`, of which this one is one."""
 
     @abstractmethod
     def settle_in(self) -> None:
         """Called in another group when all ranks have the same state."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
-        """What the ranks of the group are known by, each of which says its `name`; None where they do not tell."""
+        """Returns the names of the ranks of the group, each of which says its `name`; None where they do not."""
         return None
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
-        """What has to be around the operator's `train_epoch`."""
+        """The context for the operator's `train_epoch`."""
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[Any]:
-        """What has to be around the operator's `validate`."""
+        """The context for the operator's `validate`."""
 
     @abstractmethod
     def predicting(self) -> AbstractContextManager[Any]:
-        """What has to be around the operator's `predict_batch`: it leaves everything as it was."""
+        """The context for the operator's `predict_batch`: it leaves everything as it was."""
+
+    @abstractmethod
+    def num_updates(self) -> int:
+        """A number that changes when weights are trained."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """What is drawn inside is drawn again afterwards."""
+        """Gives random numbers back: those drawn inside are drawn again afterwards."""
 
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
@@ -119,23 +121,25 @@ class Hosted(ABC):
 
     @property
     def group_obstacle(self) -> str | None:
-        """Why this replica cannot continue in another group at all."""
-        return self.reconnection_obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
+        """The reason why this replica cannot continue in another group at all."""
+        obstacle = self.reconnection_obstacle or self.loop.stray
+        return obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:
-        """Why an epoch of this operator can only begin again, even with new workers."""
+        """The reason why an epoch of this operator can only begin again, even with new workers."""
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
-        if operator.resumes_epochs is None and type(operator).train_epoch not in self.stock_train_epochs:
+        is_known = _is_of_library(type(operator).train_epoch) or self.loop.is_kept
+        if operator.resumes_epochs is None and not is_known:
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 
     @property
     def has_own_validate(self) -> bool:
-        """Whether the `validate` of the operator is the user's, which may need no data. The library's needs some."""
-        return not type(self.operator).validate.__module__.startswith("raysgd.")
+        """True if the `validate` of the operator is the user's, which may need no data. The library's needs some."""
+        return not _is_of_library(type(self.operator).validate)
 
     def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
         """Changes entries of the config in the operator.
@@ -162,7 +166,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """Which hyperparameters the `setup` of another one has chosen differently; nothing if none."""
+        """The hyperparameters that the `setup` of another one has chosen differently; empty if none."""
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
@@ -185,3 +189,8 @@ class Hosted(ABC):
     def close(self) -> None:
         """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
         self.feed.close()
+
+
+def _is_of_library(method: Any) -> bool:
+    is_ours: bool = method.__module__.startswith("raysgd.")
+    return is_ours

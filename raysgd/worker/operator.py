@@ -1,4 +1,4 @@
-"""What operators of all frameworks share.
+"""The base of the operators of all frameworks.
 
 Users derive a class from an operator and set whatever attributes they like. So the library keeps all that it needs in
 one object under one name, `_raysgd`, which they do not hit by accident. Private names that subclasses read since the
@@ -12,7 +12,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd._numbers.metric_summary import MetricSummary
 from raysgd._numbers.timers import TimerCollection
 from raysgd._text.once import Once
 from raysgd.engine.shared.types import World
@@ -52,7 +53,7 @@ class ReadOnlyView:
 
 
 class Internals:
-    """What the library keeps about one operator.
+    """The library's record of one operator.
 
     Attributes:
         config: The config of this worker.
@@ -89,7 +90,7 @@ class Internals:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether there is a GPU to use."""
+        """True if there is a GPU to use."""
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
@@ -98,10 +99,10 @@ class Internals:
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """What the library itself does when entries of the config have changed: nothing here."""
+        """Returns what the library itself does when entries of the config have changed: nothing here."""
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
-        """What the library adds to the `info` of a training call."""
+        """Returns what the library adds to the `info` of a training call."""
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
 
     def new_meters(self) -> AverageMeterCollection:
@@ -119,7 +120,7 @@ class Internals:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """How many samples of a batch count."""
+        """Returns how many samples of a batch count."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
@@ -149,7 +150,7 @@ class Internals:
 
 
 class BaseOperator:
-    """What users subclass, without anything of a framework; `TrainingOperator` of each front end completes it."""
+    """The base of the class that users subclass, without any framework; `TrainingOperator` completes it."""
 
     resumes_epochs: bool | None = None
     warms_up_standby: bool = True
@@ -250,7 +251,7 @@ class BaseOperator:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether the trainer requested a GPU and there is one."""
+        """True if the trainer requested a GPU and there is one."""
         use_gpu: bool = self._raysgd.use_gpu
         return use_gpu
 

@@ -1,4 +1,4 @@
-"""What the replicas of operators have in common: the calls that the engine and the driver make by name.
+"""The base of the replicas of operators: the calls that the engine and the driver make by name.
 
 What they do is elsewhere: `hosted` has the operator and its framework, `training` the training calls, `evaluation` the
 other ones, `state_copies` copies of the state, and `activity` signs of life. Why: ADR 104.
@@ -39,6 +39,7 @@ class ClassRunner(OperatorChanges):
 
     def __init__(self, settings: Any, world: World) -> None:
         self._ledger = Ledger()
+        self._last_left = 0
         self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
         self._take(self._make_hosted(settings, world))
 
@@ -70,12 +71,12 @@ class ClassRunner(OperatorChanges):
 
     @property
     def epoch(self) -> int:
-        """How many passes over the train data were begun."""
+        """The number of passes over the train data that were begun."""
         return self._hosted.feed.epoch
 
     @property
     def epochs_done(self) -> int:
-        """How many passes over the train data were completed."""
+        """The number of passes over the train data that were completed."""
         feed = self._hosted.feed
         position = feed.position()
         is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
@@ -94,12 +95,16 @@ class ClassRunner(OperatorChanges):
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
+        """Copies the state once, or begins to: rank 0 what all ranks share, every rank what is its own."""
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
         """The copy of the state that `token` names."""
         return self._copies.fetch(token)
+
+    def finish_copies(self) -> None:
+        """Makes what is still to be copied of the state, before anything changes it."""
+        self._copies.finish()
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken inside the running call after `number` steps."""
@@ -126,11 +131,11 @@ class ClassRunner(OperatorChanges):
         return self._activity.heartbeat()
 
     def progress(self) -> CallProgress | None:
-        """How far the running call is; called from a second thread."""
+        """Returns how far the running call is; called from a second thread."""
         return self._activity.progress()
 
     def replica_progress(self) -> ReplicaProgress:
-        """How far the training call is that broke off or was held, or the last one that was completed."""
+        """Returns how far the training call is that broke off or was held, or the last one that was completed."""
         self._ledger.leave_group()
         return self._training.progress()
 
@@ -175,6 +180,42 @@ class ClassRunner(OperatorChanges):
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Runs the operator's `validate` once; see `Evaluation.validate`."""
         return self._evaluation.validate(request, share)
+
+    def validate_state(self, state: Any, request: EpochRequest, share: Any = None) -> EpochAnswer:
+        """Takes over the state of workers that go on training, and validates it.
+
+        Raises:
+            ValueError: The operator's `validate` trains, which these workers would never hear of.
+        """
+        hosted = self._hosted
+        self.restore(state, None)
+        before = hosted.num_updates()
+        answer = self._evaluation.validate(request, share)
+        if hosted.num_updates() != before:
+            raise ValueError(
+                f"`{type(hosted.operator).__name__}.validate` changes weights. It ran on workers that only validate, "
+                'so the others would not have these changes: leave out `blocking=False`, or `validate="async"` of '
+                "`fit`."
+            )
+        return answer
+
+    def validate_on_loan(self, number: int, state: Any, request: EpochRequest, share: Any = None) -> EpochAnswer | None:
+        """Does what `validate_state` does, on a spare that is in no group. None where this loan of it was ended."""
+
+        def has_left() -> bool:
+            return self._last_left >= number
+
+        self.regroup(World(0, 1), StateHandover(0, ()))
+        self._evaluation.has_left = has_left
+        try:
+            answer = self.validate_state(state, request, share)
+        finally:
+            self._evaluation.has_left = None
+        return None if has_left() else answer
+
+    def leave_call(self, number: int) -> None:
+        """Ends this loan and all before it; called from a second thread."""
+        self._last_left = max(self._last_left, number)
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
         """Takes part in a round of a prediction; see `Evaluation.predict`."""

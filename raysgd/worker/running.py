@@ -38,11 +38,11 @@ class RunningCall:
 
     @property
     def phase(self) -> str:
-        """What the call does, in a word."""
+        """The phase of the call, in a word."""
         return _PHASES[self.kind]
 
     def progress(self, metrics: Mapping[str, float], epoch: int) -> CallProgress:
-        """How far it is."""
+        """Returns how far it is."""
         total = self.num_steps if self.num_steps is not None else self.stream.source.num_steps()
         return CallProgress(
             num_steps=self.stream.num_steps_taken - self.began_at,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.worker.data.kept_loop import KeptLoop
 from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
@@ -49,6 +50,7 @@ class Training:
         self._inside = copies.inside
         self._ledger = ledger
         self._hold_number = 0
+        self._kept: KeptLoop | None = None
         self.name = uuid.uuid4().hex
 
     def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, Stream]:
@@ -59,6 +61,7 @@ class Training:
             share: This replica's part of data that the driver divides; None if it has that already.
         """
         hosted, loop = self._hosted, self._hosted.loop
+        self._end_kept()
         self._ledger.begin_call()
         loop.begin_call()
         hosted.feed.take_share("train", request, share)
@@ -76,7 +79,9 @@ class Training:
         if run.answer is not None:
             return self._complete(run, run.answer)
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
-            return self._finish(run, loop.results(run), request)
+            kept = self._take_kept(iter(()))
+            return self._finish(run, loop.results(run) if kept is None else kept.run(tuple), request)
+        self._hosted.feed.begin_again(request, share, run.place)
         return self.go_through(run, loop.stream(request), request)
 
     def go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
@@ -90,7 +95,7 @@ class Training:
         stream.at_boundary = partial(self._at_boundary, loop, run, can_resume)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = WatchedBatches(self._ledger.timing(coming), loop.step)
+        batches = self._watched(loop, self._ledger.timing(coming), can_resume)
         began_at = stream.num_steps_taken - run.num_completed
         self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
@@ -109,7 +114,7 @@ class Training:
                 args, named = accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
-                returned = operator.train_epoch(*args, **named)
+                returned = batches.run(partial(operator.train_epoch, *args, **named))
                 stream.settle()
         except HeldAtBoundary:
             run.gate = Gate()
@@ -119,6 +124,29 @@ class Training:
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # one that brought its own data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
+
+    def _watched(self, loop: Loop, coming: Iterator[Any], can_resume: bool) -> WatchedBatches:
+        """The batches as the operator's loop is given them; that loop, where it is kept and goes on with them."""
+        kept = self._take_kept(coming)
+        if kept is None and not (can_resume and loop.is_kept):
+            return WatchedBatches(coming, loop.step)
+        self._kept = kept or KeptLoop(
+            coming, loop.step, lambda error: isinstance(error, HeldAtBoundary) or loop.is_lost(error)
+        )
+        return self._kept
+
+    def _take_kept(self, coming: Iterator[Any]) -> KeptLoop | None:
+        """The loop that stands still, with the batches that it goes on with; None if there is none."""
+        if self._kept is not None and self._kept.is_over:
+            self._kept = None
+        if self._kept is not None:
+            self._kept.follow(coming)
+        return self._kept
+
+    def _end_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.end()
+        self._kept = None
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         operator, loop = self._hosted.operator, self._hosted.loop
@@ -145,7 +173,7 @@ class Training:
         return self._hosted.world.rank == 0
 
     def _counting(self, operator: Any, loop: Loop) -> AbstractContextManager[None]:
-        """What completes the metrics of batches: the loop itself, where no one else sees them first."""
+        """Returns what completes the metrics of batches: the loop itself, where no one else sees them first."""
         by_loop = loop.completes_metrics and not operator._raysgd.callbacks.watches_steps
         return (counting_in_loop if by_loop else counting)(operator, loop.step)
 
@@ -162,16 +190,18 @@ class Training:
             raise HeldAtBoundary
 
     def _snapshot(self, run: EpochRun) -> Any:
+        self._note_place(run)
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, run)
 
     def progress(self) -> ReplicaProgress:
-        """How far the call is that broke off or was held, or the last one that was completed."""
+        """Returns how far the call is that broke off or was held, or the last one that was completed."""
         hosted, loop, run = self._hosted, self._hosted.loop, self._activity.run
         obstacle = hosted.group_obstacle
         if run is None or run.is_finished:
             num_steps = run.num_completed + 1 if run is not None else 0
             return ReplicaProgress(num_steps, True, obstacle or loop.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
+        obstacle = obstacle or hosted.feed.obstacle_of_call(run.stream)
         return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
@@ -180,7 +210,10 @@ class Training:
         if number <= self._hold_number:  # it would be settled by now, and the training would wait at it
             return None
         self._hold_number = number
-        if run is None or self._activity.running is None or self._hosted.epoch_obstacle is not None:
+        hosted = self._hosted
+        if run is None or self._activity.running is None or hosted.epoch_obstacle is not None:
+            return None
+        if hosted.feed.obstacle_of_call(run.stream) is not None:
             return None
         step = run.num_completed + margin if at is None else at
         return step if run.gate.propose(step, lambda: run.num_completed) else None
@@ -197,10 +230,15 @@ class Training:
         self._inside.clear()
         if run is not None:
             loop.return_to_boundary()
+            self._note_place(run)
             run.detach()
 
+    def _note_place(self, run: EpochRun) -> None:
+        if run.stream is not None:
+            run.place = self._hosted.feed.place_of_call(run.stream)
+
     def state(self) -> RunState | None:
-        """Where the call is, for ranks that take it over."""
+        """Returns where the call is, for ranks that take it over."""
         run = self._activity.run
         return None if run is None else run.state(with_metrics=False)
 
@@ -240,5 +278,6 @@ class Training:
 
     def forget(self) -> None:
         """Forgets the call: the state is another one."""
+        self._end_kept()
         self._activity.running = self._activity.run = None
         self._inside.clear()

@@ -63,7 +63,7 @@ class InstalledCallbacks:
 
     @property
     def watches_steps(self) -> bool:
-        """Whether a callback sees the metrics of each step."""
+        """True if a callback sees the metrics of each step."""
         return bool(self._with("on_step_end"))
 
     @contextmanager
@@ -99,6 +99,11 @@ class InstalledCallbacks:
         """Called after an optimizer has stepped."""
         for each in self._on_steps:
             call_event(each, "on_optimizer_step", self._operator, optimizer)
+
+    @property
+    def changed_by_steps(self) -> list[WorkerCallback]:
+        """Return the callbacks that are called when an optimizer steps."""
+        return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
         """Called with what `train_epoch` returned; returns that with what callbacks have added."""

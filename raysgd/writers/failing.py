@@ -32,7 +32,7 @@ class FailureWarnings:
             kind = type(error).__name__
             if self._once.is_first(kind):
                 logger.warning(
-                    "%s: could not write (%s: %s); the run goes on, and it tries again with the next result",
+                    "%s: could not write (%s: %s); the run continues, and it tries again with the next result",
                     self._owner,
                     kind,
                     masked(str(error)),

@@ -25,7 +25,7 @@ class LoggedRun(Protocol):
 
     @property
     def name(self) -> str | None:
-        """What the run is called."""
+        """The name of the run."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd._numbers.meters import MAX_PENDING, AverageMeter, AverageMeterCollection, MetricSummary
+from raysgd._numbers.meters import AverageMeter, AverageMeterCollection
+from raysgd._numbers.metric_summary import MetricSummary
+from raysgd._numbers.number_meter import MAX_PENDING
 
 
 class FakeTensor:

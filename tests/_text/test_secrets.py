@@ -17,7 +17,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.restore import restore, save_trainer
-from tests.run_if import missing_requirements
+from tests.helpers.run_if import missing_requirements
 from tests.torch.operators_for_tests import LinearOperator
 from tests.train.fit.notes import make_folder
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raysgd.train.tensorflow import TensorflowCheckpoint
-from tests.lazily import imported
+from tests.helpers.lazily import imported
 
 keras = imported("tensorflow", "keras")
 

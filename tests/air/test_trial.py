@@ -80,7 +80,7 @@ def test_it_has_the_names_and_places_of_the_run(trial: FitTrialView, tmp_path: P
     assert str(trial) == f"TorchTrainer_{trial.trial_id}" == repr(trial)
     assert Path(trial.local_path) == tmp_path / "run" / trial.relative_logdir
     assert trial.logdir == trial.local_path == trial.path == trial.storage.trial_fs_path
-    assert trial.local_dir == trial.local_experiment_path == trial.remote_experiment_path == str(tmp_path / "run")
+    assert trial.local_dir == trial.local_experiment_path == str(tmp_path / "run")
     assert (trial.experiment_dir_name, trial.experiment_tag, trial.trainable_name) == ("run", "0", "TorchTrainer")
     assert trial.config == CONFIG
 
@@ -101,7 +101,7 @@ def test_it_knows_how_it_is(trial: FitTrialView) -> None:
 
 
 def test_it_knows_what_went_wrong(trial: FitTrialView) -> None:
-    assert (trial.error_file, trial.pickled_error_file, trial.get_error()) == (None, None, None)
+    assert (trial.error_file, trial.get_error()) == (None, None)
     Path(trial.local_path, "error.txt").write_text("it broke")
     trial.count_failure()
     assert (trial.num_failures, trial.get_error()) == (1, "it broke")

@@ -192,7 +192,7 @@ class TestEMA:
         ("operator_cls", "words"),
         [
             (WithoutARegisteredOptimizer, "`EMA` saw no step of a registered optimizer in this epoch"),
-            (OwnKindOfOptimizer, r"cannot see those of the registered ones \(SimpleNamespace\)"),
+            (OwnKindOfOptimizer, r"cannot see the steps of the registered ones \(SimpleNamespace\)"),
         ],
     )
     def test_is_refused_where_steps_cannot_be_seen(

@@ -17,8 +17,8 @@ from raysgd.exceptions import CallbackError
 from raysgd.storage import StorageError, open_folder
 from raysgd.testing import fail_save
 from raysgd.torch import TorchTrainer
-from tests.s3_server import S3Server
-from tests.store_damage import alter
+from tests.helpers.s3_server import S3Server
+from tests.helpers.store_damage import alter
 
 Make = Callable[..., TorchTrainer]
 

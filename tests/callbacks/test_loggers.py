@@ -22,7 +22,7 @@ from raysgd.callbacks import (
     WandbLogger,
 )
 from raysgd.torch import TorchTrainer
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
 Make = Callable[..., TorchTrainer]

@@ -19,7 +19,7 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.callbacks.display.page import DATA_ID, RunFacts, time_by_part
+from raysgd.callbacks.display.page import DATA_ID, RunFacts
 from raysgd.engine.decisions.history import GroupEvent
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.history.history import CallRecord, History
@@ -118,17 +118,6 @@ def test_the_curves_go_through_the_numbers(tmp_path: Path) -> None:
     assert train[1][2] == pytest.approx(validation[3][2], abs=0.11), "1/2 and 2/4 are equally high"
 
 
-def test_time_is_divided_into_what_it_was_spent_on(tmp_path: Path) -> None:
-    parts = time_by_part(make_history())
-    assert parts == {
-        "training": pytest.approx(22.5),
-        "validation": pytest.approx(8.0),
-        "recovery": pytest.approx(1.5),
-        "between calls": pytest.approx(6.0),
-    }
-    assert time_by_part(History()) == {}
-
-
 def test_the_ledger_of_the_ranks_is_drawn(tmp_path: Path) -> None:
     ledger = TimeLedger({0: {"useful": 6.0, "data": 1.0, "recovery_form": 1.0}, 1: {"useful": 8.0, "driver": 84.0}})
     trainer = SimpleNamespace(ledger=lambda: ledger)
@@ -155,7 +144,7 @@ def test_losses_are_marked_where_they_happened(tmp_path: Path) -> None:
     per_second = (bars[1] - bars[0]) / 10
     assert float(recovery["x"] or 0) == pytest.approx(place, abs=0.2)
     assert float(recovery["width"] or 0) == pytest.approx(1.5 * per_second, abs=0.7)
-    assert page.text.split().count("recovery") == 2, "below the drawing, and among what the time was spent on"
+    assert page.text.split().count("recovery") == 1, "below the drawing"
 
 
 @pytest.mark.parametrize(

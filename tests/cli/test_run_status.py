@@ -209,9 +209,9 @@ def test_a_folder_in_a_store_is_read_by_its_uri() -> None:
 
 def test_what_could_be_read_without_an_end_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.json")
-    with pytest.raises(StorageError, match="no regular file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         read_status(str(tmp_path))
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json").symlink_to("/dev/zero")
-    with pytest.raises(StorageError, match="no regular file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         read_status(str(tmp_path))

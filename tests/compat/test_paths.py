@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from raysgd.compat.paths import RAY_TRAIN, Paths, gone, renamed, table
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 VENDORS = {
     "comet": "comet_ml",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raysgd.connections import _compiler
-from tests.stories import ROOT
+from tests.helpers.stories import ROOT
 
 SCRIPT = Path(__file__).with_name("compiler_scenarios.py")
 SCENARIOS = [

@@ -175,8 +175,8 @@ def test_votes_that_nobody_wanted_to_hear_do_not_answer_later_questions(groups: 
         votes = EarlyVotes(World(group.rank, size), group._mesh)
         votes.ask(True)
         wanted = [votes.ask(group.rank == 0), votes.ask(False)]
-        answers = [vote.result() for vote in wanted]
+        answers = [vote() for vote in wanted]
         votes.ask(True)
-        return [*answers, votes.ask(group.rank == size - 1).result(), votes.ask(False).result()]
+        return [*answers, votes.ask(group.rank == size - 1)(), votes.ask(False)()]
 
     assert on_all(groups, asked) == [[True, False, True, False]] * size

@@ -20,7 +20,7 @@ from raysgd.connections.horovod import (
     tuning,
 )
 from raysgd.engine.shared.types import World
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
 

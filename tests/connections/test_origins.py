@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from raysgd.connections._origins import is_of, with_causes
-from tests.fakes import raise_from_compiled_code
+from tests.helpers.fakes import raise_from_compiled_code
 
 
 def caught(function: Callable[[], Any]) -> Exception:

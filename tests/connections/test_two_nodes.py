@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.stories import ROOT
+from tests.helpers.stories import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import Rendezvous, Resources, World
-from tests.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
-from tests.run_if import RunIf
+from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 

@@ -22,9 +22,9 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import resources
 from raysgd.engine.shared.types import GroupReport, Resources, StateHandover, World
 from raysgd.exceptions import ReservationTimeoutError
-from tests.failure_plan import FailurePlan
-from tests.fakes import NullConnection, SteppingReplica
-from tests.processes import is_alive, is_stopped
+from tests.helpers.failure_plan import FailurePlan
+from tests.helpers.fakes import NullConnection, SteppingReplica
+from tests.helpers.processes import is_alive, is_stopped
 
 pytestmark = pytest.mark.integration
 PATIENCE_S = 120.0

@@ -23,7 +23,7 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, Resources, World
 from raysgd.exceptions import worker_error
-from tests.fakes import CountingReplica, NullConnection, add, read
+from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("patient")]
 

@@ -20,7 +20,7 @@ from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import WorkerError
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), RunIf(modules=["pandas", "pyarrow"])]
 

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_PAGE = "README.md"
 PAGES_WITH_RAY = {
     FIRST_PAGE,
-    *(f"docs/{name}.md" for name in ("data", "fit", "operator-to-function", "tune", "tutorial")),
+    *(f"docs/{name}.md" for name in ("data", "lightning", "train", "training-runs", "tune", "tutorial")),
 }
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -195,18 +195,18 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
 @pytest.mark.soak
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "num_alone", "more"),
     [
-        ("docs/from-orca-and-raydp.md", [('"num_workers": 1', '"num_workers": 2', 1)]),
-        ("docs/hugging-face.md", []),  # schedules end where they end on one worker
+        ("docs/migration.md", 3, [('"num_workers": 1', '"num_workers": 2', 1)]),
+        ("docs/lightning.md", 5, []),  # schedules end where they end on one worker
     ],
 )
 def test_the_programs_of_a_page_run_on_two_workers_too(
-    name: str, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
+    name: str, num_alone: int, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
     script = script_of(name, tmp_path)
     text = script.read_text(encoding="utf-8")
-    for alone, together, number in (("use_local=True", "num_workers=2", 3), *more):
+    for alone, together, number in (("use_local=True", "num_workers=2", num_alone), *more):
         assert text.count(alone) == number
         text = text.replace(alone, together)
     script.write_text(text, encoding="utf-8")
@@ -239,7 +239,7 @@ def test_only_some_pages_start_ray() -> None:
     starting = {
         name_of(page)
         for page in PAGES
-        if re.search(r"num_workers=[2-9]|ray\.data\.", program(python_blocks(page, "python")))
+        if re.search(r"num_workers=[2-9]|validation_workers=[1-9]|ray\.data\.", program(python_blocks(page, "python")))
     }
     assert starting == PAGES_WITH_RAY
 
@@ -250,9 +250,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_map_leads_to_every_page() -> None:
-    index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
-    assert [name_of(page) for page in PAGES if page != index and page not in linked] == []
+    maps = [ROOT / "docs" / name for name in ("index.md", "decisions.md")]
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in maps for link in LINK.findall(prose(page))}
+    assert [name_of(page) for page in PAGES if page not in linked] == ["docs/index.md"]
 
 
 def test_every_public_exception_is_in_the_table_of_errors() -> None:

@@ -39,8 +39,24 @@ def test_every_page_is_in_the_menu_once() -> None:
     assert sorted(listed) == sorted(pages)
 
 
+def test_a_reader_finishes_the_pages(tmp_path: Path) -> None:
+    counting = runpy.run_path(str(DOCS / "count_words.py"))
+    assert len(counting["pages"]()) <= 32
+    assert sum(counting["counted"]().values()) <= 28_000
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n\n```python\nnot = counted\n```\n\n| not | counted |\n|---|---|\n\nTwo `words`.\n")
+    assert counting["words"](page) == 5
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in DOCS.glob("*.md")} - {"index", "decisions"}))
+def test_a_page_says_who_reads_it_and_what_they_can_do_at_its_end(name: str) -> None:
+    _, first, *_ = (DOCS / f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    assert first.startswith("Read this page ")
+    assert "At its end" in " ".join(first.split())
+
+
 def test_every_decision_is_in_the_index() -> None:
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    index = (DOCS / "decisions.md").read_text(encoding="utf-8")
     assert [path.name for path in sorted(DOCS.glob("adr/*.md")) if f"(adr/{path.name})" not in index] == []
 
 
@@ -66,8 +82,12 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', first)
     assert "<math" in (tmp_path / "metrics/index.html").read_text(encoding="utf-8")
-    pages = tmp_path.rglob("*.html")
-    assert [page for page in pages if "<p><code>python" in page.read_text(encoding="utf-8")] == []  # fences not seen
+    assert 'data-md-component="source"' not in first, "its script asks GitHub for stars"
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert "<p><code>python\n" not in text, f"{page}: a fence that was not seen"
+        pictures = re.findall(r'<img [^>]*src="([^":]+)"', text)
+        assert [name for name in pictures if not (page.parent / name).exists()] == [], page
 
 
 @pytest.mark.soak

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from raysgd.compat.paths import RAY_TRAIN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -16,6 +21,33 @@ def test_the_names_of_the_migration_page_are_those_of_the_table() -> None:
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
     assert made["with_tables"](page) == page, "run `python docs/make_tables.py`"
     assert page.count("| `ray.") > 60
+
+
+def test_what_the_migration_page_calls_gone_from_ray_is_gone() -> None:
+    ray = pytest.importorskip("ray")
+    if not ray.__version__.startswith(RAY_TRAIN):
+        pytest.skip(f"the table is about Ray {RAY_TRAIN}, and this is {ray.__version__}")
+    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    table = page.partition("| gone from Ray |")[2].partition("\n\n")[0]
+    names = [name for row in table.splitlines() for name in re.findall(r"`(ray\.[\w.]+)`", row.split("|")[1:2][0])]
+    assert len(names) > 20
+    assert [name for name in names if is_there(name)] == []
+    assert is_there("ray.data.Dataset.map_batches"), "the question can be answered with yes"
+
+
+def is_there(name: str) -> bool:
+    """Return whether the installed Ray has a module, or what it holds."""
+    module, attributes = name, list[str]()
+    while True:
+        try:
+            found: Any = importlib.import_module(module)
+            break
+        except ImportError:
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+    for attribute in attributes:
+        found = getattr(found, attribute, None)
+    return found is not None
 
 
 def test_the_tables_of_goodput_and_of_the_record_show_what_was_measured() -> None:

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 TRAINERS = [
     "raysgd:TorchTrainer",

@@ -11,7 +11,7 @@ import pytest
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.exceptions import MissingTuneError
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = RunIf(modules=["ray.tune", "pandas", "pyarrow"])
 
@@ -33,12 +33,6 @@ class Counting:
 
     def load(self, folder: Path) -> None:
         self.number = int((folder / "number").read_text())
-
-    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
-        if not config.get("keeps"):
-            return False
-        self.config, self.number = config, 0
-        return True
 
     def end(self) -> None:
         self.has_ended = True
@@ -73,17 +67,14 @@ def test_what_one_trial_saved_another_one_loads(tmp_path: Path) -> None:
     assert second.step()["number"] == 2
 
 
-def test_a_trial_is_reset_where_it_can_and_made_again_where_it_cannot() -> None:
+def test_a_trial_that_is_reset_is_ended_and_made_again() -> None:
     trial = make()
     before = trial._trial
     trial.step()
-    assert trial.reset_config({"end": 1, "keeps": True})
-    assert trial._trial is before
-    assert not before.has_ended
-    assert trial.step()["number"] == 1
     assert trial.reset_config({"end": 1})
     assert trial._trial is not before
     assert before.has_ended
+    assert trial.step()["number"] == 1
 
 
 def test_tune_is_asked_for_the_bundles_of_the_config_under_the_name_of_the_class() -> None:

@@ -16,7 +16,7 @@ from raysgd.train.executor import BackendExecutor
 
 @pytest.mark.parametrize("words", [class_based.WORDS, settings.WORDS])
 def test_each_front_end_has_words_for_everything(words: FrontEndWords) -> None:
-    assert all(getattr(words, field.name) for field in fields(words))
+    assert all(getattr(words, field.name) for field in fields(words) if field.name != "label")
     assert words.restart_point != FrontEndWords().restart_point
 
 

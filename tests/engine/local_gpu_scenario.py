@@ -17,8 +17,8 @@ import ray
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.types import Resources
-from tests.fakes import CountingReplica, NullConnection
-from tests.ray_start import patient_ray
+from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.ray_start import patient_ray
 
 
 class NotesGPUs(NullConnection):

@@ -23,8 +23,8 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.resources import cluster_view
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Resources
-from tests.fakes import CountingReplica, NullConnection, add
-from tests.ray_start import patient_ray
+from tests.helpers.fakes import CountingReplica, NullConnection, add
+from tests.helpers.ray_start import patient_ray
 
 CPUS_PER_NODE = 3
 NUM_SMALL = 4

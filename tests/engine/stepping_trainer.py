@@ -12,7 +12,17 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
-from tests.fakes import WORDS, Event, FakeClock, FakeCluster, FakeGroup, NullConnection, SteppingReplica, walk, walk_on
+from tests.helpers.fakes import (
+    WORDS,
+    Event,
+    FakeClock,
+    FakeCluster,
+    FakeGroup,
+    NullConnection,
+    SteppingReplica,
+    walk,
+    walk_on,
+)
 
 
 class Trainer:

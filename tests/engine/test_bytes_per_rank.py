@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.driver.restoring import load_into_all
+from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group.group_spec import GroupSpec
@@ -23,7 +23,7 @@ from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.processes.worker import Answer
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
-from tests.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
+from tests.helpers.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 
 OWN_BYTES = 10_000  # of the random states of a rank
 SHARED_BYTES = 10**6

@@ -20,7 +20,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, World
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
-from tests.fakes import (
+from tests.helpers.fakes import (
     WORDS,
     CountingReplica,
     Denied,

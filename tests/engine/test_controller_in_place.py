@@ -17,7 +17,7 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
-from tests.fakes import (
+from tests.helpers.fakes import (
     Interrupted,
     Lost,
     Raised,
@@ -256,8 +256,8 @@ def test_why_survivors_could_not_go_on_is_told_with_the_loss() -> None:
     trainer.cluster.stands = deque([Lost((2,))])
     trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
     assert trainer.controller.history.events[-1].cause == (
-        "lost rank 1, 2 (RuntimeError: the process is gone); the survivors cannot go on by themselves: a hook of its "
-        "own"
+        "lost rank 1, 2 (RuntimeError: the process is gone); the survivors cannot continue by themselves: "
+        "a hook of its own"
     )
 
 

@@ -24,8 +24,8 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, Resources, World
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS
-from tests.failure_plan import FailurePlan, InjectedError
-from tests.fakes import CountingReplica, NullConnection
+from tests.helpers.failure_plan import FailurePlan, InjectedError
+from tests.helpers.fakes import CountingReplica, NullConnection
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0
@@ -310,7 +310,7 @@ def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: Fail
     rival.is_waiting = True
     with pytest.raises(WorkersLostError) as caught:
         trainer.train(2)
-    assert "held by placement group somebody-else (CREATED):  [{'CPU': 1.0}]" in str(caught.value)
+    assert "held by placement group somebody-else (CREATED):  1 x {'CPU': 1.0}" in str(caught.value)
     assert f"requested:  1 x {{'CPU': {NUM_CPUS}.0}}" in str(caught.value)
     assert trainer.controller.snapshot().shared_state == 1
     rival.leave()

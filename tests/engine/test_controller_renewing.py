@@ -9,7 +9,7 @@ import pytest
 from raysgd.engine.processes.transfers import LostPartError
 from raysgd.exceptions import WorkerError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
-from tests.fakes import Event, Interrupted, Lost, Raised
+from tests.helpers.fakes import Event, Interrupted, Lost, Raised
 
 
 def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:

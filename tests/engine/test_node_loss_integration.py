@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.stories import found_by, run_story
+from tests.helpers.stories import found_by, run_story
 
 pytestmark = pytest.mark.integration
 

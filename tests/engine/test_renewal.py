@@ -12,7 +12,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
 from raysgd.exceptions import WorkerError
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
+from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
 
 
 def begin_at(replica: CountingReplica, total: float) -> str:

@@ -18,6 +18,13 @@ BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartb
 INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
 
+class OnItsWay:
+    """A transfer that does not arrive."""
+
+    def result(self, timeout_s: float | None) -> Any:
+        raise TimeoutError
+
+
 def status(**changes: Any) -> TrainerStatus:
     history = GroupHistory(now=lambda: 0.0)
     history.record("started", 0, 2, 1.0, "a new trainer")
@@ -88,6 +95,14 @@ def test_the_text_says_what_there_is() -> None:
         assert part in text
 
 
+def test_bytes_per_second_are_told_where_rows_are_measured() -> None:
+    ledger = replace(LEDGER, row_bytes=2e6)
+    found = status(heartbeats={rank: replace(beat, data=ledger) for rank, beat in BEATS.items()})
+    assert found.bytes_per_s == 2e6 * found.samples_per_s
+    assert "1234 samples/s, 2469 MB/s; the others" in str(found)
+    assert status().bytes_per_s is None
+
+
 def test_a_joint_batch_that_follows_the_number_of_workers_is_told() -> None:
     words = "2 workers x 32 samples: a joint batch of 64"
     assert f"batch:      {words}\n" in str(replace(status(), joint_batch=words))
@@ -150,6 +165,18 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
     found = status(snapshots=snapshots).snapshot
     assert found is not None
     assert found.num_calls_since == 1
+    assert "on its way" not in str(found)
+
+
+def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
+    snapshots: SnapshotKeeper[Any] = SnapshotKeeper()
+    snapshots.take([Capture("rng", shared_state="state")], fetch=lambda token: pytest.fail("inline"))
+    snapshots.completed("call")
+    snapshots.take([Capture("rng", token=1)], fetch=lambda token: OnItsWay())
+    found = status(snapshots=snapshots)
+    assert found.snapshot is not None
+    assert found.snapshot.has_newer
+    assert "taken between calls, 1 call (0.0 s) since, a newer one is on its way" in str(found)
 
 
 def test_the_card_shows_the_same_and_escapes_what_comes_from_outside() -> None:

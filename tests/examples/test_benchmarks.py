@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.run_if import num_gpus
+from tests.helpers.run_if import num_gpus
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 KEYS = {
@@ -31,6 +31,7 @@ KEYS = {
     "targets",
 }
 FIGURES = {
+    "async_validation": {"stall_s", "slower_step_s", "beside_to_inline", "sleeping_run", "computing_run"},
     "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "ledger_us", "step_us"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "determinism": {"steps_per_s", "paired_ratio", "num_digests"},
@@ -50,9 +51,19 @@ FIGURES = {
     "fit": {"startup_s", "report_s", "to_driver_s", "folder_s", "dict_s", "recovery_s"},
     "slow_worker": {"slow", "even", "paired_ratio"},
     "small_sums": {"sum_us"},
+    "streams": {"epoch_s", "open_s", "open_mib", "lost", "repeated", "lost_resized", "repeated_resized"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
-    "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
+    "undo_cost": {"step_us", "added_us", "booked_us", "copied_share"},
+    "checkpoint": {
+        "stall_ms",
+        "next_train_delay_ms",
+        "complete_ms",
+        "load_ms",
+        "torch_load_ms",
+        "copy_ms",
+        "apply_and_save_ms",
+    },
 }
 
 
@@ -90,6 +101,7 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
 
 
 LONG = {
+    "async_validation",
     "callback_cost",
     "checkpoint",
     "determinism",
@@ -110,8 +122,10 @@ LONG = {
     "slow_worker",
     "small_sums",
     "startup",
+    "streams",
     "tf_throughput",
     "throughput",
+    "undo_cost",
 }
 
 

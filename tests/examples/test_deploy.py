@@ -72,7 +72,7 @@ def test_the_page_lists_every_metric() -> None:
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     sources = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "raysgd").rglob("*.py") if "examples" not in path.parts
     )

@@ -24,7 +24,7 @@ from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.parallel.stream_clock import StreamClock
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from raysgd.engine.shared.time_spent import TimeSpent
-from raysgd.history.accounts import Accounts
+from raysgd.engine.shared.time_spent import _AVOIDABLE, TimeSpent
+from raysgd.history.accounts import _ADVICE, Accounts
 
 
 class Clock:
@@ -34,6 +34,10 @@ def of(accounts: Accounts, rank: int) -> dict[str, float]:
 
 def says(of: str, unsaved_s: float = 0.0, is_successor: bool = False, **seconds: float) -> TimeSpent:
     return TimeSpent(of, seconds, unsaved_s, is_successor)
+
+
+def test_there_is_advice_for_all_that_can_be_saved() -> None:
+    assert set(_ADVICE) == set(_AVOIDABLE)
 
 
 def test_a_rank_tells_more_and_more(accounts: Accounts, clock: Clock) -> None:

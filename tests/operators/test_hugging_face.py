@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,7 @@ from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
 from raysgd.torch.parallel.options import StepOptions
 
-
-@pytest.fixture(scope="module")
-def lab() -> Any:
-    """The models. They import `transformers`, which is too much for whoever only collects tests."""
-    return importlib.import_module("tests.operators.hugging_face_lab")
-
-
-@pytest.fixture(autouse=True)
-def keeps_the_environment() -> Iterator[None]:
-    """`TrainingArguments` writes into it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("keeps_the_environment")
 
 
 STEPS = {

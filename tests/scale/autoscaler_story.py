@@ -30,7 +30,7 @@ from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Resources
-from tests.fakes import CountingReplica, NullConnection, add
+from tests.helpers.fakes import CountingReplica, NullConnection, add
 
 MIN_WORKERS, MAX_WORKERS = 2, 3
 LONGEST_S = 120.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 
 HEARTBEAT_S = 4.0
 NUM_STATES = 3

@@ -12,7 +12,7 @@ import ray
 
 from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.ledger import Ledger
 
 NUM_WORKERS = 32

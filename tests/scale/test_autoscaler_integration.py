@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.stories import found_by, run_story
 from tests.scale.autoscaler_story import MAX_WORKERS, MIN_WORKERS
-from tests.stories import found_by, run_story
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(400)]
 

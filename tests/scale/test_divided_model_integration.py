@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stories import found_by, run_story
 from tests.scale.divided_model_story import NUM_WORKERS
-from tests.stories import found_by, run_story
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(1800)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.shared.types import World
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 NUM_RANKS = 64
 NUM_GROUPS = 5

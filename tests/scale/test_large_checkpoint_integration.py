@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stories import found_by, run_story
 from tests.scale.large_checkpoint_story import INTERFACES, NUM_STATES
-from tests.stories import found_by, run_story
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(900)]
 

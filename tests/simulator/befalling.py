@@ -20,7 +20,7 @@ ENDLESS = 7
 """As `which` of a fault: it has no end."""
 FOREVER_S = 10.0**6
 AWAITED = {"step", "half"}
-USER_CODE = {"step", "half", "note", "look", "load", "warm up"}
+USER_CODE = {"step", "half", "note", "look", "load", "warm up", "validate"}
 
 
 class UserBugError(Exception):
@@ -63,7 +63,7 @@ class Befalling:
             if fault.kind == "raise":
                 if label in USER_CODE:
                     self._note(fault, str(process))
-                    self.kinds["raise in a call"] += label != "warm up"
+                    self.kinds["raise in a call"] += label not in ("warm up", "validate")
                     yield 0.0
                     raise UserBugError(f"a bug at {label!r}")
             elif fault.kind == "slow":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_REPLAY_S = 30.0
 _NOTICED_S = 2.5  # longer than the driver goes without a look at the nodes
+_BATCH_S = 0.5  # longer than one takes
 _MOMENT_S = 0.1  # longer than an answer is on its way
 
 
@@ -100,6 +101,11 @@ class Invariants:
         if state.used != wanted:
             self.fail(f"the passes have used {_as_bits(state.used)} instead of {_as_bits(wanted)}: {state}")
 
+    def check_replica(self, replica: SimReplica) -> None:
+        """The same, and its tensors are those of its state."""
+        self.check_state(replica.state)
+        self.require(replica.is_undone, "what a batch that broke off has changed is not undone")
+
     def check_formed(self, replica: SimReplica, handover: StateHandover) -> None:
         """A rank is in its new group: it knows no less than the most advanced of those that are there."""
         if replica.world.rank == handover.source:
@@ -115,7 +121,7 @@ class Invariants:
         )
         self.require(replica.is_whole, "a group goes on from the middle of a step")
         self.check_size(replica.world.size)
-        self.check_state(replica.state)
+        self.check_replica(replica)
 
     def check_size(self, num_workers: int) -> None:
         schedule = self._simulation.schedule
@@ -131,6 +137,12 @@ class Invariants:
         left = f"{num_replacements} more workers may be started in the place of dead ones"
         self.require(not (has_room and num_replacements) or bool(has_bug), f"a start is given up, though {left}")
 
+    def check_recalled(self, took_s: float) -> None:
+        """A spare that validates steps in after a batch, where nothing holds it up."""
+        kinds, most_s = self._simulation.befalling.kinds, _BATCH_S + self._simulation.late_s
+        is_held_up = any(kinds[kind] for kind in ("slow", "freeze", "stall", "load long", "lose node"))
+        self.require(is_held_up or took_s <= most_s, f"a spare took {took_s:.1f} s to leave its validation")
+
     def _members_of(self, replica: SimReplica) -> list[str]:
         group = replica.connection.group
         if group is None:
@@ -142,6 +154,7 @@ class Invariants:
         """A rank says how far it is, before another group is formed."""
         self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
+        self.require(replica.is_whole or not self._simulation.schedule.undo, "a batch cannot be undone")
 
     def note_settled(self, has_hung: bool) -> None:
         """It is known who survives. What is lost later, while the next group forms, is no reason for it."""

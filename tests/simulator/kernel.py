@@ -311,6 +311,25 @@ class Event:
         return self._is_set or self._kernel.block(lambda: self._is_set, timeout)
 
 
+class Condition:
+    """What threads of the driver wait at until another one has changed something."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._num_changes = kernel, 0
+
+    def wait(self) -> None:
+        before = self._num_changes
+        self._kernel.block(lambda: self._num_changes != before)
+
+    def notify_all(self) -> None:
+        self._num_changes += 1
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+
 class Lock:
     """A reentrant lock for the threads of the driver."""
 

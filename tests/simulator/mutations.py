@@ -21,6 +21,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
 from raysgd.engine.group import standby
+from raysgd.engine.group.loans import Loan
 from raysgd.engine.group.members import Members
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.group.survivors import Survivors
@@ -32,7 +33,11 @@ from raysgd.engine.processes.snapshots import SnapshotKeeper
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.torch.hosting.step_loop import StepLoop
+from raysgd.torch.step.tensor_copies import TensorCopies
+from raysgd.torch.step.undo_log import UndoLog
 from raysgd.worker.data.rank_rows import RankRows
+from raysgd.worker.state.copies import PendingCopies
 from tests.simulator.befalling import ENDLESS
 from tests.simulator.schedule import Fault, Op, Schedule
 
@@ -501,6 +506,26 @@ def _form_with_the_stateless(real: Any) -> Any:
     return form
 
 
+def _is_ready(self: StandbyWorkers) -> Any:
+    return list(self._ready)
+
+
+def _recalls_unnoticed(real: Any) -> Any:
+    def recall(self: Loan) -> None:
+        real(self)
+        self.is_recalled = False
+
+    return recall
+
+
+def _is_run_once(real: Any) -> Any:
+    def run(self: ElasticController, loan: Loan | None, function: Any, make_args: Any, on_wait: Any) -> Any:
+        found = None if loan is None else loan.run(function, make_args, on_wait)
+        return None if found is None else found.value.value
+
+    return run
+
+
 MUTATIONS = (
     Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (1148,)),
     Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
@@ -512,17 +537,17 @@ MUTATIONS = (
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (29,)
+        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
         group_former,
         "choose_source",
         _source(lambda r: r.is_whole),
-        (29,),
+        (38,),
     ),
     Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", in_place, "takers", always(()), (29,)),
+    Mutation("survivors keep their own states", in_place, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
@@ -588,17 +613,17 @@ MUTATIONS = (
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
     Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (653,)),
     Mutation(
-        "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (29,)
+        "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
     ),
-    Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (161,)),
+    Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (189,)),
     Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
     Mutation(
         "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
     ),
-    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (800,)),
-    Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (128,)),
+    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (2053,)),
+    Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
     Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
-    Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (68,)),
+    Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
@@ -607,5 +632,22 @@ MUTATIONS = (
         "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)
     ),
     Mutation("a shutdown leaves the workers alone", WorkerGroup, "kill_workers", nothing),
+    Mutation("a spare is not told to leave its validation", replica_calls, "leave_call", nothing, (833,)),
+    Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2213,)),
+    Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
+    Mutation("a spare that died while it validated is lent again", Loan, "has_died", always_is(False), (17,)),
+    Mutation(
+        "spares that validate outlive their group", StandbyWorkers, "_idle", lambda real: property(_is_ready), (11,)
+    ),
+    Mutation(
+        "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
+    ),
+    Mutation("a batch that broke off is not undone", StepLoop, "return_to_boundary", nothing, (92,)),
+    Mutation("a batch counts as undone that was not copied", UndoLog, "can_undo", always_is(True), (363,)),
+    Mutation("what a batch has changed is not seen", StepLoop, "_is_unchanged", always_is(True), (363,)),
+    Mutation("weights are not put back", TensorCopies, "put_back", nothing, (92,)),
+    Mutation("what optimizers know is not put back", UndoLog, "before_step", nothing, (92,)),
+    Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
+    Mutation("a call begins before the state is copied", PendingCopies, "unmade", always([]), (16,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

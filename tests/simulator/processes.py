@@ -131,6 +131,11 @@ class Process:
         return f"process {self.pid} (rank {self.world.rank} of {self.world.size}, on {self.node})"
 
     @property
+    def is_working(self) -> bool:
+        """Whether it runs one of the calls that come one after the other."""
+        return "work" in self._running and not self.is_dead
+
+    @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.node, f"address of {self.node}", self.pid)
 
@@ -347,8 +352,11 @@ class Process:
         yield from self._point("leave")
         self.connection.leave()
         assert self.replica is not None
+        self.replica.finish_copies()
         self.host.check_left(self.replica)
-        return LeftGroup(self.replica.replica_progress(), self.connection.open_endpoint(host, 0))
+        progress = self.replica.replica_progress()
+        self.replica.leave_group()
+        return LeftGroup(progress, self.connection.open_endpoint(host, 0))
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Task:
         self.world = world
@@ -356,15 +364,17 @@ class Process:
         yield from self.connection.joining(rendezvous, world, even_alone=True)
         yield from self._point("joined")
         assert self.replica is not None
+        self.replica.finish_copies()
         return (yield from self.replica.regroup(world, handover))
 
     def _on_packed(self, packed: bytes, *values: Any) -> Task:
-        function, capture, landed, args = pickle.loads(packed)
+        function, capture, landed, args, _ = pickle.loads(packed)
         return (yield from self._on_replica(function, capture, landed, *args))
 
     def _on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Task:
         yield from self._point("called")
         assert self.replica is not None
+        self.replica.finish_copies()
         value = function(self.replica, *args)
         if isinstance(value, Generator):
             value = yield from value

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from raysgd.driver.restoring import load_into_all
-from raysgd.engine.processes.snapshots import Snapshot, own_states
+from raysgd.driver.keeping.restoring import load_into_all
+from raysgd.driver.validating.validators import ValidatingSpares
+from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.engine.shared.call import Call
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Future, Kernel, Stopped
-from tests.simulator.replica import State, Walked, load, look, note, walk, walk_on
+from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on
 from tests.simulator.schedule import LOSSES, Op
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 CHANGING = ("train", "steps", "note", "apply")
 SHUTDOWN_S = 15.0
+VALIDATING_S = 2000.0  # longer than it takes to find out that there is no room for workers, several times
 LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers that were ended notices by then
 
 
@@ -45,6 +47,16 @@ class Storing:
         return self._stored.value
 
 
+class ValidationCalls:
+    """What `ValidatingSpares` needs of the driver of a front end: nothing has to be divided."""
+
+    def requests(self, name: str, asked: int, *parts: Any) -> list[tuple[int]]:
+        return [(asked,)]
+
+    def validate(self, asked: int, dataset: Any) -> list[Any]:
+        return [None]
+
+
 class Program:
     """Runs the calls of a schedule, in one thread or in two.
 
@@ -57,6 +69,9 @@ class Program:
         self._simulation = simulation
         self._controller, self._invariants = simulation.controller, simulation.invariants
         self.is_in_call = False
+        calls: Any = ValidationCalls()
+        self._spares = ValidatingSpares(self._controller, calls, validate, new_sharing=lambda: calls)
+        self._num_validating = 0
         self.committed = State()
         self._is_exact = True
         self._has_stop, self._stopped_at = False, float("inf")
@@ -77,6 +92,8 @@ class Program:
                 kernel.run_thread(lambda: self._perform_all(beside))
             self._perform_all([op for op in ops if not op.thread])
         kernel.block(lambda: all(thread.is_over for thread in kernel.users[1:]))
+        kernel.block(lambda: not self._num_validating, VALIDATING_S)
+        self._invariants.require(not self._num_validating, f"{self._num_validating} validations do not end")
         self._controller.stop()
         kernel.block(lambda: all(thread.is_over for thread in kernel.threads[1:]), LISTENING_S)
 
@@ -134,7 +151,8 @@ class Program:
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
                 self._invariants.check_reasons(reasons, events, op.kind in ("train", "steps"))
-            self._invariants.check_between_calls()
+            if not self._num_validating:
+                self._invariants.check_between_calls()
         return True
 
     def _check_stopped(self, op: Op, began: float) -> None:
@@ -275,6 +293,36 @@ class Program:
             self._controller.run(call)
             storing = Storing(self._simulation.kernel, state, self._simulation.rng)
             self._controller.snapshots.expect(storing, rank_states, call)
+
+    def _validate(self, op: Op, budget: WatchedBudget) -> None:
+        """Begins a validation on a spare. What comes of it is judged when it is known."""
+        with self._controller.turn():
+            newest = self._controller.newest_snapshot()
+            begun = self._spares.begin(newest)
+        self._num_validating += 1
+        self._simulation.kernel.run_thread(lambda: self._validated(op, newest, begun), is_user=False)
+
+    def _validated(self, op: Op, newest: NewestSnapshot, begun: Any) -> None:
+        kinds, require = self._simulation.befalling.kinds, self._invariants.require
+        try:
+            [state] = begun(op.argument, None, lambda: None)
+            self._simulation.tell(f"VALIDATED  {state}")
+            is_asked = not self._has_spares if state is None else state == newest.result().shared_state
+        except WorkerError as error:
+            require(kinds["raise"] > 0, f"a validation raised {error!r}")
+        except TrainerShutdownError:
+            require(self._controller.is_stopped, "a validation was told of a shutdown")
+        except (WorkersLostError, ReservationTimeoutError) as error:
+            self._simulation.tell(f"NOT VALIDATED  {error!r}")
+        else:
+            require(is_asked, f"a spare has validated {state}")
+        finally:
+            self._num_validating -= 1
+
+    @property
+    def _has_spares(self) -> bool:
+        group = self._controller.group
+        return group is not None and bool(group.standby.num_coming + group.standby.num_ready)
 
     def _landed(self, op: Op, budget: WatchedBudget) -> State | None:
         snapshot = self._controller.landed_snapshot()

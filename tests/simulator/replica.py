@@ -6,17 +6,19 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.messages.recovery import Undo
 from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies
+from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies, StateCopy
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
+from tests.simulator.torn_batch import TornBatch
 
 
 class State(NamedTuple):
@@ -134,6 +136,7 @@ class Surroundings(Protocol):
     snapshot_every: int | None
     is_large: bool
     has_halves: bool
+    undo: Undo
 
     def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         """A place where something may happen."""
@@ -146,7 +149,7 @@ class Surroundings(Protocol):
     def check_step(self, replica: SimReplica, given: Mapping[int, Given]) -> None:
         """Before all ranks take a step together."""
 
-    def check_state(self, state: State) -> None:
+    def check_stepped(self, replica: SimReplica) -> None:
         """After a step, on each rank."""
 
     def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
@@ -187,11 +190,11 @@ class SimReplica:
     def __init__(self, world: World, around: Surroundings, connection: SimConnection, name: str) -> None:
         self.world, self.around, self.connection, self.name = world, around, connection, name
         self.state = State()
-        self.is_whole = True
+        self.torn = TornBatch(around.undo) if around.has_halves else None
         self.is_poisoned = False
         self.run: Run | None = None
         self.is_walking = False
-        self.hold_number = 0
+        self.hold_number = self.last_left = 0
         self.copies = PendingCopies()
         self._newest_token = 0
         self.inside = MidCallSnapshots(around.snapshot_every)
@@ -205,18 +208,29 @@ class SimReplica:
         if not self.world.rank:
             self.around.check_landed(self, landed_token, self._newest_token)
         self.copies.drop_landed(landed_token)
-        return self._with_copy(Capture(self.own))
+        return self._with(self._copy(), Capture(self.own))
 
     def _capture_inside(self, run: Run) -> Capture:
         self.copies.drop_unclaimed()
-        return self._with_copy(Capture(self.own, progress=run.progress._replace(others={})))
+        copy = self._copy()
+        copy.made()
+        return self._with(copy, Capture(self.own, progress=run.progress._replace(others={})))
 
-    def _with_copy(self, part: Capture) -> Capture:
+    def _copy(self) -> StateCopy:
+        """A copy that is made later, of the state that there is then."""
+        copied: list[State] = []
+        return StateCopy(copied, 10**6 if self.around.is_large else 10, fill=lambda: copied.append(self.state))
+
+    def _with(self, copy: StateCopy, part: Capture) -> Capture:
         if self.world.rank:
             return part
-        kept = self.copies.add(part, self.state, 10**6 if self.around.is_large else 10)
+        kept = self.copies.add(part, copy)
         self._newest_token = kept.token or self._newest_token
-        return kept
+        return kept if kept.token is not None else replace(kept, shared_state=kept.shared_state[0])
+
+    def finish_copies(self) -> None:
+        for copy in self.copies.unmade():
+            copy.made()
 
     @property
     def own(self) -> tuple[int, int]:
@@ -224,14 +238,28 @@ class SimReplica:
         return self.world.rank, self.state.steps
 
     def fetch(self, token: int) -> State:
-        state: State = self.copies.fetch(token)
-        return state
+        [state] = self.copies.fetch(token).made()
+        return cast(State, state)
 
     def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
         assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"
-        self.state, self.is_whole = shared_state, True
+        self._go_to(shared_state)
         self.run = None
         self.inside.clear()
+
+    def _go_to(self, state: State) -> None:
+        self.state = state
+        if self.torn is not None:
+            self.torn.restore(state.steps)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.torn is None or self.torn.is_whole
+
+    @property
+    def is_undone(self) -> bool:
+        """True if the real tensors are those of the state."""
+        return self.torn is None or self.torn.num_steps == (self.state.steps, self.state.steps)
 
     def restore_inside(self, shared_state: State, own_state: Any, first: Progress, parts: Iterable[Progress]) -> None:
         self.restore(shared_state, own_state)
@@ -254,6 +282,10 @@ class SimReplica:
         if self.run is None or self.run.is_finished:
             return ReplicaProgress(self.run.steps + 1 if self.run is not None else 0, True)
         return ReplicaProgress(self.run.steps, self.is_whole, None, str(self.state))
+
+    def leave_group(self) -> None:
+        if self.torn is not None and not (self.run is None or self.run.is_finished):
+            self.torn.leave_group()
 
     def warm_up(self) -> None: ...
 
@@ -279,7 +311,7 @@ class SimReplica:
         return self.setup()
 
     def _take_over(self, state: State, told: Progress | None) -> None:
-        self.state, self.is_whole = state, True
+        self._go_to(state)
         if told is None:
             self.run = None
             return
@@ -314,6 +346,9 @@ class SimReplica:
         if number == self.hold_number and self.run is not None and self.run.agreed is not None:
             self.run.agreed.set(is_agreed)
 
+    def leave_call(self, number: int) -> None:
+        self.last_left = max(self.last_left, number)
+
     def part_of_snapshot(self, number: int) -> Capture | None:
         part = self.inside.part(number)
         if part is not None and part.token is not None and not self.copies.claim(part.token):
@@ -325,7 +360,6 @@ class SimReplica:
     def walk(self, call: int, num_steps: int | None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
         self.inside.clear()
-        self.is_whole = True
         self.run = Run(call, num_steps, RankRows(self.name))
         return (yield from self._go_through(self.run))
 
@@ -342,6 +376,8 @@ class SimReplica:
 
     def _go_through(self, run: Run) -> Task:
         self.is_walking = True
+        if self.torn is not None:
+            self.torn.open_call()
         try:
             while not self._has_no_step_left(run):
                 yield from self._step(run)
@@ -384,15 +420,19 @@ class SimReplica:
         measured = together(run.measured, (*[0] * state.epoch, own))
         yield from self.around.point("step", self)
         yield self.around.step_s()
+        if self.torn is not None:
+            self.torn.begin()
         name = (state.weights, state.noted, run.steps)
         given: Mapping[int, Given] = yield from self._tell(run, name, Given(state, own, self.name, measured))
-        if self.around.has_halves:
-            self.is_whole = False
+        if self.torn is not None:
+            self.torn.step(0)
             yield from self.around.point("half", self)
             yield from self._reduce((*name, "second half"), Given(state, own, self.name, measured))
+            self.torn.step(1)
+            self.torn.end()
         samples = [each.samples for each in given.values()]
-        self.state, self.is_whole = stepped(state, consumed, self.around.num_samples, samples), True
-        self.around.check_state(self.state)
+        self.state = stepped(state, consumed, self.around.num_samples, samples)
+        self.around.check_stepped(self)
         run.steps += 1
         run.measured = measured
         yield from self.around.point("stepped", self)
@@ -460,4 +500,15 @@ def look(replica: SimReplica) -> Task:
     """A call that changes nothing."""
     yield from replica.around.point("look", replica)
     yield 0.01
+    return replica.state
+
+
+def validate(replica: SimReplica, number: int, state: State, num_batches: int) -> Task:
+    """A validation on a spare, which leaves it between two batches; returns the state that it had at the end."""
+    replica.restore(state, None)
+    for _ in range(num_batches):
+        yield from replica.around.point("validate", replica)
+        yield replica.around.step_s()
+        if replica.last_left >= number:
+            return None
     return replica.state

@@ -16,14 +16,15 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.types import StateHandover, World
+from raysgd.messages.recovery import Undo
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
-from tests.simulator.kernel import Kernel, Lock, Stopped
+from tests.simulator.kernel import Condition, Kernel, Lock, Stopped
 from tests.simulator.network import Network, SimConnection
 from tests.simulator.platform import Cluster, Node, SimPlatform
 from tests.simulator.processes import Process
 from tests.simulator.program import Program
-from tests.simulator.replica import Given, SimReplica, State
+from tests.simulator.replica import Given, SimReplica
 from tests.simulator.schedule import Schedule
 from tests.simulator.watched import WatchedGroup
 
@@ -89,7 +90,7 @@ class Simulation:
             FailurePolicy(schedule.rejoins),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             view=self.cluster.view,
-            clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel)),
+            clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
             release_timeout_s=10.0,
             rules=ElasticRules(schedule.resize_check_s, self._leaving, keeps_joint_batch=lambda: True),
             hooks=self.invariants.hooks,
@@ -178,6 +179,10 @@ class Simulation:
     def has_halves(self) -> bool:
         return self.schedule.has_halves
 
+    @property
+    def undo(self) -> Undo:
+        return self.schedule.undo
+
     def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         return self.point_of(label, self.process_of(replica))
 
@@ -194,8 +199,8 @@ class Simulation:
         self.invariants.check_step(given)
         self.befalling.at_moment("merge", self.process_of(replica))
 
-    def check_state(self, state: State) -> None:
-        self.invariants.check_state(state)
+    def check_stepped(self, replica: SimReplica) -> None:
+        self.invariants.check_replica(replica)
 
     def check_landed(self, replica: SimReplica, token: int | None, newest: int) -> None:
         self.invariants.check_landed(self.process_of(replica), token, newest)

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
 from raysgd.engine.shared.snapshot_pace import EverySeconds
+from raysgd.messages.recovery import Undo
 
 POINTS = {
     # where: about how often a run comes there
@@ -52,6 +53,7 @@ SIMPLER = (
     "num_spares",
     "is_large",
     "has_halves",
+    "undo",
     "snapshot_every",
     "resize_check_s",
     "tells",
@@ -64,6 +66,7 @@ SIMPLER = (
 """What of a schedule is simplest as it is by itself."""
 
 IN_DRIVER = ("interrupt", "stop")
+UNDO: tuple[Undo, ...] = (False, "auto", True)
 
 NUM_FAULTS = (1, 2, 3, 4, 6, 9, 12)
 """How many a schedule has. Chosen by how soon one half of the faults in `mutations` is found: see `rates`."""
@@ -116,6 +119,7 @@ class Schedule:
     renews: bool = False
     is_large: bool = False
     has_halves: bool = False
+    undo: Undo = False
     snapshot_every: int | None = None
     resize_check_s: ResizeCheck = None
     tells: bool = True
@@ -168,6 +172,7 @@ def drawn(seed: int) -> Schedule:
         renews=not regroups and seed % 2 == 1,
         is_large=rng.random() < 0.5,
         has_halves=rng.random() < 0.2,
+        undo=UNDO[seed % 3],
         snapshot_every=rng.choice([None, None, 1, 2, 3]),
         resize_check_s=rng.choice([AUTO if seed % 3 == 0 else None, 0.5, 2.0]),
         tells=rng.random() < 0.75,
@@ -177,7 +182,8 @@ def drawn(seed: int) -> Schedule:
         copy_s=rng.choice([0.0005, 0.02, 0.1, 0.5]) if is_rare else 0.0,
         late_s=rng.choice([0.0, 0.0, 0.0, 0.4, 1.2, 2.5]),
     )
-    return replace(schedule, ops=_ops(rng), faults=_faults(rng))
+    schedule = replace(schedule, ops=_ops(rng), faults=_faults(rng))
+    return _with_validations(schedule) if schedule.num_spares and seed % 3 == 2 else schedule
 
 
 def _nodes(rng: random.Random, count: int, room: int) -> tuple[int, ...]:
@@ -213,6 +219,19 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
         thread = int(rng.random() < 0.08)
         ops.append(Op(kind, argument, rng.choice([0, 1, 3, 3, 3, 6]), thread))
     return (*ops, Op("train", None, 6))
+
+
+def _with_validations(schedule: Schedule) -> Schedule:
+    """The same with validations on the spares, and what befalls them there."""
+    rng = random.Random(schedule.seed)
+    ops = [
+        op
+        for each in schedule.ops
+        for op in ([Op("validate", rng.randint(1, 40))] * (each.kind in ("train", "steps")) + [each])
+    ]
+    kinds = rng.choices(["die", "die", "freeze", "stall", "slow", "raise", "lose node"], k=rng.randint(0, 2))
+    faults = [Fault(kind, "validate", rng.randint(1, 30), rng.randrange(8)) for kind in kinds]
+    return replace(schedule, ops=tuple(ops), faults=(*schedule.faults, *faults))
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stories import ROOT
 from tests.simulator.edits import KINDS, drawn, edited, edits_in, edits_of, paths
-from tests.stories import ROOT
 
 MATTERS = """
 class Budget:

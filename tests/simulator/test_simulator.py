@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from raysgd.engine.decisions.policies import RetryBudget
+from tests.helpers.stories import ROOT
 from tests.simulator.many import report
 from tests.simulator.network import COLLECTIVE_TIMEOUT_S
 from tests.simulator.running import Simulation, quiet, run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
-from tests.stories import ROOT
 
 QUICK = 2000
 BLOCK = 100
@@ -197,7 +197,7 @@ def test_a_shutdown_from_another_thread_does_not_wait_for_a_rank_that_hangs() ->
 def test_a_shutdown_from_another_thread_does_not_wait_for_a_worker_that_is_still_starting() -> None:
     """Survivors of a loss wait for it, as long as it loads."""
     losses = Fault("lose node", "answer", 1), Fault("drain", "merge", 1, 3)
-    faults = Fault("load long", "warm up", 1, 3), *losses, Fault("stop", "wait", 49, 1)
+    faults = Fault("load long", "warm up", 1, 3), *losses, Fault("stop", "wait", 45, 1)
     train = Op("train", 89)
     verdict = run(Schedule(237, nodes=(2, 2), num_samples=8, batch_size=6, late_s=0.4, ops=(train,), faults=faults))
     assert (verdict.broken, verdict.num_happened) == (None, 3), "ended before it could load"
@@ -240,6 +240,20 @@ def test_a_spare_that_is_still_starting_on_a_node_that_goes_away_does_not_step_i
     verdict = run(replace(schedule, ops=(Op("train", 20),), faults=faults))
     assert (verdict.broken, verdict.num_happened) == (None, 2)
     assert any("left: 3 -> 1 workers" in line for line in verdict.log)
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_processes"), [(Fault("die", "step", 14), 4), (Fault("die", "validate", 3), 4)], ids=["rank", "spare"]
+)
+def test_a_validation_is_run_again_where_its_spare_steps_in_or_dies(fault: Fault, num_processes: int) -> None:
+    ops = Op("steps", 4), Op("validate", 40), Op("train")
+    with quiet():
+        simulation = Simulation(Schedule(1, num_spares=1, nodes=(3,), num_samples=40, ops=ops, faults=(fault,)))
+        verdict = simulation.run()
+    assert (verdict.broken, verdict.num_happened, len(simulation.cluster.processes)) == (None, 1, num_processes)
+    assert any("VALIDATED  pass 0 at 16 after 4 steps" in line for line in verdict.log)
+    num_rejoins = sum("EVENT lost rank" in line and "with 2 workers" in line for line in verdict.log)
+    assert num_rejoins == (fault.point == "step")
 
 
 @pytest.mark.parametrize("regroups", [True, False])

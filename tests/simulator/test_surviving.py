@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 
+from tests.helpers.stories import ROOT
 from tests.simulator.edits import KINDS, edits_of, paths
 from tests.simulator.explained import EXPLAINED
 from tests.simulator.surviving import Result, as_table, survivors, unexplained
-from tests.stories import ROOT
 
 RUN = """
 import json

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stories import ROOT
 from tests.simulator.surviving import as_table, read, survivors, unexplained
-from tests.stories import ROOT
 
 MOST_UNEXPLAINED = 10
 """A change of the engine brings other edits: those of what it changed."""

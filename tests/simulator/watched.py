@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.group.loans import StandbyWorker
+from raysgd.engine.group.standby import StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.types import GroupReport, Outcome
 from tests.simulator.processes import Process
@@ -17,21 +18,24 @@ _JUST_S = 5.0  # what is silent is told of first, which takes a while
 
 
 class WatchedStandby(StandbyWorkers):
-    """Checks that who steps in was alive when it was chosen."""
+    """Checks that who steps in was alive when it was chosen, and did nothing else any more."""
 
     invariants: Invariants
 
     @property
     def processes(self) -> list[Process]:
         self._poll()
-        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._ready]
+        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._idle]
         return [worker.process for worker in workers]  # type: ignore[attr-defined]
 
     def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
-        began = self._platform.now()
+        began, has_lent = self._platform.now(), bool(self._loans)
         found: list[StandbyWorker] = super().take(count, timeout_s, on_wait)
+        if has_lent and not timeout_s:
+            self.invariants.check_recalled(self._platform.now() - began)
         for process in map(_process_of, found):
             self.invariants.require(process.died_at >= began, f"{process} was dead already when it was to step in")
+            self.invariants.require(not process.is_working, f"{process} is to step in while it validates")
         return found
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raysgd.storage import Folder, open_folder
-from tests.azure_server import AzureServer
-from tests.gcs_server import GcsServer
-from tests.s3_server import BUCKET, S3Server
+from tests.helpers.azure_server import AzureServer
+from tests.helpers.gcs_server import GcsServer
+from tests.helpers.s3_server import BUCKET, S3Server
 
 MISSING_FOR_AZURE = AzureServer.missing()
 AZURE = pytest.param(

@@ -13,9 +13,9 @@ import xxhash
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage._checksums import ArrivingContent, SentContent
 from raysgd.storage.files import local_copy, saving
-from tests.s3_server import S3Server
+from tests.helpers.s3_server import S3Server
+from tests.helpers.store_damage import alter
 from tests.storage.conftest import KINDS
-from tests.store_damage import alter
 
 IN_STORES = [kind for kind in KINDS if kind not in ("local", "file-uri")]
 ALTERED = "its content was altered"
@@ -140,7 +140,7 @@ class TestUploadedFolders:
     def test_are_not_handed_out_with_an_altered_list(self, folder: Folder, tmp_path: Path) -> None:
         whole = committed(folder, tmp_path / "source", num_uploads=1)
         [name] = lists_in(whole)
-        for place, reason in ((0, ALTERED), (-150, "it is no list of checksums")):  # in the mark, so there is no seal
+        for place, reason in ((0, ALTERED), (-150, "it is not a list of checksums")):  # in the mark: no seal
             alter(whole, name, at=place)
             with pytest.raises(StorageError, match=rf"could not read `.*/whole/{name}.*`: {reason}"):
                 whole.download(tmp_path / "copy")

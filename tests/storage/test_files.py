@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,15 @@ def test_a_file_whose_saving_fails_stays_as_it_was(location: str) -> None:
 def test_a_missing_file_is_not_found(location: str) -> None:
     with pytest.raises(FileNotFoundError), files.local_copy(location) as path:
         Path(path).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_what_may_never_end_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "pipe"
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(OSError, match=f"`{path}` is not a regular file"), files.local_copy(path):
+        pass
 
 
 def test_a_copy_goes_with_its_block(location: str) -> None:

@@ -16,8 +16,8 @@ from raysgd.callbacks import HTMLReport
 from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.job import FitJob
-from tests.s3_server import BUCKET, S3Server
-from tests.store_damage import alter
+from tests.helpers.s3_server import BUCKET, S3Server
+from tests.helpers.store_damage import alter
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 

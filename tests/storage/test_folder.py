@@ -1,6 +1,6 @@
 """What every folder does, on a disk and in stores.
 
-Covers `raysgd.storage._local`, `raysgd.storage._store` and `raysgd.storage._entries`, which are told apart only by what
+Covers `raysgd.storage._local` and `raysgd.storage._store`, which are told apart only by what
 is below.
 """
 
@@ -82,11 +82,6 @@ class TestFiles:
             file.seek(5)
             assert file.read() == b"the rest"
         assert folder.read("a") == b"head the rest"
-
-    def test_grow(self, folder: Folder) -> None:
-        folder.append("log", b"one\n")
-        folder.append("log", b"two\n")
-        assert folder.read("log") == b"one\ntwo\n"
 
     def test_are_removed_also_if_they_are_not_there(self, folder: Folder) -> None:
         folder.write("a", CONTENT)
@@ -354,11 +349,10 @@ FULL = """
     folder = open_folder(sys.argv[1])
     folder.write("a", b"old")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    for write in (folder.write, folder.append):
-        try:
-            write("a" if write == folder.write else "b", b"x" * 100_000)
-        except StorageError as error:
-            print(error.errno, error)
+    try:
+        folder.write("a", b"x" * 100_000)
+    except StorageError as error:
+        print(error.errno, error)
     try:
         folder.staged("c").upload(Path(sys.argv[2]))
     except StorageError as error:
@@ -375,9 +369,9 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(tmp_path: Path) -> None:
     program = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "folder"), str(source)]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 2
     assert all("Free some space there, or use another place." in line for line in lines)
-    assert [f"{tmp_path}/folder/{name}" in line for name, line in zip("ab", lines, strict=False)] == [True, True]
+    assert f"{tmp_path}/folder/a" in lines[0]
     assert not list((tmp_path / "folder").rglob(".raysgd-*"))
 
 

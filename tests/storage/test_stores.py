@@ -24,9 +24,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
 from raysgd.storage import StorageError, _filesystems, open_folder
-from tests.azure_server import AzureServer
-from tests.run_if import RunIf, missing_requirements
-from tests.s3_server import BUCKET, KEYS, S3Server
+from tests.helpers.azure_server import AzureServer
+from tests.helpers.run_if import RunIf, missing_requirements
+from tests.helpers.s3_server import BUCKET, KEYS, S3Server
 
 ONCE = fs.AwsStandardS3RetryStrategy(max_attempts=1)
 """Saves time where no attempt can succeed."""
@@ -131,7 +131,7 @@ def test_a_large_file_is_given_up_before_all_of_it_is_sent(
                 own_server.kill()
 
     with pytest.raises(StorageError, match="could not write"):
-        folder._entry.child("a").send(content)  # type: ignore[attr-defined]
+        (folder / "a")._send(content)  # type: ignore[attr-defined]
     assert drawn <= 10
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.division import Division
-from raysgd.streams.joint_reader import JointReader, StreamBatch
-from raysgd.streams.lane_ends import Numbers, StartSum
+from raysgd.streams.joint_reader import JointReader, Shares, StreamBatch
+from raysgd.streams.lane_ends import Numbers, StartSum, alone
+from raysgd.streams.lanes import lanes_of
+from raysgd.streams.loading.making import BatchMaker, LoadingHere
 from raysgd.streams.pipeline import Pipeline
 from raysgd.streams.stream import Shard, Stream, check_shards
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
@@ -81,12 +83,28 @@ def division(joint_size: int, world_size: int, cap: int | None = None) -> Divisi
     return Division(joint_size, world_size, cap)
 
 
+def reader(
+    of_pass: StreamPass,
+    shares: Shares,
+    rank: int,
+    begin: StreamPosition = START,
+    start_sum: StartSum = alone,
+    num_ahead: int = 0,
+    pad: bool = True,
+) -> JointReader:
+    watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
+    loading = LoadingHere(BatchMaker(of_pass, watched, list))
+    loading.num_ahead = num_ahead
+    return JointReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
+
+
 def read_together(
     of_pass: StreamPass,
     world_size: int,
     begin: StreamPosition = START,
     num_steps: int | None = None,
     cap: int | None = None,
+    num_ahead: int = 0,
 ) -> list[list[list[StreamBatch]]]:
     """For each step what each rank does in it."""
     shares = division(of_pass.stream.batch_size or 8, world_size, cap)
@@ -94,7 +112,7 @@ def read_together(
 
     def read(rank: int) -> list[list[StreamBatch]]:
         steps: list[list[StreamBatch]] = []
-        for batch in JointReader(of_pass, shares, rank, begin, sums.of_rank()):
+        for batch in reader(of_pass, shares, rank, begin, sums.of_rank(), num_ahead):
             if batch.is_first:
                 if len(steps) == num_steps:
                     break
@@ -109,7 +127,7 @@ def read_together(
 
 def joint(step: Sequence[Sequence[StreamBatch]]) -> list[Any]:
     """The rows of a joint batch, in its order."""
-    return [row for batches in step for batch in batches for row in batch.rows[: batch.num_rows]]
+    return [row for batches in step for batch in batches for row in (batch.batch or [])[: batch.num_rows]]
 
 
 def counts(step: Sequence[Sequence[StreamBatch]]) -> list[int]:

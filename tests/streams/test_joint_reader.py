@@ -1,4 +1,8 @@
-"""The joint batches of a stream: one order for all numbers of workers, from any position, each row once."""
+"""The joint batches of a stream: one order for all numbers of workers, from any position, each row once.
+
+Covers `raysgd.streams.lane_ends`, `raysgd.streams.open_shards` and `raysgd.streams.loading.making`: a reader is where
+they are used.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,9 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.joint_reader import JointReader
-from raysgd.streams.lane_ends import alone
 from raysgd.streams.stream import Stream
 from raysgd.streams.stream_pass import StreamPosition
-from tests.streams.made import START, MadeStream, counts, division, joint, pass_of, read_together
+from tests.streams.made import START, MadeStream, counts, division, joint, pass_of, read_together, reader
 
 Row = tuple[str, int]
 
@@ -45,7 +47,7 @@ def test_joint_batches_do_not_depend_on_the_number_of_workers(num_shards: int, f
     assert len(set(rows)) == len(rows) == (500 if form in ("plain", "shuffled") else len(rows))
     assert [len(batch) for batch in alone[:-1]] == [24] * (len(alone) - 1)
     for world_size in range(2, 8):
-        steps = read_together(pass_of(stream), world_size)
+        steps = read_together(pass_of(stream), world_size, num_ahead=world_size % 4)
         assert [joint(step) for step in steps] == alone
         assert all(max(counts(step)) - min(counts(step)) <= 1 for step in steps if sum(counts(step)) >= 2 * world_size)
 
@@ -71,7 +73,12 @@ def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
     while True:
         world_size, num_steps = chance.randint(1, 7), chance.randint(1, 4)
         steps = read_together(
-            pass_of(stream, 2, seed, num_lanes), world_size, position, num_steps, chance.choice([None, 5])
+            pass_of(stream, 2, seed, num_lanes),
+            world_size,
+            position,
+            num_steps,
+            chance.choice([None, 5]),
+            num_ahead=chance.choice([0, 0, 1, 3]),
         )
         if not steps:
             break
@@ -88,11 +95,11 @@ def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
 def test_a_worker_without_rows_repeats_some_that_do_not_count() -> None:
     [step] = read_together(pass_of(MadeStream([3]).batch(8)), 4)
     assert counts(step) == [3, 0, 0, 0]
-    assert all(batch.rows for [batch] in step)
+    assert all(batch.batch for [batch] in step)
     first, last = read_together(pass_of(MadeStream([11]).batch(8)), 4)
-    assert [batch.rows for [batch] in last][1:] == [batch.rows for [batch] in first][1:]
-    reader = JointReader(pass_of(MadeStream([3]).batch(8)), division(8, 4), 2, START, alone, pad=False)
-    assert [batch.rows for batch in reader] == [[]]
+    assert [batch.batch for [batch] in last][1:] == [batch.batch for [batch] in first][1:]
+    unpadded = reader(pass_of(MadeStream([3]).batch(8)), division(8, 4), 2, pad=False)
+    assert [batch.batch for batch in unpadded] == [None]
 
 
 def test_passes_differ_where_a_stream_is_shuffled_and_seeds_decide_how() -> None:
@@ -209,7 +216,7 @@ def test_errors_name_shard_and_row() -> None:
 def test_more_workers_than_lanes_are_refused() -> None:
     of_pass = replace(pass_of(MadeStream([100]).batch(8)), num_lanes=3)
     with pytest.raises(ValueError, match="4 workers for a stream with 3 lanes"):
-        JointReader(of_pass, division(8, 4), 0, START)
+        reader(of_pass, division(8, 4), 0)
 
 
 def test_a_batch_of_a_worker_has_a_limit_as_for_loaders() -> None:
@@ -218,3 +225,58 @@ def test_a_batch_of_a_worker_has_a_limit_as_for_loaders() -> None:
     places = [(batch.is_first, batch.is_last) for batch in steps[0][0]]
     assert places == [(True, False), (False, False), (False, True)]
     assert len(set(rows_of(steps))) == 50
+
+
+class Damaged(MadeStream):
+    """Single rows of it cannot be read, and all from one on of its third shard."""
+
+    def open(self, shard: str, start: int) -> Any:
+        for row in super().open(shard, start):
+            if row in [("shard-0", 0), ("shard-1", 4), ("shard-1", 19)] or (row[0] == "shard-2" and row[1] >= 10):
+                raise OSError("disk on fire")
+            yield row
+
+
+def refuse_nine(row: Row) -> Row:
+    if row == ("shard-0", 9):
+        raise KeyError("no label")
+    return row
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("num_shards", [5, 100])
+@pytest.mark.parametrize("buffer", [1, 300])
+def test_what_cannot_be_read_is_left_out_and_counted_by_all(num_shards: int, is_known: bool, buffer: int) -> None:
+    source = Damaged([20] * num_shards, is_known).map(refuse_nine).shuffle(buffer)
+    stream = source.batch(24, on_error="skip")
+    alone = read_together(pass_of(stream), 1)
+    rows = {(f"shard-{shard}", row) for shard in range(num_shards) for row in range(20)}
+    bad = {
+        ("shard-0", 0),
+        ("shard-0", 9),
+        ("shard-1", 4),
+        ("shard-1", 19),
+        *(("shard-2", row) for row in range(10, 20)),
+    }
+    assert sorted(rows_of(alone)) == sorted(rows - bad)
+    for world_size in (2, 3):
+        assert [joint(step) for step in read_together(pass_of(stream), world_size, num_ahead=2)] == [*map(joint, alone)]
+    middle = alone[2][0][-1].after
+    rest = read_together(pass_of(stream), 2, middle)
+    assert [joint(step) for step in rest] == [joint(step) for step in alone[3:]]
+    counted = {batch.after.left_out for rank in rest[-1] for batch in rank}
+    # Behind the third bad row in a row the rest is not looked at, and the end of a shard may not be known.
+    [number] = counted
+    assert number == alone[-1][0][-1].after.left_out
+    assert 3 <= number <= len(bad)
+
+
+def test_left_out_rows_are_named_but_not_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    stream = MadeStream([40] * 3).filter(lambda row: 1 // (row[1] % 2)).batch(8, on_error="skip")
+    assert len(rows_of(read_together(pass_of(stream), 1))) == 60
+    assert len([each for each in caplog.messages if "left out of a stream" in each]) <= 10
+
+
+def test_what_to_do_on_errors_is_checked() -> None:
+    with pytest.raises(ValueError, match='`on_error=\'ignore\'`: allowed are "raise" and "skip"'):
+        MadeStream([3]).batch(2, on_error="ignore")

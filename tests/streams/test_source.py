@@ -1,18 +1,21 @@
 """Passes over a stream for one worker, and the positions that a state carries.
 
-Covers `raysgd.streams.data` and `raysgd.streams.own_lanes`: a source is where both are used.
+Covers `raysgd.streams.data`: a source is where it is used.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from raysgd.arrays.division import Division, ShardedJointBatch
 from raysgd.streams.data import StreamData, stream_data
-from raysgd.streams.source import StreamSource
+from raysgd.streams.lane_ends import StartSum
+from raysgd.streams.source import StreamSource, num_bytes
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
 
@@ -28,12 +31,44 @@ class Item(NamedTuple):
     is_last_of_pass: bool | None = None
 
 
-def data_of(stream: Stream, name: str = "train", rank: int = 0, world_size: int = 1) -> StreamData:
-    return stream_data(stream, name, Division, rank, world_size)
+@dataclass(frozen=True)
+class Place:
+    """One of some workers that tell each other nothing."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def adding(self) -> StartSum:
+        raise AssertionError("not called")
 
 
-def source_of(data: StreamData, seed: int = 0) -> StreamSource:
-    return StreamSource(data, seed, tuple, Item, "no batch")
+class Tuples:
+    """Makes a tuple of rows."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return tuple(rows)
+
+    def join(self, batches: list[Any]) -> Any:
+        return sum(batches, ())
+
+    def begin_process(self) -> None:
+        """Nothing."""
+
+
+def data_of(stream: Stream, name: str = "train", world_size: int = 1) -> StreamData:
+    return stream_data(stream, name, Division, world_size)
+
+
+def source_of(data: StreamData, seed: int = 0, rank: int = 0, world_size: int = 1) -> StreamSource:
+    return StreamSource(data, Place(rank, world_size), seed, Tuples(), Item, "no batch")
+
+
+def test_the_size_of_a_row_is_the_mean_of_those_that_were_read() -> None:
+    source = source_of(data_of(MadeStream([4]).map(lambda row: {"text": "ab" * row[1], "x": np.zeros(2)}).batch(2)))
+    assert source.row_bytes is None
+    sizes = [source.row_bytes for _ in source.open(0, 0)]
+    assert sizes == [16 + 1.0, 16 + 3.0]
+    assert num_bytes(("abc", [b"de", 7], {"a": np.zeros(3)})) == 5 + 24
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -46,9 +81,9 @@ def test_a_saved_position_leads_to_the_next_row_in_another_process(is_known: boo
     for num_steps in (0, 3, 8):
         consumed = source.consumed_after(num_steps)
         assert consumed == min(120, 16 * num_steps)
-        state = json.loads(json.dumps(source.state(consumed)))  # plain data
+        state = {"consumed": consumed, **json.loads(json.dumps(source.state(consumed, True)))}  # plain data
         other = source_of(data_of(stream))
-        other.load_state(consumed, state)
+        assert other.load_state(state)
         assert list(other.open(1, consumed)) == items[num_steps:]
         assert other.consumed_after(8 - num_steps) == 120
 
@@ -72,7 +107,10 @@ def test_steps_of_a_pass_are_counted_as_soon_as_they_are_known() -> None:
 
 def test_weights_average_to_one_over_the_ranks() -> None:
     stream = MadeStream([21]).batch(8)
-    steps = zip(*(source_of(data_of(stream, rank=rank, world_size=3)).open(0, 0) for rank in range(3)), strict=True)
+    steps = zip(
+        *(source_of(data_of(stream, world_size=3), rank=rank, world_size=3).open(0, 0) for rank in range(3)),
+        strict=True,
+    )
     for ranks in steps:
         assert sum(item.weight for item in ranks) == pytest.approx(3)
         assert [item.weight for item in ranks] == [pytest.approx(3 * item.num_samples / item.total) for item in ranks]
@@ -80,18 +118,11 @@ def test_weights_average_to_one_over_the_ranks() -> None:
 
 def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers() -> None:
     def shards(world_size: int) -> list[Any]:
-        data = [
-            stream_data(
-                MadeStream([40]).batch(16),
-                "train",
-                lambda size, number: ShardedJointBatch(size, number, 4),
-                rank,
-                world_size,
-            )
-            for rank in range(world_size)
-        ]
-        assert source_of(data[0]).num_shards == 4
-        found = [item for each in data for item in source_of(each).open(0, 0) if item.num_samples]
+        stream = MadeStream([40]).batch(16)
+        data = stream_data(stream, "train", lambda size, number: ShardedJointBatch(size, number, 4), world_size)
+        sources = [source_of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
+        assert sources[0].num_shards == 4
+        found = [item for each in sources for item in each.open(0, 0) if item.num_samples]
         return sorted((item.batch, item.seeds) for item in found)
 
     assert shards(1) == shards(2) == shards(3)
@@ -103,7 +134,7 @@ def test_an_evaluation_takes_each_row_once(is_known: bool) -> None:
     items = [
         item
         for rank in range(3)
-        for item in source_of(data_of(stream, "validation", rank, 3)).open(0, 0)
+        for item in source_of(data_of(stream, "validation", 3), rank=rank, world_size=3).open(0, 0)
         if item.num_samples
     ]
     assert sorted(row for item in items for row in item.batch) == sorted(
@@ -122,9 +153,10 @@ def test_what_cannot_be_read_by_many_is_refused() -> None:
 
 
 def test_shards_that_changed_since_a_state_was_saved_are_named_with_both_lengths() -> None:
-    state = source_of(data_of(MadeStream([10, 20]).batch(4))).state(8)
+    state = source_of(data_of(MadeStream([10, 20]).batch(4))).state(8, True)
+    state["consumed"] = 8
     with pytest.raises(ValueError, match="'shard-1' had 20 rows when the state was saved, and has 21 now"):
-        source_of(data_of(MadeStream([10, 21]).batch(4))).load_state(8, state)
+        source_of(data_of(MadeStream([10, 21]).batch(4))).load_state(state)
     with pytest.raises(ValueError, match=r"other shards than when the state was saved \(2 then, 3 now"):
-        source_of(data_of(MadeStream([10, 20, 1]).batch(4))).load_state(8, state)
-    source_of(data_of(MadeStream([10, 20]).batch(9))).load_state(8, state)  # another size of the joint batch is fine
+        source_of(data_of(MadeStream([10, 20, 1]).batch(4))).load_state(state)
+    source_of(data_of(MadeStream([10, 20]).batch(9))).load_state(state)  # another size of the joint batch is fine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import InvalidCountError
-from raysgd.streams.row_steps import Origin, RowStep, RowSteps
+from raysgd.streams.row_steps import RowStep, RowSteps
 from raysgd.streams.stream import Shard, Stream, check_shards
 from tests.streams.made import MadeStream
 
@@ -57,7 +57,7 @@ def test_steps_keep_to_the_order_in_which_they_make_sense() -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])
 def test_counts_are_checked(value: Any) -> None:
     for name, call in (("buffer", STREAM.shuffle), ("num_rows", STREAM.take), ("size", STREAM.batch)):
-        with pytest.raises(InvalidCountError, match=re.escape(f"`{name}={value!r}`: need at least 1")):
+        with pytest.raises(InvalidCountError, match=re.escape(f"`{name}={value!r}`: need an integer of at least 1")):
             call(value)
 
 
@@ -96,5 +96,5 @@ def test_the_number_of_a_step_does_not_depend_on_how_steps_are_cut() -> None:
     step = RowStep(lambda row, rng: (row, int(rng.integers(10**9))), is_filter=False, is_seeded=True)
     whole = RowSteps([step, step], "0/0")
     first, second = RowSteps([step], "0/0"), RowSteps([step], "0/0", first=1)
-    origin = Origin("shard", 3)
-    assert whole("row", origin) == second(first("row", origin), origin)
+    origin = ("shard", 3)
+    assert whole("row", *origin) == second(first("row", *origin), *origin)

@@ -88,7 +88,7 @@ def refusals(lab: TFTrainer, experiment: Experiment) -> list[Exception]:
 
 
 def forget_pytorch() -> None:
-    """Where workers are forked, they have it: see `tests/forked.py`. Whatever needs it imports it again."""
+    """Where workers are forked, they have it: see `tests/helpers/forked.py`. Whatever needs it imports it again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         del sys.modules[name]
 

@@ -16,7 +16,7 @@ from raysgd.tf import TFTrainer
 from raysgd.tf.objects.learning_rates import differing
 from raysgd.tune.population import Population
 from raysgd.utils import BATCH_SIZE
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.tf.lab import largest_difference
 from tests.tf.models import Line, make_data, make_model
 

@@ -15,7 +15,7 @@ import pytest
 
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf import TFTrainer
-from tests.stories import ROOT
+from tests.helpers.stories import ROOT
 from tests.tf.lab import forget_pytorch, largest_difference
 from tests.tf.models import make_data, make_model
 
@@ -54,7 +54,7 @@ def test_a_strategy_trains_restores_and_recovers(ray_cluster: None, legacy_keras
     with TFTrainer(make_model, make_data, num_replicas=2, seed=1, **options) as trainer:
         assert [task["index"] for task in trainer.apply_all_operators(task_of)] == [0, 1]
         first = trainer.train()
-        assert sorted(first) == ["train_loss", "train_mae"]
+        assert sorted(first) == ["loss", "mae", "train_loss", "train_mae"]
         assert (tmp_path / "model.keras").is_file()
         assert len((tmp_path / "log.csv").read_text().splitlines()) == 2
         path = trainer.save(tmp_path / "state.npz")
@@ -74,7 +74,7 @@ TAKES_THE_PORT = """
 import socket
 from raysgd.connections.tensorflow import MultiWorkerConnection
 from raysgd.engine.shared.types import World
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 connection = MultiWorkerConnection()
 connection.load()
@@ -95,5 +95,5 @@ def test_a_port_that_another_program_took_is_a_broken_connection_so_that_the_sta
 
 def test_a_model_of_keras_3_is_refused_with_the_reason(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
-    with pytest.raises(IncompatibleModelError, match=r'needs a model of tf_keras.*Use `backend="gloo"`'):
+    with pytest.raises(IncompatibleModelError, match=r'needs a model of tf_keras.*Use `backend="sockets"`'):
         TFTrainer(make_model, make_data, config=CONFIG, backend="mwms", num_replicas=2)

@@ -47,7 +47,7 @@ def test_a_trial_trains_saves_restores_and_serves_another_config(ray_cluster: No
     trial = TFTrainable(dict(CONFIG))
     try:
         first = trial.step()
-        assert sorted(first) == ["train_loss", "train_mae", "validation_loss", "validation_mae"]
+        assert sorted(first) == ["loss", "mae", "train_loss", "train_mae", "validation_loss", "validation_mae"]
         trial.save_checkpoint(str(tmp_path))
         second = trial.step()
         trial.load_checkpoint(str(tmp_path))

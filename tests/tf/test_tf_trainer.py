@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.driver.arguments import check_backend
 from raysgd.utils import BATCH_SIZE
 
 
@@ -42,17 +43,18 @@ class BackupAndRestore:
         ({**CREATORS, "training_operator_cls": Operator}, ValueError, "pass one of the two"),
         ({"training_operator_cls": 3}, TypeError, "is 3"),
         ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
-        ({**CREATORS, "num_replicas": 0}, ValueError, "`num_replicas=0`: need at least 1"),
+        ({**CREATORS, "num_replicas": 0}, ValueError, "`num_replicas=0`: need an integer from 1 to"),
         ({**CREATORS, "num_workers": True}, ValueError, "`num_workers=True`"),
         (
             {**CREATORS, "num_workers": 2, "joint_batch": "constant", "backend": "mwms"},
             ValueError,
-            r'`joint_batch="constant"` cannot work with `backend="mwms"`: .* Use `backend="gloo"`',
+            r'`joint_batch="constant"` cannot work with `backend="mwms"`: .* Use `backend="sockets"`',
         ),
         ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names for one number"),
         ({**CREATORS, "num_worker": 2}, TypeError, "does not know `num_worker`. Did you mean `num_workers`"),
-        ({**CREATORS, "backend": "nccl"}, ValueError, 'allowed are "gloo" and "mwms"'),
-        ({"training_operator_cls": Operator, "backend": "mwms"}, ValueError, 'use `backend="gloo"`'),
+        ({**CREATORS, "backend": ["gloo"]}, ValueError, 'allowed are "sockets" and "mwms"'),
+        ({**CREATORS, "backend": "nccl"}, ValueError, 'allowed are "sockets" and "mwms"'),
+        ({"training_operator_cls": Operator, "backend": "mwms"}, ValueError, 'use `backend="sockets"`'),
         ({**CREATORS, "config": 3}, TypeError, "`config=3`: need a dict"),
         ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),
         ({**CREATORS, "config": {"fit_config": {"x": [1]}}}, ValueError, r"\['x'\]` cannot work: .* `data_creator`"),
@@ -82,6 +84,7 @@ class BackupAndRestore:
             ValueError,
             "can only start over",
         ),
+        ({**CREATORS, "recovery_options": Recovery(undo=True)}, ValueError, "works with `TorchTrainer` only"),
         ({**CREATORS, "heartbeat_s": 5}, TypeError, r"takes `heartbeat_s` as `recovery_options=Recovery\(heartbeat_s="),
         (
             {"training_operator_cls": Operator, "num_workers": 3, "config": {BATCH_SIZE: 2}},
@@ -119,3 +122,7 @@ def test_a_uri_of_no_file_is_refused_before_anything_is_asked_of_a_worker(method
     trainer = object.__new__(TFTrainer)  # there are no workers
     with pytest.raises(ValueError, match="`checkpoint='s3://bucket/'`: need the URI of a file"):
         getattr(trainer, method)("s3://bucket/")
+
+
+def test_the_backend_has_two_names() -> None:
+    assert check_backend("gloo", trains_with_fit=False) == check_backend("sockets", trains_with_fit=False) == "sockets"

@@ -24,8 +24,8 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.objects.registration import variables_of_optimizer
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from tests.s3_server import S3Server
-from tests.sent import sent_by_load
+from tests.helpers.s3_server import S3Server
+from tests.helpers.sent import sent_by_load
 from tests.tf import models
 from tests.tf.lab import Experiment, forget_pytorch, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
@@ -102,7 +102,7 @@ def changed(state: dict[str, Any], *path: Any, value: Any) -> Any:
 DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("epoch",), "one", "`epoch` is a `str`"),
     (("epoch",), -1, "`epoch` is -1"),
-    (("resume",), [1], "is a `list` and no dict"),
+    (("resume",), [1], "is a `list`, not a dict"),
     (("resume", "global_step"), "x", "`global_step`"),
     (("resume", "position"), 5, "position in the data"),
     (("resume", "fit"), {"epoch": "x"}, "where `fit` is"),
@@ -134,7 +134,7 @@ def process_id() -> int:
 
 def test_results_have_the_keys_of_the_old_library(trainer: TFTrainer) -> None:
     trained = trainer.train()
-    assert sorted(trained) == ["train_loss", "train_mae"]
+    assert sorted(trained) == ["loss", "mae", "train_loss", "train_mae"]
     assert sorted(trainer.validate()) == ["validation_loss", "validation_mae"]
     assert trainer.train()["train_loss"] < trained["train_loss"]
 
@@ -509,7 +509,7 @@ def not_batched(config: dict[str, Any]) -> Any:
     ("model_creator", "data_creator", "error", "message"),
     [
         (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
-        (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="gloo"`'),
+        (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="sockets"`'),
         (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
         (make_model, one_dataset, ValueError, "return two datasets"),
         (make_model, three_datasets, ValueError, "returned 3 things"),
@@ -546,7 +546,7 @@ def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
 
     epoch = trainer.state_dict()["epoch"]
     trainer.apply_all_operators(compile_anew)
-    with pytest.raises(IncompatibleModelError, match='`jit_compile=True` does not work with `backend="gloo"`'):
+    with pytest.raises(IncompatibleModelError, match='`jit_compile=True` does not work with `backend="sockets"`'):
         trainer.train(max_retries=0)
     trainer.apply_all_operators(lambda operator: operator.model.compile(optimizer="adam", loss="mse"))
     assert trainer.state_dict()["epoch"] == epoch

@@ -24,9 +24,9 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
-from tests.hygiene import RaySurroundings
-from tests.processes import is_alive
+from tests.helpers.doors import controller_of
+from tests.helpers.hygiene import RaySurroundings
+from tests.helpers.processes import is_alive
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
 from tests.torch.operators_for_tests import equal

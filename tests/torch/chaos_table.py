@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.testing import traps
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
-from tests.patience import awaiting_new_workers
+from tests.helpers.doors import controller_of
+from tests.helpers.patience import awaiting_new_workers
 from tests.torch.draining import drained
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
@@ -82,7 +83,7 @@ class DiesWithOthers:
         Path(self.folder, str(os.getpid())).touch()
         while len(os.listdir(self.folder)) < self.num_victims:
             time.sleep(0.01)
-        traps.Signal(signal.SIGKILL)()
+        traps.send_itself(signal.SIGKILL)
 
 
 class EndsInSetup(Ledger):
@@ -187,7 +188,7 @@ class Table:
     def _start(self, victim: str) -> dict[str, Any]:
         self.end()
         folder = tempfile.mkdtemp(dir=self.folder)
-        config = {"folder": folder, "victims": VICTIMS[victim], "act": traps.Signal(9)}
+        config = {"folder": folder, "victims": VICTIMS[victim], "act": partial(traps.send_itself, 9)}
         if victim == NODE:
             add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
         with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:

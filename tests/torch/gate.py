@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ray.experimental import get_object_locations
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
-from tests.hygiene import RaySurroundings
+from tests.helpers.doors import controller_of
+from tests.helpers.hygiene import RaySurroundings
 from tests.torch.ledger import Ledger, uses
 from tests.torch.nodes import add_node, cluster_of
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator

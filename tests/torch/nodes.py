@@ -12,8 +12,8 @@ import ray
 import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
-from tests.forked import forks
-from tests.ray_start import patient_ray
+from tests.helpers.forked import forks
+from tests.helpers.ray_start import patient_ray
 from tests.torch import ledger, operators_for_tests
 
 STORE_BYTES = 80 * 1024 * 1024

@@ -29,7 +29,7 @@ from ray.cluster_utils import Cluster
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.chaos_run import MANY, NUM_WORKERS, STEP_S, Chaos
 from tests.torch.ledger import Ledger, uses
 from tests.torch.nodes import cluster_of

@@ -25,8 +25,8 @@ import psutil
 import ray
 
 from raysgd.torch import TorchTrainer
-from tests.doors import controller_of
-from tests.hygiene import RaySurroundings
+from tests.helpers.doors import controller_of
+from tests.helpers.hygiene import RaySurroundings
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, Ledger, parameters_of, uses
 
 NUM_WORKERS = 4

@@ -19,8 +19,8 @@ from raysgd.messages.recovery import Recovery
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.doors import controller_of
-from tests.hygiene import RaySurroundings
+from tests.helpers.doors import controller_of
+from tests.helpers.hygiene import RaySurroundings
 from tests.torch import ledger
 from tests.torch.gate import Gate
 from tests.torch.ledger import Ledger, parameters_of, uses
@@ -180,11 +180,12 @@ def parameters_of_all(operator: Pair) -> list[torch.Tensor]:
     return [parameter.detach().clone() for model in operator._models for parameter in model.parameters()]
 
 
-def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
+def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with_unless_it_is_undone(
     ray_cluster: None, tmp_path: Path
 ) -> None:
     config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "marks": str(tmp_path)}
-    with TorchTrainer(training_operator_cls=Pair, num_workers=2, config=config) as trainer:
+    options = {"config": config, "recovery_options": Recovery(undo=False)}
+    with TorchTrainer(training_operator_cls=Pair, num_workers=2, **options) as trainer:
         result = trainer.train()
         assert kinds(trainer) == ["rebuilt"]
         assert (result["num_samples"], result["epoch"]) == (64, 1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Forks, NoForks
-from tests.stories import run_story
+from tests.helpers.forked import Forks, NoForks
+from tests.helpers.stories import run_story
 from tests.torch.chaos_table import ALL, CHOSEN, NODE, NUM_WORKERS, PHASES, VICTIMS
 
 pytestmark = pytest.mark.integration

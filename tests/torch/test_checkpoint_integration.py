@@ -16,8 +16,8 @@ from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError
 from raysgd.worker.state.replica_state import RESUME
-from tests.s3_server import S3Server
-from tests.sent import sent_by_load
+from tests.helpers.s3_server import S3Server
+from tests.helpers.sent import sent_by_load
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
 pytestmark = pytest.mark.integration

@@ -20,9 +20,9 @@ from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
-from tests.doors import controller_of
-from tests.patience import hearing_all_ranks
-from tests.processes import is_alive
+from tests.helpers.doors import controller_of
+from tests.helpers.patience import hearing_all_ranks
+from tests.helpers.processes import is_alive
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
 
 # Far below the half hour for which a collective would wait: whoever hangs there, fails here.

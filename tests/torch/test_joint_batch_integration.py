@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import testing
 from raysgd.data import Dataset
@@ -22,7 +23,7 @@ from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, BatchNormOperator, LinearOperator, OwnBatchOperator, dataset
 
@@ -46,6 +47,15 @@ class Scheduled(LinearOperator):
         self.seen: list[list[int]] = []
         config["batch_size"] = config[BATCH_SIZE]
         self.register_data(train_loader=self.make_loader(dataset(180), shuffle=True))
+
+
+class InBuckets(LinearOperator):
+    """Batches of a batch sampler: of sizes that change, also of one sample, and the last one smaller than a group."""
+
+    def make_loader(self, data: TensorDataset, shuffle: bool = False) -> Any:
+        sizes = [18, 1, 5, 7, 2, 13, 1]
+        batches = [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
+        return DataLoader(data, batch_sampler=[[number % len(data) for number in batch] for batch in batches])
 
 
 class LosesFour(Scheduled):
@@ -73,6 +83,8 @@ def assert_close(found: Any, expected: Any) -> None:
         (LinearOperator, 4, 17),
         (LinearOperator, None, 1),
         (OwnBatchOperator, None, 17),
+        (InBuckets, None, 1),
+        (InBuckets, 2, 1),
     ],
 )
 def test_two_workers_take_the_steps_of_one_process(

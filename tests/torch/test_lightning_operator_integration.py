@@ -187,7 +187,7 @@ def die_once(operator: Any) -> None:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(tmp_path: Path) -> None:
+def test_a_lost_worker_is_replaced_and_its_module_gets_the_state_of_another_one(tmp_path: Path) -> None:
     operator_cls = TrainingOperator.from_ptl(Line)
     config = {"batch_size": 4, "folder": str(tmp_path)}
     with TorchTrainer(training_operator_cls=operator_cls, config=config, num_workers=2) as trainer:
@@ -195,8 +195,8 @@ def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(tmp_path: 
         model = trainer.get_model()
         trainer.apply_all_operators(die_once)
         assert weights(trainer.get_model()) == weights(model)
-        loaded = trainer.apply_all_operators(lambda operator: operator.get_model().loaded_bias)
-        assert loaded == [model.line.bias.item()] * 2
+        loaded = trainer.apply_all_operators(lambda operator: getattr(operator.get_model(), "loaded_bias", None))
+        assert loaded == [None, model.line.bias.item()]
         assert trainer.train()["epoch"] == 2
 
 

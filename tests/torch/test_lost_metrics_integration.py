@@ -17,7 +17,7 @@ import torch
 from raysgd import Recovery, testing
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.torch import TorchTrainer
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch.ledger import Ledger, uses
 
 pytestmark = pytest.mark.integration

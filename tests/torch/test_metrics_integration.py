@@ -18,7 +18,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.training_operator import get_test_metrics_operator
 from raysgd.utils import BATCH_SIZE
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
     BatchNormOperator,

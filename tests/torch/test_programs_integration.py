@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from raysgd.engine.processes.slots import Slot
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.hygiene import RaySurroundings
+from tests.helpers.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator
 from tests.torch.programs import run_in_terminal, run_program
 
@@ -53,7 +53,7 @@ def test_rank_0_may_be_the_driver_while_the_others_are_not(ray_cluster: None, tm
 
 
 def test_the_hook_runs_before_torch_is_loaded(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a worker that Ray starts itself, as it does if that is to have variables: see `tests/forked.py`."""
+    """In a worker that Ray starts itself, as it does if that is to have variables: see `tests/helpers/forked.py`."""
 
     def options(slot: Slot) -> dict[str, Any]:
         return {**slot.reservation.actor_options(slot.index), "runtime_env": {"env_vars": {"GIVEN": "yes"}}}

@@ -79,7 +79,7 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
         ({"start": 0}, "`start=0`: need a number larger than 0"),
         ({"end": math.nan}, "`end=nan`: need a number"),
         ({"start": 2.0}, "rates grow from `start` to `end`"),
-        ({"num_steps": 0}, "`num_steps=0`: need at least 1"),
+        ({"num_steps": 0}, "`num_steps=0`: need an integer of at least 1"),
     ],
 )
 def test_what_cannot_work_is_refused(options: Any, message: str) -> None:

@@ -13,7 +13,7 @@ from raysgd.exceptions import CheckpointCorruptedError, StorageError
 from raysgd.storage import open_folder
 from raysgd.testing.files import fail_save
 from raysgd.torch import TorchTrainer
-from tests.s3_server import BUCKET, KEYS, S3Server
+from tests.helpers.s3_server import BUCKET, KEYS, S3Server
 
 MakeTrainer = Callable[..., TorchTrainer]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.stories import found_by, run_story
+from tests.helpers.stories import found_by, run_story
 from tests.torch.storm import MODES
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]

@@ -28,7 +28,7 @@ from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, Wo
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.messages.recovery import Recovery
+from raysgd.messages.recovery import Recovery, Undo
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data.sampling import DataSignature
@@ -729,11 +729,12 @@ class BreaksOff(LinearOperator):
         self.worlds_seen += 1
 
 
-def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, **config: Any) -> TorchRunner:
+def survivor(
+    operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, undo: Undo = "auto", **config: Any
+) -> TorchRunner:
     """The replica of rank 0 of two, as far as one process can be that; it has the first half of each step."""
-    spec = TorchSettings(
-        operator_cls, {"batch_size": 2, **config}, recovery_options=Recovery(snapshot_every_n_steps=every)
-    )
+    recovery = Recovery(snapshot_every_n_steps=every, undo=undo)
+    spec = TorchSettings(operator_cls, {"batch_size": 2, **config}, recovery_options=recovery)
     runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
     runner.setup()
     return runner
@@ -782,7 +783,7 @@ def test_a_criterion_with_parameters_is_saved_and_restored(caplog: pytest.LogCap
     other.restore(state, None)
     assert equal(other.state()["criterion"]["0.weight"], trained)
     assert equal(other.state()["models"], state["models"])
-    assert "the state has none of the criterion" in caplog.text
+    assert "the state has no parameters of the criterion" in caplog.text
 
 
 def test_a_criterion_that_looks_at_the_model_has_nothing_of_its_own() -> None:
@@ -941,9 +942,16 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
                 self._original_models[0].weight.add_(1.0)
             BreaksOff.train_batch(self, (torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1)), {})
 
-    assert not broken_off(survivor(StepsTwice), in_step=1).replica_progress().is_whole
-    assert not broken_off(survivor(Perturbs), in_step=0).replica_progress().is_whole
-    assert broken_off(survivor(BreaksOff), in_step=1).replica_progress().is_whole
+    assert not broken_off(survivor(StepsTwice, undo=False), in_step=1).replica_progress().is_whole
+    assert not broken_off(survivor(Perturbs, undo=False), in_step=0).replica_progress().is_whole
+    assert broken_off(survivor(BreaksOff, undo=False), in_step=1).replica_progress().is_whole
+    runner = survivor(Perturbs, undo=True)
+    before = runner.state()["models"][0]["weight"].clone()
+    assert broken_off(runner, in_step=0).replica_progress().is_whole, "it can be undone"
+    assert not equal(runner.state()["models"][0]["weight"], before)
+    runner.regroup(ALONE, StateHandover())
+    assert equal(runner.state()["models"][0]["weight"], before)
+    assert runner.replica_progress().is_whole
 
 
 def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> None:
@@ -952,7 +960,7 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
             self.optimizer.step()
             return super().train_batch(batch, batch_info)
 
-    runner = broken_off(survivor(StepsFirst), in_step=1)
+    runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
     assert not runner.replica_progress().is_whole
     runner._training.take_over(runner.state(), runner._training.state())
     assert runner.replica_progress().is_whole

@@ -13,7 +13,7 @@ from raysgd import TorchTrainer
 from raysgd.torch import BaseTorchTrainable, torch_trainer
 from raysgd.torch.torch_trainable import TrialRequest
 from raysgd.utils import BATCH_SIZE
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 pytestmark = RunIf(modules=["ray.tune", "pandas", "pyarrow"])

@@ -11,7 +11,7 @@ import pytest
 import ray.cloudpickle
 
 from raysgd import TorchTrainer
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator
 
 pytestmark = [

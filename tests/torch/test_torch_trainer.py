@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy
@@ -25,6 +25,7 @@ import ray
 import torch
 import torch.distributed.fsdp
 
+import raysgd
 from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.messages.recovery import Recovery
@@ -33,7 +34,7 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.arrays.rows import Rows
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
     BatchNormOperator,
@@ -220,7 +221,7 @@ COUNT_ERRORS = (ValueError, AssertionError)  # one exception that is both
 
 # In the order in which they are looked at.
 REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
-    ({"num_workers": 0}, ValueError, "`num_workers=0`: need at least 1"),
+    ({"num_workers": 0}, ValueError, "`num_workers=0`: need an integer from 1 to"),
     ({"model_creator": a_function}, DeprecationWarning, "TrainingOperator.from_creators"),
     ({"num_replicas": 2}, DeprecationWarning, "use `num_workers`"),
     ({"batch_size": 8}, DeprecationWarning, "BATCH_SIZE"),
@@ -272,7 +273,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     *[
         ({"parallel": "fsdp", "fsdp_args": options}, ValueError, message)
         for options, message in (
-            ({"mp_polici": 1}, "Did you mean 'mp_policy'"),
+            ({"mp_polici": 1}, "Did you mean `mp_policy`"),
             ({"state_dict_type": "full"}, r"`save\(path, whole=True\)`"),
             ({"sharding_strategy": "NO_SHARD"}, '`parallel="ddp"` for whole models'),
             ({"cpu_offload": True}, "Pass `offload_policy`"),
@@ -1364,3 +1365,39 @@ def test_ray_data_goes_on_between_calls_of_train_and_begins_anew_in_each_of_vali
     trainer = make_local(OnRows)
     assert [trainer.train(num_steps=2)["last_id"] for _ in range(2)] == [2, 1]
     assert [trainer.validate(num_steps=number)["num_samples"] for number in (2, 9, 9, None)] == [2, 3, 3, 3]
+
+
+class WatchedSamples(torch.utils.data.TensorDataset):
+    """Watches which functions of the library are called between two samples in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(8, 2), torch.ones(8, 1))
+        self.called: list[str] = []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index in (4, 5):
+            sys.setprofile(self.watch if index == 4 else None)
+        return super().__getitem__(index)
+
+    def watch(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_function = not code.co_name.startswith("<") and not code.co_flags & inspect.CO_GENERATOR
+        if event == "call" and is_function and str(Path(raysgd.__file__).parent) in code.co_filename:
+            self.called.append(code.co_name)
+
+
+class Watched(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        model, self.samples = torch.nn.Linear(2, 1), WatchedSamples()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters()), criterion=torch.nn.MSELoss()
+        )
+        self.register_data(train_loader=torch.utils.data.DataLoader(self.samples))
+
+
+def test_a_step_of_the_stock_loop_takes_few_calls(make_local: MakeTrainer) -> None:
+    trainer = make_local(Watched)
+    trainer.train()
+    called = trainer.get_local_operator().samples.called  # type: ignore[attr-defined]
+    assert {"train_batch", "optimizer_step", "note_boundary"} <= {*called}
+    assert len(called) <= 67, "three more in a worker, where the compiler is not imported yet"

@@ -17,8 +17,8 @@ from ray.util import placement_group_table
 from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator, constants
 from raysgd.utils import BATCH_SIZE
-from tests.forked import SWITCH
-from tests.hygiene import RaySurroundings
+from tests.helpers.forked import SWITCH
+from tests.helpers.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration

@@ -21,7 +21,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.data.sample_order import ShuffledOrder
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,
     BatchNormOperator,
@@ -233,7 +233,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Excepti
     ("two models", lambda s: {**s, "models": s["models"] * 2}, ValueError, "2 models.*registered 1"),
     ("no optimizer", lambda s: {**s, "optimizers": []}, ValueError, "0 optimizers.*registered 1"),
     ("two schedulers", lambda s: {**s, "schedulers": s["schedulers"] * 2}, ValueError, "2 schedulers.*registered 1"),
-    ("no state of a scheduler", lambda s: {**s, "schedulers": [3]}, ValueError, "of them a `int`, which is no state"),
+    ("no state of a scheduler", lambda s: {**s, "schedulers": [3]}, ValueError, "a `int`, which is not a state"),
     (
         "other optimizer",
         lambda s: {**s, "optimizers": [as_of_sgd(s["optimizers"][0])]},

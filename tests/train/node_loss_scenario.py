@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 
 from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
-from tests.forked import forks
-from tests.ray_start import patient_ray
+from tests.helpers.forked import forks
+from tests.helpers.ray_start import patient_ray
 
 STORE_BYTES = 80 * 1024 * 1024
 FAST_HEALTH_CHECKS = {

@@ -15,12 +15,12 @@ from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, Un
 from raysgd.train import Trainer
 from raysgd.train._rules.settings import WorkerSettings
 from raysgd.train.backend import Backend, BackendConfig
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
+from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 
 def controller(cluster: FakeCluster) -> ElasticController:
     """The controller of a function trainer, over a fake cluster."""
-    settings = WorkerSettings.checked(Backend(), 2, 1, 0, None, 60.0)
+    settings = WorkerSettings(Backend(), 2, 1, 0, None, 60.0)
     spec = replace(
         settings.group_spec(BackendConfig(), None), connection=NullConnection(), make_replica=CountingReplica
     )
@@ -35,7 +35,7 @@ def test_a_loss_too_many_names_the_checkpoint() -> None:
     cluster = FakeCluster(calls=deque([Lost((1,))]))
     with pytest.raises(WorkersLostError) as caught:
         controller(cluster).run(Call(read), max_retries=0)
-    assert "pass `latest_checkpoint` to the next run as `checkpoint` to go on from it" in str(caught.value)
+    assert "to continue, pass `latest_checkpoint` to the next run as `checkpoint`" in str(caught.value)
     assert "shutdown(force=True)" not in str(caught.value)
 
 

@@ -10,7 +10,7 @@ from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.types import Rendezvous, World
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 MEETING = meeting(77, host="10.0.0.1", on_one_node=False)
 

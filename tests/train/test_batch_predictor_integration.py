@@ -10,7 +10,7 @@ import torch
 
 from raysgd.train.batch_predictor import BatchPredictor
 from raysgd.train.torch import TorchCheckpoint, TorchPredictor
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), RunIf(modules=["pandas", "pyarrow"])]
 

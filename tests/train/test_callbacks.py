@@ -27,7 +27,7 @@ from raysgd.train.callbacks import (
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY, TRAINING_ITERATION
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 Results = list[dict[str, Any]]
 

@@ -19,8 +19,8 @@ from raysgd.train.checkpoint import (
     load_checkpoint,
     write_checkpoint,
 )
-from tests.s3_server import BUCKET, S3Server
-from tests.store_damage import alter
+from tests.helpers.s3_server import BUCKET, S3Server
+from tests.helpers.store_damage import alter
 
 NAN = math.nan
 

@@ -10,7 +10,7 @@ import pytest
 from raysgd import train
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), RunIf(modules=["pandas", "pyarrow"])]
 

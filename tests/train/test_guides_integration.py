@@ -33,7 +33,7 @@ from raysgd.train.torch import (
     prepare_model,
     prepare_optimizer,
 )
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [RunIf(modules=["lightning"]), pytest.mark.filterwarnings("ignore")]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.stories import found_by, run_story
+from tests.helpers.stories import found_by, run_story
 from tests.train.node_loss_scenario import GAIN_AT, LOSS_AT, NUM_GPUS, NUM_STEPS
 
 # The loss of a node is the engine's: `tests/engine/test_node_loss_integration.py` shows it in `make test`.

@@ -13,7 +13,7 @@ from raysgd.air import Checkpoint
 from raysgd.train.batch_predictor import BatchPredictor
 from raysgd.train.predictor import Predictor, PredictorNotSerializableException
 from raysgd.train.torch import TorchCheckpoint, TorchPredictor
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pd = pytest.importorskip("pandas")
 pa = pytest.importorskip("pyarrow")

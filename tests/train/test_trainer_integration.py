@@ -17,7 +17,7 @@ from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train._rules.worker_handles import WorkerHandle
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
-from tests.s3_server import S3Server
+from tests.helpers.s3_server import S3Server
 from tests.train import lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]

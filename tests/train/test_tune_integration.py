@@ -13,7 +13,7 @@ from raysgd.driver.tune_trial import TrialInfo
 from raysgd.train import Trainer
 from raysgd.train._tune import FunctionTrial, TrialPlan
 from raysgd.train.backend import BackendConfig
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.train import lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]

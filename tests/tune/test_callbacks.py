@@ -12,7 +12,7 @@ import pytest
 from raysgd.callbacks import Callback, CometLogger, GradientNorms, MLflowLogger, Run, WandbLogger
 from raysgd.train import TrainingCallback
 from raysgd.tune._callbacks import CallsInTrials, for_tune
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 
 @dataclass

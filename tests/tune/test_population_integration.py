@@ -14,7 +14,7 @@ from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.tune.population import Population
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]

@@ -14,8 +14,8 @@ import pytest
 import ray.cloudpickle
 
 from raysgd import TorchTrainer
-from tests.run_if import RunIf
-from tests.stories import ROOT, found_by, run_story
+from tests.helpers.run_if import RunIf
+from tests.helpers.stories import ROOT, found_by, run_story
 from tests.torch.operators_for_tests import LinearOperator
 from tests.tune.sweep_story import NUM_EPOCHS, NUM_TRIALS
 

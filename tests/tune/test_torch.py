@@ -9,7 +9,7 @@ import pytest
 from raysgd.torch import func_trainable
 from raysgd.tune import torch as tune_torch
 from raysgd.tune.torch import DistributedTrainableCreator, is_distributed_trainable
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = RunIf(modules=["ray.tune", "pandas", "pyarrow"])
 

@@ -11,7 +11,7 @@ import ray.cloudpickle
 
 from raysgd import train
 from raysgd.tune.torch import DistributedTrainableCreator, distributed_checkpoint_dir, is_distributed_trainable
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [
     pytest.mark.integration,

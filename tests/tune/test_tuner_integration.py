@@ -21,7 +21,7 @@ from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, Ru
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit import tuned
 from raysgd.tune.tuner import as_ray_config, chosen
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
 
@@ -164,7 +164,7 @@ def test_a_function_that_tune_runs_reports_to_its_trial(ray_cluster: None, tmp_p
 def test_the_tuner_of_ray_says_where_a_trainer_belongs(ray_cluster: None, tmp_path: Path) -> None:
     from ray.tune import Tuner
 
-    with pytest.raises(TypeError, match=r"of raysgd, and `ray.tune.Tuner` takes those of Ray: .* `raysgd.tune.Tuner`"):
+    with pytest.raises(TypeError, match=r"`ray.tune.Tuner` takes Ray's trainers: .* `raysgd.tune.Tuner`"):
         Tuner(make_trainer(tmp_path))
     with pytest.raises(TypeError, match=r"`raysgd.tune.Tuner`"):
         make_trainer(tmp_path)({})
@@ -172,7 +172,7 @@ def test_the_tuner_of_ray_says_where_a_trainer_belongs(ray_cluster: None, tmp_pa
 
 def test_a_trainer_of_ray_is_named_as_such() -> None:
     of_ray = importlib.import_module("ray.train.torch").TorchTrainer(lambda: None)
-    with pytest.raises(TypeError, match=r"is a trainer of Ray, and `raysgd.tune.Tuner` takes those of raysgd"):
+    with pytest.raises(TypeError, match=r"is a trainer of Ray, and `raysgd.tune.Tuner` takes trainers of raysgd"):
         tune.Tuner(of_ray)
 
 
@@ -226,7 +226,7 @@ def test_the_run_config_of_the_tuner_counts_and_the_log_says_so(
     trainer, other = make_trainer(tmp_path), RunConfig(name="other")
     with caplog.at_level("INFO", "raysgd.tune"):
         assert chosen(trainer, other) is other
-        assert "that of the trainer does not" in caplog.text
+        assert "the trainer's `run_config` does not" in caplog.text
         assert chosen(trainer, None) is trainer.run_config
         assert len(caplog.records) == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.writers.event_file import EventFile
 from raysgd.writers.sink import LoggedRun, RunInFolder, SafeSink, Sink
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
 
@@ -59,7 +59,7 @@ def test_what_cannot_be_opened_raises_and_each_row_tries_again(caplog: pytest.Lo
     safe.close(has_failed=True)
     half_open = [("open", 0), ("close", True)]
     assert sink.calls == [*half_open, *half_open, ("open", 0), ("write", 2, {}), ("close", True)]
-    assert caplog.text.count("Mine: could not write (OSError: no open); the run goes on") == 1
+    assert caplog.text.count("Mine: could not write (OSError: no open); the run continues") == 1
 
 
 def test_rows_that_fail_cost_only_themselves_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:

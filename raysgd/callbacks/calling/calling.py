@@ -66,9 +66,13 @@ class CallbackCalls(Dispatcher):
         """An epoch begins."""
         self.on("on_epoch_begin", self._run)
 
+    def epoch_trained(self) -> None:
+        """An epoch was trained."""
+        self.on("on_epoch_trained", self._run)
+
     @property
     def wants_progress(self) -> bool:
-        """Whether a callback asks how far a running epoch is."""
+        """True if a callback asks how far a running epoch is."""
         return bool(self._watching)
 
     @property

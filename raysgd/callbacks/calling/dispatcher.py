@@ -11,7 +11,7 @@ from raysgd.exceptions import CallbackError
 
 logger = logging.getLogger(__name__)
 
-ADVICE = "What was trained and saved is kept: fix the callback or leave it out, and go on."
+ADVICE = "What was trained and saved is kept: fix the callback or leave it out, and continue."
 
 
 class Dispatcher:

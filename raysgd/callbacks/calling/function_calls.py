@@ -58,7 +58,7 @@ class FunctionCalls(CallbackCalls):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a callback has called `run.stop`."""
+        """True if a callback has called `run.stop`."""
         return self._run.is_stopping
 
     def begin(self, num_reports: int = 0) -> None:

@@ -47,7 +47,7 @@ class RunCallbacks(TrialCalls):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a callback has called `run.stop`."""
+        """True if a callback has called `run.stop`."""
         return self._calls.is_stopping
 
 

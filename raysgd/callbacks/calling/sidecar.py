@@ -30,11 +30,13 @@ class Sidecar:
         epoch: How many epochs the checkpoint has.
         history: Of the run, up to the checkpoint.
         callbacks: For each callback its class and its state.
+        pending: The epoch whose result was not complete yet, because its validation was running; None if there is none.
     """
 
     epoch: int
     history: History
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    pending: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Sidecars:
             "history": rest.as_data(),
             "parts": list(written.names),
             "callbacks": plain(sidecar.callbacks),
+            "pending": sidecar.pending,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
@@ -106,7 +109,7 @@ class Sidecars:
             history.take_over(part)
         extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
         self._written[files.in_folder_of(checkpoint, "")] = _Written(tuple(names), extent)
-        return Sidecar(int(content["epoch"]), history, list(content["callbacks"]))
+        return Sidecar(int(content["epoch"]), history, list(content["callbacks"]), content.get("pending"))
 
 
 def epoch_of(checkpoint: str) -> int:

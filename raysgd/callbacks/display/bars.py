@@ -49,7 +49,7 @@ class BarView:
 
     @property
     def title(self) -> str:
-        """What runs."""
+        """The name of what runs."""
         return f"{self.label} {self.phase}".strip()
 
     @property
@@ -59,7 +59,7 @@ class BarView:
 
 
 class LineBar:
-    """For log files: lines only, in columns. A call that takes long has a line every minute.
+    """Progress for log files: lines only, in columns. A call that takes long has a line every minute.
 
     Args:
         stream: Where to write.

@@ -41,7 +41,6 @@ _BIN_CLASSES = {
     **dict.fromkeys(RECOVERY, "bad"),
 }  # fmt: skip
 _CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction", "bad": "recovery"}
-_PART_CLASSES = {words: kind for kind, words in _CALLS.items()}
 _MOST_SIZES = 6
 
 
@@ -84,7 +83,7 @@ def page_of(facts: RunFacts, history: History) -> str:
         _tiles(facts, history),
         _section("Metrics", _curves(history)),
         _section("What happened when", _what_happened(history)),
-        _section("Where the time went", _where_time_went(history) + _inside_the_workers(facts.ledger)),
+        _where_time_went(facts.ledger),
         _section("Results", _results(history)),
         f'<div class="columns">{_table_of("Trainer", facts.trainer)}{_table_of("Configuration", facts.config)}'
         f"{_table_of('Versions', facts.versions)}</div>",
@@ -269,71 +268,32 @@ def _events(events: Sequence[GroupEvent], zero: float) -> str:
     return _table(("", "after", "what", "workers", "took", "why"), rows, kind="words")
 
 
-def _where_time_went(history: History) -> str:
-    parts = time_by_part(history)
-    total = sum(parts.values())
-    if not total:
-        return _nothing("No calls were recorded.")
-    shown = [
-        (name, _PART_CLASSES.get(name, "other"), took)
-        for name, took in parts.items()
-        if took > 0 or name == "between calls"
-    ]
-    note = "Between calls: callbacks, saving, and your own program. Recovery is counted apart from training."
-    return _stack(shown, total, note)
-
-
-def _inside_the_workers(ledger: Mapping[str, float]) -> str:
-    """The ledger of all ranks together."""
+def _where_time_went(ledger: Mapping[str, float]) -> str:
+    """The ledger of all ranks together: a bar with a part for each bin, and a table of them."""
     total, goodput = sum(ledger.values()), goodput_of(ledger)
     if not total:
         return ""
-    shown = [(words, _BIN_CLASSES.get(name, "other"), ledger[name]) for name, words in BINS.items() if name in ledger]
-    told = "" if goodput is None else f"Goodput {goodput:.1%}. "
-    return _stack(shown, total, f"{told}Above: the time of all workers together, added up.")
-
-
-def _stack(parts: Sequence[tuple[str, str, float]], total: float, note: str) -> str:
-    """A bar with a part for each name, class and number of seconds, and a table of them."""
+    bins = [(words, _BIN_CLASSES.get(name, "other"), ledger[name]) for name, words in BINS.items() if name in ledger]
     bar = "".join(
-        f'<i class="{kind}" style="flex-grow:{took / total:.5f}" title="{safe(name)}"></i>'
-        for name, kind, took in parts
+        f'<i class="{kind}" style="flex-grow:{took / total:.5f}" title="{safe(words)}"></i>'
+        for words, kind, took in bins
         if took > 0
     )
     keys = "".join(
-        f'<tr><td><i class="swatch {kind}"></i>{safe(name)}</td><td>{readable.seconds(took)}</td>'
+        f'<tr><td><i class="swatch {kind}"></i>{safe(words)}</td><td>{readable.seconds(took)}</td>'
         f"<td>{took / total:.1%}</td></tr>"
-        for name, kind, took in parts
+        for words, kind, took in bins
     )
-    table = f'<table class="keys">{keys}</table>'
-    return f'<div class="card"><div class="stack">{bar}</div>{table}</div><p class="note">{safe(note)}</p>'
-
-
-def time_by_part(history: History) -> dict[str, float]:
-    """Seconds by what they were spent on, from the beginning of the first call to the end of the last."""
-    records = history.records
-    if not records:
-        return {}
-    begin, end = records[0].began_at, max(record.began_at + record.seconds for record in records)
-    parts = {_CALLS.get(kind, kind): 0.0 for kind in dict.fromkeys(record.kind for record in records)}
-    recovery = 0.0
-    for record in records:
-        inside = [event for event in history.events if _is_recovery(event) and _is_inside(event, record)]
-        lost = min(record.seconds, sum(event.seconds for event in inside))
-        recovery += lost
-        parts[_CALLS.get(record.kind, record.kind)] += record.seconds - lost
-    if recovery:
-        parts["recovery"] = recovery
-    return {**parts, "between calls": max(0.0, end - begin - sum(parts.values()))}
+    note = "The time of all workers together, since the trainer started."
+    if goodput is not None:
+        note += f" Goodput {goodput:.1%}: of the time in training calls, the share that was not lost to failures."
+    drawn = f'<div class="card"><div class="stack">{bar}</div><table class="keys">{keys}</table></div>'
+    return _section("Where the time went", f'{drawn}<p class="note">{safe(note)}</p>')
 
 
 def _is_recovery(event: GroupEvent) -> bool:
-    """Whether no step was taken until it was over; `hung` is the time in which the others waited for a worker."""
+    """Return whether no step was taken until it was over; `hung` is the time the others waited for a worker."""
     return event.kind in ("hung", "rejoined", "rebuilt", "lost", "grown", "left")
-
-
-def _is_inside(event: GroupEvent, record: CallRecord) -> bool:
-    return record.began_at <= event.at <= record.began_at + record.seconds
 
 
 # ------------------------------------------------------------------------------------------------ tables

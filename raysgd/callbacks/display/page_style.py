@@ -51,13 +51,13 @@ table{border-collapse:collapse;font-size:13px}
 th,td{padding:4px 16px 4px 0;text-align:left;vertical-align:top}
 th{font-weight:500;color:var(--soft)}
 .keys td:nth-child(n+2),.numbers td,.numbers th{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.keys .swatch{margin-right:8px}
+.keys .swatch{margin-right:8px}.keys td:first-child{padding-left:18px;text-indent:-18px}
 .table{overflow:auto;max-height:420px;padding:6px 16px}
 .numbers td,.words td{border-top:1px solid var(--rule)}
 .numbers th,.words th{position:sticky;top:-6px;background:var(--card)}
 .numbers td:last-child,.numbers th:last-child{padding-right:0}
 .words td:nth-child(-n+5){white-space:nowrap}
-.words,.numbers{width:100%}.words td:last-child{width:99%;padding-right:0}
+.words,.numbers{width:100%}.words td:last-child{width:99%;min-width:220px;padding-right:0}
 .facts td{overflow-wrap:anywhere}.facts th{white-space:nowrap}
 .card + .card{margin-top:12px}.charts .card + .card{margin-top:0}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));gap:0 16px;align-items:start}

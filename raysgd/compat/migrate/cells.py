@@ -122,7 +122,7 @@ def _members(text: str, begin: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _items(text: str, begin: int) -> Iterator[tuple[int, int]]:
-    """Where the items of the list are that begins there."""
+    """Returns where the items of the list are that begins there."""
     position = _skip_space(text, begin + 1)
     while text[position] != "]":
         _, end = _DECODER.raw_decode(text, position)

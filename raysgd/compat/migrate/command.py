@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 @click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
-@click.option("--strict", is_flag=True, help="Leave a file as it is if a line in it needs a person.")
+@click.option("--strict", is_flag=True, help="Leave a file unchanged if a line in it needs a person.")
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool, strict: bool) -> None:
-    """Rewrites programs for `ray.util.sgd`.
+    """Rewrite programs for `ray.util.sgd`.
 
-    Imports, names and retired arguments become those of raysgd. PATH is a file, or a folder of Python files. Lines that
-    you have to decide about are printed with the reason. A line that only you can rewrite gets a comment,
-    `# raysgd: ...`, and all others are rewritten. Exits with status 1 if there is such a line, or a file that could not
-    be read; that file is as it was.
+    PATH is a file, or a folder of Python files. Imports, names and retired arguments get their names in raysgd. Lines
+    that you have to decide about are printed with the reason. A line that only you can rewrite gets a comment,
+    `# raysgd: ...`. Exits with status 1 if there is such a line, or a file that cannot be read, which stays unchanged.
     """
     try:
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")

@@ -27,7 +27,7 @@ class MigratedFile:
 
     @property
     def has_changed(self) -> bool:
-        """Whether there is something to write."""
+        """True if there is something to write."""
         return self.before != self.after.text
 
     def diff(self) -> str:
@@ -85,10 +85,10 @@ def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> Migrat
 
 
 def _obstacle(path: Path) -> str | None:
-    """Why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
+    """Returns why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
     if path.is_symlink():
         return f"it is a link to `{path.resolve()}`, which you can pass by itself"
-    return None if path.is_file() or not path.exists() else "it is no regular file"
+    return None if path.is_file() or not path.exists() else "it is not a regular file"
 
 
 def _inside(folder: Path) -> Iterator[Path]:

@@ -55,7 +55,7 @@ def _with_learning_rate(arg: cst.Arg) -> cst.Arg:
 
 
 def _is_without_ending(call: cst.Call) -> bool:
-    """Whether the path is written out and ends in nothing that Keras knows."""
+    """Tell whether the path is written out and ends in nothing that Keras knows."""
     path = call.args[0].value if call.args else None
     value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
     return isinstance(value, str) and not value.endswith(_ENDINGS)

@@ -134,14 +134,12 @@ class _Program:
         """Old names in what is not Python."""
         for cell in self._left:
             if _OLD in cell.source:
-                yield self._finding(
-                    cell, 1, "the cell is left as it is, because it is no Python: look at its old names"
-                )
+                yield self._finding(cell, 1, "the cell is unchanged, because it is not Python: look at its old names")
         for part in self._parts:
             for _, line in part.put_aside:
                 if _OLD in line:
                     number = part.cell.source.splitlines().index(next(_lines_with(part.cell.source, line))) + 1
-                    yield self._finding(part.cell, number, "the line is left as it is: it is one of IPython")
+                    yield self._finding(part.cell, number, "the line is unchanged, because it belongs to IPython")
 
     def _located(self, finding: Finding) -> Finding:
         """A finding about the program, as one about a line of a cell."""
@@ -166,7 +164,7 @@ def _unused_name(cells: Sequence[Cell]) -> str:
 
 
 def _problem(code: str) -> str:
-    """Why it is no Python; empty if it is."""
+    """Returns why it is no Python; empty if it is."""
     try:
         ast.parse(code)
     except SyntaxError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import MetadataWrapper
 
 from raysgd.compat.migrate.arguments import Arguments
 from raysgd.compat.migrate.findings import Finding, Findings
@@ -38,7 +38,7 @@ class Migrated:
 
     @property
     def has_failed(self) -> bool:
-        """Whether something is left that only a person can rewrite."""
+        """True if something is left that only a person can rewrite."""
         return any(finding.is_error for finding in self.findings)
 
 
@@ -73,13 +73,10 @@ def _is_of_sgd(module: cst.Module) -> bool:
 
 
 def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Module:
-    wrapper = MetadataWrapper(module)
-    wrapper.visit(_Texts(paths, findings))
-    names = ImportedNames(paths, findings)
-    renamed = wrapper.visit(names)
-    wrapper = MetadataWrapper(renamed)
-    arguments = Arguments(findings)
-    changed = wrapper.visit(arguments)
+    _report_texts(module, paths, findings)
+    names, arguments = ImportedNames(paths, findings), Arguments(findings)
+    renamed = MetadataWrapper(module).visit(names)
+    changed = MetadataWrapper(renamed).visit(arguments)
     if "keras" in module.code:
         changed = MetadataWrapper(changed).visit(KerasCalls(findings))
     context = CodemodContext()
@@ -95,49 +92,20 @@ def _warn_of_pipelines(module: cst.Module, findings: Findings) -> None:
     for line, text in enumerate(module.code.splitlines(), 1):
         if any(name in text for name in _PIPELINES):
             findings.add(
-                line, "Ray Data has no `DatasetPipeline` any more: pass the dataset, which is read as it is used"
+                line, "Ray Data has no `DatasetPipeline` any more: pass the dataset, which is read while it is used"
             )
 
 
-class _Texts(cst.CSTVisitor):
+def _report_texts(module: cst.Module, paths: Paths, findings: Findings) -> None:
     """Reports old names in strings, such as those that are patched in tests."""
-
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self, paths: Paths, findings: Findings) -> None:
-        super().__init__()
-        self._paths = paths
-        self._findings = findings
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        value = node.evaluated_value
-        if not isinstance(value, str) or not value.startswith("ray.") or (place := self._paths.find(value)) is None:
-            return
-        line = self.get_metadata(PositionProvider, node).start.line
-        now = f"it is `{place.new}` now" if place.new else f"it has no successor: {place.reason}"
-        self._findings.add(line, f"the string {value!r} is left as it is: {now}")
+    for node in ast.walk(ast.parse(module.bytes)):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not node.value.startswith("ray."):
+            continue
+        if (place := paths.find(node.value)) is not None:
+            now = f"it is `{place.new}` now" if place.new else f"it has no successor: {place.reason}"
+            findings.add(node.lineno, f"the string {node.value!r} is unchanged: {now}")
 
 
 def _uses_ray(module: cst.Module) -> bool:
-    finder = _Ray()
-    module.visit(finder)
-    return finder.is_used
-
-
-class _Ray(cst.CSTVisitor):
-    """Looks whether the name `ray` is used outside of imports."""
-
-    is_used = False
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.is_used |= node.value == "ray"
+    """Returns whether the name `ray` is used outside of imports."""
+    return any(isinstance(node, ast.Name) and node.id == "ray" for node in ast.walk(ast.parse(module.bytes)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from raysgd.connections.mesh.links import Links, PeerMessage, Received
 from raysgd.connections.mesh.mesh import MeshBroken
 
-_PUT, _DELETE, _ADD, _SWAP, _ANSWER = range(5)
+_PUT, _DELETE, _ADD, _ANSWER = range(4)
 
 
 class BoardTimeout(MeshBroken):
@@ -28,6 +28,9 @@ class Board:
         rank: This rank.
         size: The number of all ranks.
         connections: The socket to each neighbor, see `_routes.py`; nothing else uses them.
+
+    Attributes:
+        on_idle: Called in the receiving thread when half a second has passed without a message.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
@@ -39,7 +42,8 @@ class Board:
         self._has_changed = threading.Condition()
         self._watched = ""
         self._hear: Callable[[bytes], None] | None = None
-        self._links = Links(rank, size, connections, self._handle, self._break)
+        self.on_idle: Callable[[], None] = lambda: None
+        self._links = Links(rank, size, connections, self._handle, self._break, lambda: self.on_idle())
         self._links.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
@@ -59,7 +63,7 @@ class Board:
         return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of these have values."""
+        """Return whether all of these have values."""
         return all(key in self._values for key in keys)
 
     def __len__(self) -> int:
@@ -109,38 +113,26 @@ class Board:
 
     def add(self, key: str, amount: int, timeout_s: float) -> int:
         """Adds to the number under `key`, 0 if there is none, in one step; returns the sum."""
-        return int(self._request(PeerMessage(_ADD, key, str(amount).encode()), timeout_s))
-
-    def swap(self, key: str, expected: bytes, wanted: bytes, timeout_s: float) -> bytes:
-        """Writes `wanted` if the value is `expected`, or if both are missing; returns the value after that.
-
-        If there is no value although one was expected, returns what was expected.
-        """
-        return self._request(PeerMessage(_SWAP, key, expected, wanted), timeout_s)
-
-    def _request(self, message: PeerMessage, timeout_s: float) -> bytes:
+        number = str(amount).encode()
         if self._rank == 0:
-            return self._apply(message)
+            return int(self._added(key, number))
         with self._has_changed:
             self._num_requests += 1
-            number = self._num_requests
-        self._links.send(0, message._replace(request=number))
-        self._wait_until(lambda: number in self._answers, timeout_s, "for an answer of rank 0")
-        return self._answers.pop(number)
+            request = self._num_requests
+        self._links.send(0, PeerMessage(_ADD, key, number, request))
+        self._wait_until(lambda: request in self._answers, timeout_s, "for an answer of rank 0")
+        return int(self._answers.pop(request))
 
-    def _apply(self, message: PeerMessage) -> bytes:
-        """On rank 0: changes what depends on the value before, and sends it to all; returns the answer."""
+    def _added(self, key: str, amount: bytes) -> bytes:
+        """Adds, on rank 0, to a number, and sends the sum to all; returns it."""
         with self._has_changed:
-            before = self._values.get(message.key)
-            is_sum = message.kind == _ADD
-            after, answer = _added(before, message.first) if is_sum else _swapped(before, message.first, message.second)
-            if after is not None:
-                self._write(PeerMessage(_PUT, message.key, after))
-        return answer
+            total = str(int(self._values.get(key, b"0")) + int(amount)).encode()
+            self._write(PeerMessage(_PUT, key, total))
+        return total
 
     def _set(self, message: PeerMessage) -> None:
         if message.kind == _PUT:
-            self._values[message.key] = message.first
+            self._values[message.key] = message.value
         else:
             self._values.pop(message.key, None)
 
@@ -150,7 +142,7 @@ class Board:
                 self._handle_one(rank, message)
             self._has_changed.notify_all()
             hear = self._hear
-            heard = [each.first for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
+            heard = [each.value for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
         if hear is not None:
             for value in heard:
                 hear(value)
@@ -159,9 +151,10 @@ class Board:
         if message.kind in (_PUT, _DELETE):
             self._set(message)
         elif message.kind == _ANSWER:
-            self._answers[message.request] = message.first
+            self._answers[message.request] = message.value
         else:
-            self._links.send(rank, PeerMessage(_ANSWER, message.key, self._apply(message), request=message.request))
+            total = self._added(message.key, message.value)
+            self._links.send(rank, PeerMessage(_ANSWER, message.key, total, message.request))
 
     def _break(self, reason: str) -> None:
         with self._has_changed:
@@ -175,17 +168,6 @@ class Board:
     def close(self) -> None:
         """Ends the connections and closes their sockets."""
         self._links.close()
-
-
-def _added(before: bytes | None, amount: bytes) -> tuple[bytes, bytes]:
-    after = str(int(before or b"0") + int(amount)).encode()
-    return after, after
-
-
-def _swapped(before: bytes | None, expected: bytes, wanted: bytes) -> tuple[bytes | None, bytes]:
-    if before == expected or (before is None and not expected):
-        return wanted, wanted
-    return None, expected if before is None else before
 
 
 def _bounded(timeout_s: float) -> float:

@@ -8,18 +8,16 @@ Why not from the giver to each: ADR 90.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from raysgd.connections.mesh.mesh import Bytes
 
 PIECE_BYTES = 2**20
 
 
-class ChainTransfer(Protocol):
-    """Sends bytes to some ranks and receives from some, all at the same time, as `Mesh.swap` does."""
-
-    def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None: ...
+ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], None]
+"""Sends bytes to some ranks and receives from some, all at the same time, as `Mesh.swap` does."""
 
 
 class Chain:

@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they belong to one group.
+"""Proofs of two ranks to each other that they belong to one group.
 
 Any process that reaches the port may connect. Both sides know a secret that the driver made for this group and sent
 through Ray. Each proves that it knows the secret with an HMAC over a nonce that the other side has just drawn; it never
@@ -47,13 +47,13 @@ Handshake: TypeAlias = Generator[int, None, Peer]
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a rank proves itself with."""
+    """The secret and the name that a rank proves itself with."""
 
     rank: int
     secret: bytes
 
     def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
-        """What only a rank that knows the secret can answer to these nonces, in this role and between these ranks."""
+        """Return what only a rank with the secret can answer to these nonces, in this role and between these ranks."""
         return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
 
     def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:

@@ -19,26 +19,25 @@ from typing import NamedTuple, TypeAlias
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.mesh.routes import next_of_all, next_of_one
 
-_HEAD = struct.Struct("<iiBIIII")  # source, destination, kind, number of the request, and the lengths of what follows
+_HEAD = struct.Struct("<iiBIII")  # source, destination, kind, number of the request, and the lengths of key and value
 _ALL = -1
 _PART = 1 << 16
+_IDLE_MS = 500
 
 
 class PeerMessage(NamedTuple):
-    """What one rank sends to another.
+    """A message from one rank to another.
 
     Attributes:
         kind: A number that the receiver knows.
         key: What it is about.
-        first: Some bytes.
-        second: More of them.
+        value: Some bytes.
         request: The number of the request that this makes or answers; 0 for none.
     """
 
     kind: int
     key: str
-    first: bytes = b""
-    second: bytes = b""
+    value: bytes = b""
     request: int = 0
 
 
@@ -58,19 +57,17 @@ class RoutedMessage(NamedTuple):
     @classmethod
     def of(cls, source: int, message: PeerMessage, destination: int = _ALL) -> RoutedMessage:
         """A message of `source`; to all, unless it is for one rank."""
-        kind, key, first, second, request = message
+        kind, key, value, request = message
         name = key.encode()
-        head = _HEAD.pack(source, destination, kind, request, len(name), len(first), len(second))
-        return cls(source, destination, b"".join((head, name, first, second)))
+        head = _HEAD.pack(source, destination, kind, request, len(name), len(value))
+        return cls(source, destination, b"".join((head, name, value)))
 
     @property
     def message(self) -> PeerMessage:
-        """What it says."""
-        _, _, kind, request, *lengths, _ = _HEAD.unpack_from(self.encoded)
-        first = _HEAD.size + lengths[0]
-        second = first + lengths[1]
-        key = self.encoded[_HEAD.size : first].decode()
-        return PeerMessage(kind, key, self.encoded[first:second], self.encoded[second:], request)
+        """The message without its way."""
+        _, _, kind, request, length, _ = _HEAD.unpack_from(self.encoded)
+        start = _HEAD.size + length
+        return PeerMessage(kind, self.encoded[_HEAD.size : start].decode(), self.encoded[start:], request)
 
 
 def taken_from(received: bytearray) -> list[RoutedMessage]:
@@ -131,11 +128,11 @@ class _Link:
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is left to send."""
+        """True if something is left to send."""
         return bool(self._unsent)
 
     def receive(self) -> list[RoutedMessage]:
-        """What is complete now."""
+        """Return what is complete now."""
         part = self.connection.recv(_PART)
         if not part:
             raise ConnectionError("it has left, or has lost another rank")
@@ -163,6 +160,7 @@ class Links:
         connections: The socket to each neighbor; nothing else uses them.
         on_messages: Called in the receiving thread with what came together.
         on_end: Called with the reason when a connection ends.
+        on_idle: Called in the receiving thread when half a second has passed without a message.
     """
 
     def __init__(
@@ -172,9 +170,10 @@ class Links:
         connections: Mapping[int, socket.socket],
         on_messages: Callable[[Received], None],
         on_end: Callable[[str], None],
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._size = rank, size
-        self._on_messages, self._on_end = on_messages, on_end
+        self._on_messages, self._on_end, self._on_idle = on_messages, on_end, on_idle
         self._is_ended = False
         self._is_cut = False
         self._bell: tuple[int, ...] = os.pipe() if connections else ()  # its second end wakes the receiving thread
@@ -233,7 +232,10 @@ class Links:
         """Waits for something, passes on what is for others too, and hands the rest over; only then tells of an end."""
         letters: list[RoutedMessage] = []
         ends: list[MeshBroken] = []
-        for number, events in self._poll.poll():
+        ready = self._poll.poll(_IDLE_MS)
+        if not ready:
+            self._on_idle()
+        for number, events in ready:
             if (link := self._by_number.get(number)) is None:
                 self._watch_rests()
                 continue

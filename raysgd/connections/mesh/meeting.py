@@ -1,4 +1,4 @@
-"""How ranks connect to each other: each listens, connects to some and accepts others.
+"""The meeting of ranks that connect to each other: each listens, connects to some and accepts others.
 
 A process that does not belong to the group is refused, see `_handshake.py`, and delays no one.
 
@@ -44,7 +44,7 @@ Connections: TypeAlias = dict[int, socket.socket]
 
 
 class Deadline:
-    """How long to wait for other ranks, from now on.
+    """The time that is left to wait for other ranks, from now on.
 
     Args:
         timeout_s: At most this long.
@@ -98,7 +98,7 @@ class ConnectionAttempt(NamedTuple):
 
 
 class Endpoint:
-    """Where a rank listens for others that are about to connect.
+    """The sockets at which a rank listens for others that are about to connect.
 
     At the loopback address it listens at a Unix socket: a message takes a third of the time there. The port is held, so
     that no other process gets it meanwhile. Where there can be no such socket, it listens at the port.
@@ -348,12 +348,12 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
 
 
 def has_names(host: str) -> bool:
-    """Whether ranks at this host listen at Unix sockets, unless a sandbox forbids these."""
+    """Return whether ranks at this host listen at Unix sockets, unless a sandbox forbids these."""
     return _HAS_NAMES and host == LOOPBACK
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Where to connect to: for what is no port, the name of a Unix socket. It is the network namespace's."""
+    """Return where to connect to: for what is no port, the name of a Unix socket. It is the network namespace's."""
     return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
 
 

@@ -12,9 +12,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
 _LONGEST_POLL_MS = 2**31 - 1
@@ -22,6 +22,9 @@ _LONGEST_POLL_MS = 2**31 - 1
 _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
 
 Bytes: TypeAlias = memoryview
+
+Message: TypeAlias = Bytes | tuple[Bytes, ...]
+"""What one rank sends to another at once: some bytes, or several pieces of memory, one behind the other."""
 
 
 class MeshBroken(ConnectionError):
@@ -51,7 +54,7 @@ class Mesh:
             self._poll.register(connection, _IS_GONE)
             self._ranks[connection.fileno()] = rank
 
-    def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], kind: int = 0) -> None:
+    def swap(self, outgoing: Mapping[int, Message], incoming: Mapping[int, Message], kind: int = 0) -> None:
         """Sends bytes to some ranks and receives from some, all at the same time.
 
         Args:
@@ -67,8 +70,8 @@ class Mesh:
             if self._is_broken:
                 raise MeshBroken("the connections to the other ranks have ended")
             self._move(
-                {rank: _Sending(self._connections[rank], view, kind) for rank, view in outgoing.items()},
-                {rank: _Receiving(self._connections[rank], rank, view, kind) for rank, view in incoming.items()},
+                {rank: _Sending(self._connections[rank], _pieces(each), kind) for rank, each in outgoing.items()},
+                {rank: _Receiving(self._connections[rank], rank, _pieces(e), kind) for rank, e in incoming.items()},
             )
         except BaseException as error:
             self.interrupt()
@@ -86,7 +89,7 @@ class Mesh:
                 self._wait(sending, receiving)
                 self.waited_s += time.perf_counter() - began if is_early else 0.0
 
-    def _wait(self, sending: Mapping[int, _Task], receiving: Mapping[int, _Task]) -> None:
+    def _wait(self, sending: Collection[int], receiving: Collection[int]) -> None:
         # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it, nor
         # be there for the next swap, and those that wait for it may wait forever. So all connections are looked at.
         awaited = {*sending, *receiving}
@@ -113,7 +116,7 @@ class Mesh:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a connection has ended."""
+        """True if a connection has ended."""
         if self._is_broken:
             return True
         poll = select.poll()  # another thread may wait with `self._poll`
@@ -137,16 +140,8 @@ class Mesh:
             connection.close()
 
 
-class _Task(Protocol):
-    """One message on its way."""
-
-    is_done: bool
-
-    def go_on(self) -> bool:
-        """Moves what can be moved now; returns whether that was anything."""
-
-
-_TaskT = TypeVar("_TaskT", bound=_Task)
+def _pieces(message: Message) -> list[Any]:
+    return list(message) if isinstance(message, tuple) else [message]
 
 
 def _go_on(tasks: dict[int, _TaskT]) -> bool:
@@ -164,12 +159,13 @@ class _Sending:
 
     __slots__ = ("_connection", "_parts", "is_done")
 
-    def __init__(self, connection: socket.socket, view: Bytes, kind: int) -> None:
+    def __init__(self, connection: socket.socket, pieces: list[Any], kind: int) -> None:
         self._connection = connection
-        self._parts: list[Any] = [_HEAD.pack(len(view), kind), view]
+        self._parts: list[Any] = [_HEAD.pack(sum(map(len, pieces)), kind), *pieces]
         self.is_done = False
 
     def go_on(self) -> bool:
+        """Moves what can be moved now; returns whether that was anything."""
         try:
             num_sent = self._connection.sendmsg(self._parts)
         except BlockingIOError:
@@ -182,16 +178,16 @@ class _Sending:
 class _Receiving:
     """A message on its way in."""
 
-    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "is_done")
+    __slots__ = ("_connection", "_head", "_kind", "_parts", "_rank", "is_done")
 
-    def __init__(self, connection: socket.socket, rank: int, view: Bytes, kind: int) -> None:
-        self._connection, self._rank, self._view, self._kind = connection, rank, view, kind
+    def __init__(self, connection: socket.socket, rank: int, pieces: list[Any], kind: int) -> None:
+        self._connection, self._rank, self._parts, self._kind = connection, rank, pieces, kind
         self._head: bytes | None = b""
         self.is_done = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether the other rank is at the exchange: the head of its message is there."""
+        """True if the other rank is at the exchange: the head of its message is there."""
         return self._head is None
 
     def go_on(self) -> bool:
@@ -205,10 +201,11 @@ class _Receiving:
         self._head += self._nonempty(self._connection.recv(_HEAD.size - len(self._head)))
         if len(self._head) == _HEAD.size:
             length, kind = _HEAD.unpack(self._head)
-            if (length, kind) != (len(self._view), self._kind):
+            expected = sum(map(len, self._parts))
+            if (length, kind) != (expected, self._kind):
                 what = "bytes" if kind == self._kind else "bytes of another kind"
                 raise NotAligned(
-                    f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
+                    f"rank {self._rank} sends {length} {what} where this rank expects {expected}: the ranks are "
                     "not at the same exchange. All of them have to average the same gradients in the same order."
                 )
             self._head = None
@@ -216,9 +213,9 @@ class _Receiving:
         return True
 
     def _receive_body(self) -> bool:
-        num_received = self._nonempty(self._connection.recv_into(self._view))
-        self._view = self._view[num_received:]
-        self.is_done = not len(self._view)
+        num_received = self._nonempty(self._connection.recvmsg_into(self._parts)[0])
+        self._parts = list(_rest_of(self._parts, num_received))
+        self.is_done = not self._parts
         return True
 
     def _nonempty(self, received: Any) -> Any:
@@ -227,8 +224,11 @@ class _Receiving:
         return received
 
 
+_TaskT = TypeVar("_TaskT", _Sending, _Receiving)
+
+
 def _rest_of(parts: Sequence[Any], num_sent: int) -> Iterator[Any]:
-    """What is left of a message after its first bytes were sent."""
+    """Yield what is left of a message after its first bytes have moved."""
     for part in parts:
         if num_sent < len(part):
             yield memoryview(part)[num_sent:]

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the ranks of a group are.
+    """The nodes of the ranks of a group.
 
     Attributes:
         hosts: The address of each rank's node, by rank; the same on all ranks.
@@ -27,7 +27,7 @@ class Nodes:
 
     @cached_property
     def are_shared(self) -> bool:
-        """Whether there are several nodes, and several ranks on one of them."""
+        """True if there are several nodes, and several ranks on one of them."""
         return 1 < len(self.ranks) < len(self.hosts)
 
     @cached_property
@@ -72,7 +72,7 @@ def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
 
 @dataclass(frozen=True)
 class PowerOfTwoRole:
-    """How a rank takes part where only a power of two can.
+    """The part of a rank where only a power of two can take part.
 
     Attributes:
         ranks: Those that are left: the first ones in pairs, of which one gives the other what it has, and the rest.

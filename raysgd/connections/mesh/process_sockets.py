@@ -38,7 +38,7 @@ class OpenSocket:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has it still; gloo closes one that the other side has ended."""
+        """True if this process has it still; gloo closes one that the other side has ended."""
         return _identity(self.number) == self.identity
 
     def shut(self) -> None:
@@ -141,7 +141,7 @@ def _c() -> ctypes.CDLL:
 
 
 def _address(ask: Callable[..., int], number: int) -> str | None:
-    """What C's `getsockname` or `getpeername` says; None for what is no TCP socket, or has no such end."""
+    """Return what C's `getsockname` or `getpeername` says; None for what is no TCP socket, or has no such end."""
     room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
     if ask(number, room, ctypes.byref(size)) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Which ranks a rank has connections to where not all do, and which way a message takes over them.
+"""Routes of messages between ranks that do not all have connections to each other.
 
 Two ranks are neighbors where the way round from one to the other is a power of two. So of N ranks each has about
 2 log2 N neighbors, and no message is passed on more than log2 N times.
@@ -19,14 +19,14 @@ def neighbors(rank: int, size: int) -> set[int]:
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Where a rank sends what `source` says to all: the neighbors that have it from no other rank."""
+    """Return where a rank sends what `source` says to all: the neighbors that have it from no other rank."""
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
 
 
 def next_of_one(rank: int, destination: int, size: int) -> int:
-    """Where a rank sends what is for `destination`: on the way that what the same source says to all takes there.
+    """Return where a rank sends what is for `destination`: as the same source's messages to all go there.
 
     So messages of one rank reach another one in the order in which they were sent, those to all and those to one.
 

@@ -17,7 +17,7 @@ from raysgd.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """What PyTorch, also in C++, asks of a store.
+    """The operations that PyTorch, also in C++, asks of a store.
 
     PyTorch sets the `timeout` of the store that it is given to that of the group.
 
@@ -48,9 +48,6 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
 
     def add(self, key: str, amount: int) -> int:
         return self._board.add(key, amount, self._timeout_s)
-
-    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
-        return self._board.swap(key, _bytes(expected), _bytes(wanted), self._timeout_s)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()

@@ -21,13 +21,13 @@ Why: ADR 91.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from raysgd.connections.mesh.mesh import Mesh
+from raysgd.connections.mesh.mesh import Mesh, Message
 from raysgd.connections.mesh.nodes import Nodes, power_of_two_role, tree
 
 MOST = 8
@@ -40,6 +40,7 @@ LEAST_PART_BYTES = 8 * 1024
 """From this size of a part on, what travels costs more than that there are many messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_NO_ROWS: Mapping[int, Array] = {}
 
 
 class RankSums:
@@ -72,18 +73,15 @@ class RankSums:
             self._by_lanes(flat, kind)
 
     def can_carry(self, flat: Array) -> bool:
-        """Whether something can travel along with a sum. All ranks come to the same."""
-        return flat.nbytes <= MAX_WHOLE_BYTES and len(self._all) <= MOST
+        """Return whether something can travel along with a sum. All ranks come to the same."""
+        return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
         """Puts the sums over all ranks into a row; returns the bytes that each rank has sent along, equally many."""
-        others, split = self._without_self(self._all), flat.nbytes
-        own = np.concatenate([flat.view(np.uint8), row])
-        received = self._room(others, own.dtype, len(own))
-        self._mesh.swap(dict.fromkeys(others, as_bytes(own)), _views(received), kind)
-        terms = {rank: piece[:split].view(flat.dtype) for rank, piece in received.items()}
-        _add_in_order({**terms, self._rank: flat}, flat)
-        return [row if rank == self._rank else received[rank][split:].copy() for rank in self._all]
+        rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
+        way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
+        way(self._all, flat, kind, rows)
+        return list(rows.values())
 
     def tell(self, flat: Array, kind: int) -> None:
         """Puts rank 0's into a row, through few messages of each rank and one between two nodes."""
@@ -124,6 +122,7 @@ class RankSums:
         """
         if len(ranks) == 1:
             return
+        way: Callable[[Sequence[int], Array, int], None]
         if len(ranks) <= MOST:
             way = self._whole if is_small else self._in_parts
         elif is_small:
@@ -132,28 +131,39 @@ class RankSums:
             way = self._halving if flat.nbytes < LEAST_PART_BYTES * len(ranks) else self._in_parts
         way(ranks, flat, kind)
 
-    def _whole(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Every rank sends everything to every other: one wait for others, which is what small arrays cost."""
+    def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+        """Every rank sends everything to every other: one wait for others, which is what small arrays cost.
+
+        With `rows`, each sends its own one along, and receives the others into theirs.
+        """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
-        self._mesh.swap(dict.fromkeys(others, as_bytes(flat)), _views(received), kind)
+        self._mesh.swap(dict.fromkeys(others, self._with_own(flat, rows)), _views(received, rows), kind)
         _add_in_order({**received, self._rank: flat}, flat)
 
-    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
         """Each rank adds up a part of the array, then sends the sums to all: twice the array travels, however many."""
         parts = _divided(flat, len(ranks))
-        self._collect(ranks, ranks, parts, kind)
+        self._collect(ranks, ranks, parts, kind, rows)
         self._distribute(ranks, ranks, parts, kind)
 
-    def _collect(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
-        """Each of `owners` adds up its part over `ranks`."""
-        outgoing = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+    def _collect(
+        self,
+        ranks: Sequence[int],
+        owners: Sequence[int],
+        parts: Sequence[Array],
+        kind: int,
+        rows: Mapping[int, Array] = _NO_ROWS,
+    ) -> None:
+        """Each of `owners` adds up its part over `ranks`; `rows` as in `_whole`, where all of them are owners."""
+        of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+        outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
         if self._rank not in owners:
             self._mesh.swap(outgoing, {}, kind)
             return
         own = parts[owners.index(self._rank)]
         received = self._room(self._without_self(ranks), own.dtype, len(own))
-        self._mesh.swap(outgoing, _views(received), kind)
+        self._mesh.swap(outgoing, _views(received, rows), kind)
         if received:
             _add_in_order({**received, self._rank: own}, own)
 
@@ -227,6 +237,10 @@ class RankSums:
         first, second = (received, own) if other < self._rank else (own, received)
         np.add(first, second, out=own)
 
+    def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
+        """Numbers as a message, with this rank's row behind them if there are rows."""
+        return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
+
     def _room_for_one(self, like: Array) -> Array:
         return self._room([self._rank], like.dtype, len(like))[self._rank]
 
@@ -247,7 +261,9 @@ def as_bytes(row: Array) -> memoryview:
     return row.view(np.uint8).data
 
 
-def _views(arrays: Mapping[int, Array]) -> dict[int, memoryview]:
+def _views(arrays: Mapping[int, Array], rows: Mapping[int, Array] = _NO_ROWS) -> dict[int, Message]:
+    if rows:
+        return {rank: (as_bytes(array), as_bytes(rows[rank])) for rank, array in arrays.items()}
     return {rank: as_bytes(array) for rank, array in arrays.items()}
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from raysgd.connections.mesh.board import Board
 from raysgd.connections.mesh.mesh import MeshBroken
 
 _KEY = "raysgd/words"
+_NUM_LOOKS = 2  # half a second apart
+
+
+@dataclass
+class _LastWord:
+    key: str
+    word: bytes
+    num_looks: int = 0
 
 
 class RankStatements:
@@ -30,6 +39,8 @@ class RankStatements:
         self.rank = rank
         self._size, self._board = size, board
         self._number = 0
+        self._last: _LastWord | None = None
+        board.on_idle = self._look
 
     def begin(self, hear: Callable[[bytes], None]) -> None:
         """Begin the next piece of work, as all ranks do.
@@ -47,6 +58,24 @@ class RankStatements:
         """Tell all ranks; a group that is broken hears nothing."""
         with suppress(MeshBroken):
             self._board.put(self._key(self.rank), word)
+
+    def say_later(self, word: bytes) -> None:
+        """Tell all ranks if they go on with this piece of work for a while: nearly always they do not."""
+        self._last = _LastWord(self._key(self.rank), word)
+
+    def say_last(self) -> None:
+        """Tell all ranks at once what was to be said later; from any thread."""
+        if self._last is not None:
+            with suppress(MeshBroken):
+                self._board.put(self._last.key, self._last.word)
+
+    def _look(self) -> None:
+        """Called in another thread, now and then."""
+        last = self._last
+        if last is not None:
+            last.num_looks += 1
+            if last.num_looks == _NUM_LOOKS:
+                self.say_last()
 
     def await_all(self, timeout_s: float) -> dict[int, bytes]:
         """Return the words of all other ranks, by rank; after that time, or in a broken group, those that came."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._text.rank_words import named
-from raysgd.engine.changes.step_hold import StepHold
-from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.changes.lifecycle import Lifecycle
+from raysgd.engine.changes.step_hold import ROOM, StepHold
 from raysgd.engine.decisions.liveness import LivenessCheck
-from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.shared.replica import Capture
@@ -25,17 +24,6 @@ logger = logging.getLogger(__name__)
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _MOST_STACKS = 8
 _REPORT_S = 1.0  # for an answer; the report says which ranks gave none
-
-
-class MonitoredLifecycle(Protocol):
-    """What a monitor needs of the lifecycle of a group."""
-
-    spec: GroupSpec
-    history: GroupHistory
-    group: WorkerGroup | None
-
-    def now(self) -> float:
-        """Seconds on the clock that all waiting goes by."""
 
 
 class CallMonitor:
@@ -51,7 +39,7 @@ class CallMonitor:
 
     def __init__(
         self,
-        lifecycle: MonitoredLifecycle,
+        lifecycle: Lifecycle,
         take_inside: Callable[[list[Capture]], bool],
         hold: StepHold | None = None,
         at_round: Callable[[], None] = lambda: None,
@@ -72,7 +60,7 @@ class CallMonitor:
         self.heartbeats: dict[int, Heartbeat] = {}
 
     def _first_round_s(self, wanted_s: float | None) -> float:
-        """As wanted where few are asked; many have better things to do when they begin, or go on after a loss."""
+        """Returns the wanted time where few are asked; many are busy when they begin or go on after a loss."""
         if wanted_s is None or self._liveness.round_s(self._num_asked, wanted_s) > wanted_s:
             return self._round_s
         return min(wanted_s, self._round_s)
@@ -92,8 +80,8 @@ class CallMonitor:
 
     @property
     def reason(self) -> str:
-        """Why the ranks were asked to stop."""
-        return self._hold.reason if self._hold is not None else ""
+        """The reason why the ranks were asked to stop."""
+        return self._hold.reason if self._hold is not None else ROOM
 
     @property
     def samples_per_s(self) -> float | None:
@@ -127,7 +115,7 @@ class CallMonitor:
         )
 
     def _drop_debts(self) -> None:
-        """Where ranks were given to other workers: what a former one owes, its successor does not."""
+        """Forget debts of ranks that were given to other workers: what a former one owes, its successor does not."""
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
         if infos is not self._infos:
             self._infos = infos

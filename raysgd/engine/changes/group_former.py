@@ -1,4 +1,4 @@
-"""Who is to form the next group: those who stay, and others who fill it up. Workers that die meanwhile are left out.
+"""The choice of the next group: those who stay, and others who fill it up. Workers that die meanwhile are left out.
 
 Why survivors wait for a new worker, and when they do not: ADR 11.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysgd.engine.decisions import ranks
 from raysgd.engine.decisions.failures import classify, words
 from raysgd.engine.decisions.history import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy, choose_source
@@ -46,7 +47,7 @@ class CannotForm(Exception):
 
 @dataclass
 class NextGroup:
-    """Who is to form the next group."""
+    """The workers that are to form the next group."""
 
     staying: list[int]
     progress_reports: list[ReplicaProgress]
@@ -56,13 +57,21 @@ class NextGroup:
     def num_workers(self) -> int:
         return len(self.staying) + len(self.joining)
 
+    def places(self, keeps_ranks: bool) -> list[int]:
+        """The next rank of each of them, first those who stay.
+
+        Args:
+            keeps_ranks: Whether those who stay have the ranks that they had, as far as there are such.
+        """
+        return ranks.places(self.staying if keeps_ranks else range(len(self.staying)), self.num_workers)
+
     @property
     def source(self) -> int:
         """Index of the one that all others go on from."""
         source = choose_source(self.progress_reports)
         if source is None:
             raise CannotForm(
-                f"the survivors cannot go on by themselves: {_obstacle(self.progress_reports)}", self.staying
+                f"the survivors cannot continue by themselves: {_obstacle(self.progress_reports)}", self.staying
             )
         return source
 
@@ -126,20 +135,20 @@ class GroupFormer:
         Raises:
             CannotForm: None is left that another group could be formed of, or one of them failed.
         """
-        ranks = list(survivors)
-        while ranks:
-            report = self.group.leave_group(ranks, self.on_wait)
+        staying = list(survivors)
+        while staying:
+            report = self.group.leave_group(staying, self.on_wait)
             if report.ok:
-                pairs = zip(ranks, report.values, strict=True)
+                pairs = zip(staying, report.values, strict=True)
                 return NextGroup(
-                    ranks, [replace(p, is_whole=False) if rank in without_state else p for rank, p in pairs], []
+                    staying, [replace(p, is_whole=False) if rank in without_state else p for rank, p in pairs], []
                 )
             failed = [o for o in report.outcomes if not o.ok]
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
-                raise CannotForm("a surviving worker could not report its progress", ranks)
+                raise CannotForm("a surviving worker could not report its progress", staying)
             dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
-            ranks = [rank for rank in ranks if rank not in (dead or {o.rank for o in failed})]
+            staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
         if self.goes_on or not self.group.standby.num_coming + self.group.standby.num_ready:
             raise CannotForm("", ())
         return NextGroup([], [], [])
@@ -178,7 +187,8 @@ class GroupFormer:
     def _fill_from_standby(self, next_group: NextGroup, num_awaited: int, wait_s: float) -> bool:
         """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""
         standby, most = self.group.standby, self.scaling.max_workers
-        missing = most - next_group.num_workers
+        admits = all(each.admits for each in next_group.progress_reports)
+        missing = most - next_group.num_workers if admits else 0
         if missing <= 0:
             return False
         avoided = self.nodes_to_avoid()

@@ -17,6 +17,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import Replacements
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
+from raysgd.engine.processes.outliving import keeper
 from raysgd.engine.processes.resources import explain
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
@@ -69,6 +70,8 @@ class GroupStarter:
             WorkerError: The user's set-up failed.
             ReservationTimeoutError: The resources were not granted in time.
         """
+        if self._take_over():
+            return
         if as_fits:
             self.rebuild("a new trainer", "started")
             return
@@ -79,6 +82,22 @@ class GroupStarter:
             _pay_for_start(budget)
         self._replacements.num_left = 0
         self._lifecycle.record("started", 0, began, "a new trainer")
+
+    def _take_over(self) -> bool:
+        """Goes on with the workers that have outlived another process; False where there are none."""
+        kept_by = keeper()
+        kept = kept_by.find() if kept_by is not None else None
+        if kept_by is None or kept is None:
+            return False
+        group = self.make_group(self._spec, len(kept.workers))
+        group.take_over(kept)
+        self._lifecycle.group = group
+        self._lifecycle.facts = list(kept.facts)
+        self._snapshots.completed(None)  # their state is nowhere else yet
+        numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
+        kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
+        logger.info("found %s workers again", len(kept.workers))
+        return True
 
     def rebuild(
         self, cause: str, kind: EventKind = "rebuilt", renew: Callable[[], GroupReport | None] | None = None
@@ -170,14 +189,25 @@ class GroupStarter:
         return len(before & set(self._lifecycle.running.infos))
 
     @property
+    def has_only_workers_state(self) -> bool:
+        """True if calls changed the state, and no snapshot was ever taken of it, as one would be."""
+        return self._is_state_lost and not self._spec.loses_state
+
+    @property
     def _is_state_lost(self) -> bool:
-        """Whether calls changed the state that no snapshot and no replay brings back."""
-        return self._spec.loses_state and self._snapshots.has_gap
+        """True if calls changed the state that no snapshot and no replay brings back."""
+        is_nowhere = self._spec.captures and not self._snapshots.has_any
+        return self._snapshots.has_gap and (self._spec.loses_state or is_nowhere)
 
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
         if not self._is_state_lost:
             return
+        if not self._spec.loses_state:
+            raise WorkersLostError(
+                f"{cause}, and with the workers their state is lost: the process that had its copy was lost shortly "
+                f"before. {self._snapshots.last_file_in_words}"
+            )
         raise WorkersLostError(
             f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "
             f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
@@ -197,7 +227,7 @@ class GroupStarter:
             lifecycle.sleep(0.05)
 
     def _is_settling(self, view: ClusterView) -> bool:
-        """Whether more will be free in a moment, nodes aside that are probably lost."""
+        """Return whether more will be free in a moment, nodes aside that are probably lost."""
         settling = {node.node_id for node in view.nodes if node.is_settling}
         return bool(settling and settling - self._lifecycle.nodes_to_avoid)
 
@@ -223,7 +253,7 @@ class GroupStarter:
         self._take_answers(report)
         if not self._snapshots.has_any:
             self._lifecycle.take_snapshot(report, is_first=True)
-        if num_spares:
+        if num_spares and not self._spec.runs_on:  # else they are told what runs when it does
             group.standby.start(num_spares, num_workers)
         return True
 
@@ -252,7 +282,7 @@ class GroupStarter:
 
     @property
     def _num_needed(self) -> int | None:
-        """How many workers have to live through a start; None for all, where a group cannot change."""
+        """The number of workers that have to live through a start; None for all, where a group cannot change."""
         return self._scaling.min_workers if self._spec.keeps_processes else None
 
     def _without_lost(
@@ -341,7 +371,7 @@ class GroupStarter:
         return landed
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
-        """Whether a call failed for the loss of workers; raises where it failed for another reason."""
+        """Return whether a call failed for the loss of workers; raises where it failed for another reason."""
         if report.ok:
             return False
         diagnosis = classify(report)
@@ -350,7 +380,7 @@ class GroupStarter:
         return True
 
     def _lost_snapshot(self, diagnosis: Diagnosis) -> WorkersLostError | None:
-        """What to raise where a rank did not find its part of the snapshot."""
+        """Return what to raise where a rank did not find its part of the snapshot."""
         found = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         return WorkersLostError(f"{found[0]} {self._snapshots.last_file_in_words}") if found else None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.policies import Resize, capacity
+from raysgd.engine.processes import replica_calls
 from raysgd.engine.shared.types import ClusterView
 from raysgd.exceptions import ReservationTimeoutError
 
@@ -24,7 +25,7 @@ class Growth:
         self._owes_spares = False
 
     def find_room(self) -> int:
-        """How many workers more a new group could have, with all that this one gives back; 0 when none."""
+        """Return how many workers more a new group could have, with all that this one gives back; 0 when none."""
         group = self._lifecycle.running
         if len(group) >= self._scaling.max_workers:
             return 0
@@ -61,6 +62,20 @@ class Growth:
             logger.info("another program took the resources for %s more workers", count)
             return
         group.standby.start(count, self._scaling.max_workers, self._lifecycle.nodes_to_avoid)
+
+    def let_step_in(self) -> None:
+        """Holds replicas that run on by themselves, wherever they are, as soon as others can join them."""
+        group = self._lifecycle.group
+        if not self._spec.runs_on or group is None or len(group) >= self._scaling.max_workers:
+            return
+        if group.standby.num_ready and self.admits_others():
+            group.ask_beside("beside", replica_calls.hold)
+
+    def admits_others(self) -> bool:
+        """Return whether all replicas would let others join where they are. Asks them, beside their work."""
+        group = self._lifecycle.running
+        reports = group.ask_beside("beside", replica_calls.replica_progress)
+        return len(reports) == len(group) and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
         """Begins to start as many workers as are to wait as spares, and were used up or lost."""

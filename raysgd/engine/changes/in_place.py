@@ -52,7 +52,7 @@ class _Change:
     wait_s: float = STANDBY_WAIT_S
 
     def to_rebuild(self, failed: CannotForm, gone: Collection[int]) -> CannotForm:
-        """What became of it where the ranks cannot form a new group, with the words for the rebuild."""
+        """Return what became of it where the ranks cannot form a new group, with the words for the rebuild."""
         cause = self.cause(gone)
         is_loss = self.kind == "rejoined" or bool(gone) or failed.is_loss
         return CannotForm(
@@ -90,7 +90,7 @@ class InPlaceChanges:
         return self._change(_Change("rejoined", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
     def is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Whether the survivors of a loss went on, and found no memory for their shares in the first step."""
+        """Return whether the survivors of a loss went on, and found no memory for their shares in the first step."""
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         ranks = diagnosis.ranks
@@ -151,7 +151,7 @@ class InPlaceChanges:
 
     @property
     def can_renew(self) -> bool:
-        """Whether `renew` can keep anything."""
+        """True if `renew` can keep anything."""
         spec, standby = self._lifecycle.spec, self._lifecycle.running.standby
         has_standby = bool(standby.num_coming + standby.num_ready)
         return spec.renews or (spec.regroups and not spec.use_local and has_standby)
@@ -183,7 +183,7 @@ class InPlaceChanges:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
-        if not lifecycle.spec.regroups:
+        if not lifecycle.spec.regroups and not lifecycle.spec.runs_on:
             return CannotForm("", staying, kind=kind, cause=cause)
         change = _Change(
             kind,
@@ -250,6 +250,7 @@ class InPlaceChanges:
             raise
         if lifecycle.running.infos[0] != before[0]:
             lifecycle.snapshots.drop_incoming()
+        lifecycle.hooks.on_change(lifecycle.running)
         self._note(change, next_group, len(before), gone(range(len(lifecycle.running))))
         return None
 
@@ -282,18 +283,25 @@ class InPlaceChanges:
                 self._lifecycle.facts = list(report.values)
                 return next_group
             staying = self._survivors_of(report, next_group)
-            had_state = [rank not in without_state for rank in next_group.staying]
-            without_state = {o.rank for o in report.outcomes if not o.ok and not any(had_state[o.rank : o.rank + 1])}
+            places = zip(self._places(next_group), next_group.staying, strict=False)
+            had_state = {place for place, rank in places if rank not in without_state}
+            without_state = {o.rank for o in report.outcomes if not o.ok} - had_state
             former = replace(former, num_awaited=0)
 
     def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:
         staying, joining, source = next_group.staying, next_group.joining, next_group.source
-        new_ranks = range(len(staying), next_group.num_workers)
-        handover = StateHandover(source, (*takers(next_group.progress_reports, source), *new_ranks), orphans)
-        return self._lifecycle.running.regroup(staying, joining, handover, self._on_wait)
+        behind = takers(next_group.progress_reports, source)
+        places = self._places(next_group)
+        handover = StateHandover(
+            places[source], (*(places[index] for index in behind), *places[len(staying) :]), orphans
+        )
+        return self._lifecycle.running.regroup(staying, joining, handover, self._on_wait, places)
+
+    def _places(self, next_group: NextGroup) -> list[int]:
+        return next_group.places(keeps_ranks=self._lifecycle.spec.runs_on)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
-        """Who lives after a group could not be formed.
+        """Return who lives after a group could not be formed.
 
         Raises:
             CannotForm: It failed for another reason than the loss of workers.

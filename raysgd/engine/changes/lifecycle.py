@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.engine.decisions.history import EventKind, GroupHistory
 from raysgd.engine.decisions.policies import ScalingPolicy
@@ -15,6 +15,7 @@ from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
+from raysgd.engine.processes.outliving import keeper
 from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
 from raysgd.engine.processes.worker import Answer
 from raysgd.engine.shared.call import Call
@@ -25,32 +26,26 @@ from raysgd.exceptions import TrainerShutdownError
 _SUSPICION_S = 60.0
 
 
-class Lock(Protocol):
-    """What a reentrant lock does."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Takes it; False if that took too long."""
-
-    def release(self) -> None:
-        """Gives it back."""
-
-    def __enter__(self) -> bool: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Clock:
-    """Time, and what threads take turns by, as the engine sees them; tests bring their own."""
+    """Time, and what threads take turns by, as the engine sees them; tests bring their own.
+
+    Attributes:
+        monotonic: Seconds, on a clock that only goes forward.
+        sleep: Waits.
+        make_lock: Makes a reentrant lock for the threads of the driver.
+        make_condition: Makes a condition variable for them.
+    """
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
-    make_lock: Callable[[], Lock] = threading.RLock
+    make_lock: Callable[[], Any] = threading.RLock
+    make_condition: Callable[[], threading.Condition] = threading.Condition
 
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """How a group follows what happens in the cluster.
+    """The rules by which a group follows what happens in the cluster.
 
     Attributes:
         resize_check_s: How often a running call looks for room to grow; "auto" and None as in `resizing`.
@@ -78,7 +73,7 @@ class Lifecycle:
     Attributes:
         group: The group; None before the first start, and after it was killed.
         starting: A group that is being started.
-        facts: What the replicas said of themselves when they were set up, by rank.
+        clock: Time.
         history: What happened to the workers so far.
         num_short: With how many workers, at most, memory has run out; 0 if it never has.
     """
@@ -97,25 +92,38 @@ class Lifecycle:
         self.scaling = scaling
         self.snapshots = snapshots
         self._stopped = threading.Event()
-        self._clock = clock or Clock(sleep=self._stopped.wait)
+        self.clock = clock or Clock(sleep=self._stopped.wait)
         self.release_timeout_s = release_timeout_s
         self.rules = rules
         self.hooks = hooks
-        self.history = GroupHistory()
+        self.history = GroupHistory(label=spec.words.label)
         self.group: WorkerGroup | None = None
         self.starting: WorkerGroup | None = None
-        self.facts: list[Any] = []
+        self._facts: list[Any] = []
         self.num_short = 0
         self._suspected: dict[str, float] = {}
+        self._interrupted: int | None = None
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are now; while there is no group, how many the next one is meant to have."""
+        """The number of workers now; while there is no group, that which the next one is meant to have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
 
     @property
+    def facts(self) -> list[Any]:
+        """The facts that the replicas told of themselves when they were set up, by rank."""
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: list[Any]) -> None:
+        self._facts = facts
+        kept_by = keeper()
+        if kept_by is not None and self.group is not None:  # whatever changes the group changes them
+            kept_by.note(self.group.to_keep(facts))
+
+    @property
     def resizing(self) -> Resizing:
-        """How the number of workers changes, as of now."""
+        """The way the number of workers changes, as of now."""
         keeps_joint_batch = self.spec.regroups and self.rules.keeps_joint_batch()
         return resizing(self.rules.resize_check_s, keeps_joint_batch, self.scaling.max_workers, self.num_short)
 
@@ -127,20 +135,16 @@ class Lifecycle:
 
     def now(self) -> float:
         """Seconds on the clock that all waiting goes by."""
-        return self._clock.monotonic()
-
-    def make_lock(self) -> Lock:
-        """A reentrant lock for the threads of the driver."""
-        return self._clock.make_lock()
+        return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Waits; raises `TrainerShutdownError` if the trainer was stopped meanwhile."""
-        self._clock.sleep(seconds)
+        self.clock.sleep(seconds)
         self.check_active()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether there are to be no workers any more."""
+        """True if there are to be no workers any more."""
         return self._stopped.is_set()
 
     def refuse_starts(self) -> None:
@@ -156,8 +160,25 @@ class Lifecycle:
                 finally:
                     group.kill_workers()
 
+    def interrupt(self, thread: int) -> None:
+        """From another thread: ends the call that a thread is in as Ctrl-C inside it would; another one can follow."""
+        self._interrupted = thread
+        self.kill_workers()
+
+    def check_interrupt(self) -> None:
+        """Raises `KeyboardInterrupt` in a thread whose call is to end."""
+        if self._interrupted == threading.get_ident():
+            raise KeyboardInterrupt
+
+    def end_interrupt(self) -> None:
+        """The call is over: no one is to use the workers that were killed for it."""
+        if self._interrupted is not None:
+            self._interrupted = None
+            self.kill_group()
+
     def check_active(self) -> None:
-        """Raises `TrainerShutdownError` after `refuse_starts`."""
+        """Raises `TrainerShutdownError` after `refuse_starts`, and `KeyboardInterrupt` after `interrupt`."""
+        self.check_interrupt()
         if self.is_stopped:
             message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
             raise TrainerShutdownError(message.rstrip())
@@ -240,7 +261,7 @@ class Lifecycle:
             self.take_parts(captures, is_first=is_first)
 
     def restored_from(self) -> str:
-        """Which state the next workers go on from, in words."""
+        """Return which state the next workers go on from, in words."""
         snapshot = self.snapshots.landed
         num_calls = len(self.snapshots.calls_since)
         if num_calls:

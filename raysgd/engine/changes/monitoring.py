@@ -40,6 +40,7 @@ class Monitoring:
         self.monitor = CallMonitor(
             self._lifecycle, self._take_inside, hold, self._at_round_of_call, first_round_s=_FIRST_ROUND_S
         )
+        self._growth.let_step_in()
 
     def renew(self) -> CallMonitor | None:
         """Monitors what follows the call: a loss, or a change of the ranks that were held for it.
@@ -67,6 +68,7 @@ class Monitoring:
 
     def _at_round_of_call(self) -> None:
         self._growth.start_owed_spares()
+        self._growth.let_step_in()
         self._at_round()
 
     def observe(self) -> None:

@@ -38,7 +38,7 @@ class Snapshotting:
         self.pace = SnapshotPace(rule, lifecycle.now, self._spec.heartbeat_s)
 
     def is_due_after(self, call: Call) -> bool:
-        """Whether the workers are to copy their state after a call that is about to be made."""
+        """Return whether the workers are to copy their state after a call that is about to be made."""
         keeper = self._keeper
         if call.captures:
             return True
@@ -68,7 +68,7 @@ class Snapshotting:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a snapshot should be taken right now, because repeating what is not covered would take too long."""
+        """True if a snapshot should be taken right now, because repeating what is not covered would take too long."""
         is_kept = self._spec.captures_after_calls and not self._keeper.is_coming
         return is_kept and self.pace.rule.is_overdue(self._keeper.replay_s)
 
@@ -106,12 +106,12 @@ class Snapshotting:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the newest snapshot, if any, is the state as it is now, or all that is left of it."""
+        """True if the newest snapshot, if any, is the state as it is now, or all that is left of it."""
         return self._keeper.is_current or (self._keeper.landed is not None and self._is_all_there_is)
 
     @property
     def _is_all_there_is(self) -> bool:
-        """Whether no worker is left that could know more than the snapshot, and no completed call is to be made up for.
+        """True if no worker is left that could know more than the snapshot, and no completed call is to be made up for.
 
         New workers would start from it. So there is no need to wait for any, which may never come.
         """

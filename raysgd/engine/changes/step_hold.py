@@ -1,4 +1,4 @@
-"""When a running call stops at a step boundary, because workers are to leave or can step in.
+"""Stops of a running call at a step boundary, because workers are to leave or can step in.
 
 Why all ranks agree on a step before they stop: ADR 10.
 """
@@ -19,12 +19,14 @@ _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
 
+ROOM = "there is room for more workers"
+
 _numbers = count(1)
 
 
 @dataclass(frozen=True)
 class HoldFacts:
-    """What is known of the group and the cluster at one moment.
+    """The facts about the group and the cluster at one moment.
 
     Attributes:
         is_leaving: Whether some of the workers are on nodes that are going away.
@@ -65,11 +67,11 @@ def decide_hold(facts: HoldFacts) -> Hold | StartStandby | KeepGroup:
     if not facts.may_grow:
         return KeepGroup()
     if not facts.regroups:
-        return Hold("there is room for more workers") if facts.num_more else KeepGroup()
+        return Hold(ROOM) if facts.num_more else KeepGroup()
     if facts.is_growth_due:
         return StartStandby()
     if facts.num_ready and not facts.num_coming:
-        return Hold("there is room for more workers", step_in=True)
+        return Hold(ROOM, step_in=True)
     return KeepGroup()
 
 
@@ -105,7 +107,7 @@ class StepHold:
         self._agree(group, steps_per_s)
 
     def _facts(self, group: WorkerGroup) -> HoldFacts:
-        """What there is to know; the cluster is asked only when that is due."""
+        """Return what there is to know; the cluster is asked only when that is due."""
         lifecycle, now = self._lifecycle, self._lifecycle.now()
         is_leaving = False
         if now >= self._next_nodes:

@@ -61,19 +61,19 @@ def classify(report: GroupReport) -> Diagnosis:
 
 
 def failed_alike(report: GroupReport) -> bool:
-    """Whether every rank failed, and at the same line of user code."""
+    """Return whether every rank failed, and at the same line of user code."""
     failures = [outcome.failure for outcome in report.outcomes]
     places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
     return None not in failures and len(places) == 1
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Whether memory ran out on each rank that failed, on a device or on its node, and the processes live."""
+    """Return whether memory ran out on each rank that failed, on a device or on its node, and the processes live."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Whether an exception says so. PyTorch raises `RuntimeError` or a class of it; TensorFlow has one class for it."""
+    """Return whether an exception says so. PyTorch raises a `RuntimeError`; TensorFlow has one class for it."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"

@@ -1,4 +1,4 @@
-"""What happened to a trainer's workers: one record and one log line for each event."""
+"""Events of a trainer's workers: one record and one log line for each."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """When it began, in seconds since the epoch: for a loss, when it was noticed."""
+        """The time when it began, in seconds since the epoch: for a loss, when it was noticed."""
         return self.at - self.seconds
 
     @property
     def is_loss(self) -> bool:
-        """Whether workers were lost, whatever came of it."""
+        """True if workers were lost, whatever came of it."""
         return self.kind in ("rejoined", "rebuilt", "lost")
 
     def __str__(self) -> str:
@@ -72,10 +72,15 @@ class GroupEvent:
 
 
 class GroupHistory:
-    """The events so far."""
+    """The events so far.
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
-        self._now = now
+    Args:
+        now: Time.
+        label: Ahead of what is logged of them.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time, label: str = "") -> None:
+        self._now, self._label = now, label
         self.events: list[GroupEvent] = []
         self.last_resize = float("-inf")
 
@@ -92,13 +97,13 @@ class GroupHistory:
         """Notes an event and logs it."""
         event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
-        logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
+        logger.log(_LEVELS.get(kind, logging.WARNING), "%s%s", self._label, event)
 
     @property
     def num_failures(self) -> int:
-        """How many losses of workers were recovered from."""
+        """The number of losses of workers that were recovered from."""
         return self.count("rejoined") + self.count("rebuilt")
 
     def count(self, kind: EventKind) -> int:
-        """How many events of this kind there were."""
+        """Return how many events of this kind there were."""
         return sum(event.kind == kind for event in self.events)

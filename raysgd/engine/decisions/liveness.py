@@ -19,7 +19,7 @@ _SHARE = 0.05  # of the driver's time that questions may take
 
 @dataclass(frozen=True)
 class PollResult(Generic[KeyT]):
-    """What came of the questions since the last look.
+    """The answers and the silence since the last look.
 
     Attributes:
         answers: Who answered, and what.

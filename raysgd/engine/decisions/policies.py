@@ -57,7 +57,7 @@ class RaiseError:
 
 
 def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
-    """How many workers fit into one node's `amounts`."""
+    """Return how many workers fit into one node's `amounts`."""
     bundle = need.bundle()
     if not bundle:
         return 10**6
@@ -65,7 +65,7 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """How many workers the cluster holds, node by node: of what is free, or of all there is."""
+    """Return how many workers the cluster holds, node by node: of what is free, or of all there is."""
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
@@ -94,7 +94,7 @@ class ScalingPolicy:
     num_local: int = 0
 
     def decide(self, view: ClusterView, need: Resources, attempt: int) -> Resize | WaitForWorkers | GiveUpWaiting:
-        """What to do in `attempt` (from 0) to get a new group out of what is free."""
+        """Return what to do in `attempt` (from 0) to get a new group out of what is free."""
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
             return Resize(fitting)
@@ -104,7 +104,7 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | KeepGroup:
-        """Whether a group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
+        """Return whether a group of `num_workers`, which gives `num_reserved` back, gains by what is free beside."""
         target = min(self.max_workers, num_reserved + capacity(view, need))
         return Resize(target) if target > num_workers else KeepGroup()
 
@@ -146,7 +146,7 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def rejoin_obstacle(self, progress: int) -> str | None:
-        """Why survivors do not go on after `progress` steps in all; None when that is free or can still be paid for."""
+        """Returns why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
         if self._rejoined_at is not None and progress <= self._rejoined_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -158,7 +158,7 @@ class RetryBudget:
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Whether a rejoin costs nothing. What fails at every step completes one between two losses."""
+        """Return whether a rejoin costs nothing. What fails at every step completes one between two losses."""
         least = 1 if self._rejoined_at is None else self._rejoined_at + 2
         return progress >= least and not self._has_hung
 
@@ -188,7 +188,7 @@ class FailurePolicy:
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
-        """What to do next; `can_rejoin` says whether the call could continue with the survivors."""
+        """Return what to do next; `can_rejoin` says whether the call could continue with the survivors."""
         if diagnosis.kind == "user":
             return Rebuild() if self.retries_user_errors and not budget.is_spent else RaiseError(lost=False)
         if self.rejoins and can_rejoin and budget.num_restarts > 0:
@@ -208,7 +208,7 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
-    """Whether all replicas are in one and the same state: that of a completed step, after equally many."""
+    """Return whether all replicas are in one and the same state: that of a completed step, after equally many."""
     return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
 
 

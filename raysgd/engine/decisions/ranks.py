@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.engine.shared.types import WorkerInfo, World
 
+ItemT = TypeVar("ItemT")
+
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """In which order new workers get their ranks, as indices of `infos`: node by node, and by the GPU on each.
+    """Orders new workers for their ranks, as indices of `infos`: node by node, and by the GPU on each.
 
     The nodes come in the order in which they appear, and so do workers that share a GPU or have none. So neighbours in
     the world are neighbours in fact, wherever the cluster put them.
@@ -55,8 +57,32 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     return worlds
 
 
+def places(ranks: Sequence[int], num_workers: int) -> list[int]:
+    """Return the next rank of each worker: first those with a rank, who keep it as far as there is such, then others.
+
+    >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
+    ([0, 2, 1], [1, 0], [2, 0, 1])
+
+    Args:
+        ranks: The present ranks of those who stay.
+        num_workers: How many there will be.
+    """
+    free = [rank for rank in range(num_workers) if rank not in ranks]
+    kept = [rank if rank < num_workers else free.pop(0) for rank in ranks]
+    return kept + free
+
+
+def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
+    """Return items in the order of their places; as they are without any.
+
+    >>> in_places(["a", "b", "c"], [0, 2, 1])
+    ['a', 'c', 'b']
+    """
+    return [items[index] for index in sorted(range(len(items)), key=(places or range(len(items))).__getitem__)]
+
+
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
-    """Which rank keeps a copy of what another one has: its partner on another node, by the rank that has it.
+    """Return which rank keeps a copy of what another one has: its partner on another node, by the rank that has it.
 
     The copies of each node go to the next one, in a circle, so that no node keeps much more than it gives.
 

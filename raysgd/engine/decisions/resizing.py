@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ResizeCheck = float | Literal["auto"] | None
-"""What users set: seconds; "auto"; None for groups that grow between calls only."""
+"""The setting of users: seconds; "auto"; None for groups that grow between calls only."""
 
 AUTO: Literal["auto"] = "auto"
 _AUTO_S = 60.0
@@ -16,7 +16,7 @@ _LARGEST_SHARE = 1.5  # times that with all workers: as much memory is free, and
 
 @dataclass(frozen=True)
 class Resizing:
-    """How the number of workers changes.
+    """The ways in which the number of workers changes.
 
     Attributes:
         check_s: How often a running call looks for room to grow; None: growing waits for the next call.

@@ -17,12 +17,12 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """For how long nothing more has to come in before those who are missing are silent."""
+    """Returns the time for which nothing more has to come in before those who are missing are silent."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
 def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
-    """How long to wait, from the question on, for those who are missing.
+    """Return how long to wait, from the question on, for those who are missing.
 
     While answers come in, the wait goes on: it ends when none has come for a while, and those who are missing take many
     times as long as the typical one. Where most are missing, they are probably just slow: no rank is silent then before

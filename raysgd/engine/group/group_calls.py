@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members, split
 from raysgd.engine.processes.gathering import Listener
 from raysgd.engine.processes.local_worker import LocalCall
-from raysgd.engine.processes.platform import Platform, ThreadEvent
+from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.worker import notes_of
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, hosts_of
 
@@ -37,7 +38,7 @@ class GroupCalls:
         if local:
             outcomes = self._gather_both(local, remote, on_wait)
         else:
-            outcomes = Listener(remote, self._spec.keeps_processes, self._platform).listen(on_wait)
+            outcomes = Listener(remote, self._spec.keeps_survivors, self._platform).listen(on_wait)
         self.unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
@@ -90,7 +91,7 @@ class GroupCalls:
 
         The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
         """
-        listener = Listener(remote, self._spec.keeps_processes, self._platform)
+        listener = Listener(remote, self._spec.keeps_survivors, self._platform)
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
 
@@ -118,19 +119,19 @@ class GroupCalls:
                 raise
         return {**outcomes, **answers}
 
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: ThreadEvent, left_s: float) -> bool:
-        """Whether the remote processes have to end, because after their failure the local call does not come back."""
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
+        """Return whether the remote processes have to end: after their failure the local call does not return."""
         if all(found.ok for found in answers.values()):
             return False
         if self._happens_within(left_s, is_local_done):
             return False
         kinds = {found.failure.kind for found in answers.values() if found.failure}
-        if self._spec.keeps_processes and "user" not in kinds:
+        if self._spec.keeps_survivors and "user" not in kinds:
             self._members.interrupt(range(len(self._members)))
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
 
-    def _happens_within(self, timeout_s: float, event: ThreadEvent) -> bool:
+    def _happens_within(self, timeout_s: float, event: threading.Event) -> bool:
         own_time = OwnTime(self._platform.now)
         while own_time.look(_POLL_S) < timeout_s:
             if event.wait(_POLL_S):

@@ -1,4 +1,4 @@
-"""What a front end does when a group starts and ends."""
+"""The actions of a front end when a group starts and ends."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class GroupHooks:
             The report of a call over which a worker died: the start counts as failed then. None if all is well.
         """
         return None
+
+    def on_change(self, group: WorkerGroup) -> None:
+        """The group has other members or other ranks than before; those that stayed go on where they are."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
         """A call failed, and is about to run again on new workers."""

@@ -1,4 +1,4 @@
-"""What every group of a trainer is started from."""
+"""The settings that every group of a trainer is started from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.engine.shared.types import Resources
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """What a front end tells its users behind the facts that the engine raises and logs. Each is a sentence or two.
+    """The words of a front end behind the facts that the engine raises and logs. Each is a sentence or two.
 
     Attributes:
         when_shut_down: After a call to a trainer that was shut down.
@@ -25,6 +25,7 @@ class FrontEndWords:
         when_not_granted: Where the resources were not granted in time.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
+        label: Ahead of what is logged of the group.
     """
 
     when_shut_down: str = ""
@@ -34,11 +35,12 @@ class FrontEndWords:
     when_not_granted: str = ""
     after_end: str = ""
     restart_point: str = "from the last snapshot"
+    label: str = ""
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What every group of a trainer is started from.
+    """The settings that every group of a trainer is started from.
 
     Attributes:
         connection: Connects the workers.
@@ -50,6 +52,8 @@ class GroupSpec:
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
         snapshot_every_s: After which of these calls; see `SnapshotRule`.
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
+        runs_on: Whether replicas run on by themselves over changes of the group, also between calls, and keep their
+            ranks. Without `regroups`.
         renews: Whether survivors of a loss that cannot go on keep their processes, which get new replicas.
         num_spares: How many workers wait, ready, to step in.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
@@ -69,6 +73,7 @@ class GroupSpec:
     captures: bool = True
     snapshot_every_s: EverySeconds = 0.0
     regroups: bool = False
+    runs_on: bool = False
     renews: bool = False
     num_spares: int = 0
     packs: bool = False
@@ -80,18 +85,23 @@ class GroupSpec:
 
     @property
     def captures_after_calls(self) -> bool:
-        """Whether workers copy their state without being asked for that alone."""
+        """True if workers copy their state without being asked for that alone."""
         return self.captures and self.snapshot_every_s is not None
 
     @property
     def loses_state(self) -> bool:
-        """Whether workers have a state that nothing else has, because no copies are made of it."""
+        """True if workers have a state that nothing else has, because no copies are made of it."""
         return self.captures and self.snapshot_every_s is None
 
     @property
     def keeps_processes(self) -> bool:
-        """Whether survivors of a loss are kept in any way, so that they are asked who is left."""
+        """True if processes are kept when others step in, so that a group can also start with fewer."""
         return self.regroups or self.renews
+
+    @property
+    def keeps_survivors(self) -> bool:
+        """True if survivors of a loss are kept in any way, also without others, so that they are asked who is left."""
+        return self.keeps_processes or self.runs_on
 
     @property
     def num_threads(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.engine.decisions import ranks
-from raysgd.engine.processes.gathering import CallListener, await_all
+from raysgd.engine.processes.gathering import RayPoller, await_all
 from raysgd.engine.processes.local_worker import LocalCall, LocalWorker
 from raysgd.engine.processes.worker import RemoteWorker
 from raysgd.engine.shared.types import WorkerInfo, World
@@ -46,7 +46,7 @@ class Members:
 
     @property
     def is_on_one_node(self) -> bool:
-        """Whether all workers are on the same node."""
+        """True if all workers are on the same node."""
         return len({info.node_id for info in self.infos}) == 1
 
     def submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
@@ -75,7 +75,7 @@ class Members:
             else:
                 worker.interrupt()
 
-    def close(self, calls: CallListener) -> None:
+    def close(self, calls: RayPoller) -> None:
         """Lets every worker close what it has; `calls` hears when they have."""
         remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
         for worker in self.workers:
@@ -97,7 +97,7 @@ def split(calls: dict[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
     return local, {rank: call for rank, call in calls.items() if rank not in local}
 
 
-def _await_closing(calls: CallListener, references: list[Any]) -> None:
+def _await_closing(calls: RayPoller, references: list[Any]) -> None:
     await_all(calls, references, _CLOSE_TIMEOUT_S)
     done = calls.ready(references, 0.0)
     if len(done) < len(references):

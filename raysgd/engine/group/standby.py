@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.processes.gathering import await_all, outcome
+from raysgd.engine.group.loans import Loan, StandbyWorker
+from raysgd.engine.processes.gathering import await_all
 from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.resources import find_process, kill_process, watch_process
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.worker import RemoteWorker, StandbyReady, notes_of
-from raysgd.engine.shared.types import Outcome, WorkerInfo, World
+from raysgd.engine.shared.types import WorkerInfo, World
 
 logger = logging.getLogger(__name__)
-_POLL_S = 0.005
-_LONGEST_POLL_S = 0.1  # where the wait takes as long as a worker takes to start
+_POLL_S = 0.1
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
 _LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
 _MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
@@ -38,45 +37,21 @@ class StartupCheck:
     library takes long to load.
 
     Args:
+        platform: What the workers run on.
         heartbeat_s: A worker that does not answer for so long is killed unless it works; never less than a library
             takes to load.
-        poll: What became of a question, as of now.
-        kill: Kills a process, also a stopped one.
-        find: Finds the process of a worker that has not answered yet; None while there is none.
-        watch: Asks whether a process works; a call.
-        now: Time.
     """
 
-    def __init__(
-        self,
-        heartbeat_s: float,
-        poll: Callable[[int, Any], Outcome] = outcome,
-        kill: Callable[[WorkerInfo], None] = kill_process,
-        find: Callable[[RemoteWorker], WorkerInfo | None] = lambda worker: find_process(worker.actor),
-        watch: Callable[[WorkerInfo], Any] = watch_process,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._poll, self._kill, self._find, self._watch, self._now = poll, kill, find, watch, now
+    def __init__(self, platform: Platform, heartbeat_s: float) -> None:
+        self._platform, self._poll, self._now = platform, platform.outcome, platform.now
         self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
-            max(heartbeat_s, _LOADING_S), lambda worker, call: poll(-1, call), now
+            max(heartbeat_s, _LOADING_S), lambda worker, call: self._poll(-1, call), self._now
         )
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
         self._watches: dict[RemoteWorker, tuple[Any, float]] = {}
         self._num_watches: Counter[RemoteWorker] = Counter()
-        self._next_round = now()
-
-    @classmethod
-    def on(cls, platform: Platform, heartbeat_s: float) -> StartupCheck:
-        """A check of workers on `platform`."""
-        return cls(
-            heartbeat_s,
-            platform.outcome,
-            platform.kill_process,
-            platform.find_process,
-            platform.watch_process,
-            platform.now,
-        )
+        self._next_round = self._now()
 
     def add(self, worker: RemoteWorker) -> None:
         """Checks `worker` from now on."""
@@ -110,7 +85,7 @@ class StartupCheck:
         """Has a silent worker looked at from beside. The worker itself is asked again in the next round."""
         info = self._infos.get(worker)
         if info is None:  # its process may have been made just now
-            found = self._find(worker)
+            found = self._platform.find_process(worker)
             if found is not None:
                 self._infos[worker] = found
         elif worker in self._watches:
@@ -119,7 +94,7 @@ class StartupCheck:
         elif self._num_watches[worker] >= _MOST_WATCHES:
             self._end(worker, info)
         else:
-            self._watches[worker] = self._watch(info), self._now()
+            self._watches[worker] = self._platform.watch_process(info), self._now()
             self._num_watches[worker] += 1
 
     def _look_at(self, worker: RemoteWorker, watch: Any) -> None:
@@ -138,7 +113,7 @@ class StartupCheck:
         )
         self.remove(worker)
         worker.kill()
-        self._kill(info)
+        self._platform.kill_process(info)
 
     def _forget_silence(self, worker: RemoteWorker) -> None:
         self._watches.pop(worker, None)
@@ -148,18 +123,9 @@ class StartupCheck:
         self._liveness.ask(workers, lambda worker: worker.submit("describe"))
 
 
-@dataclass(frozen=True)
-class StandbyWorker:
-    """A worker that is ready to join a group."""
-
-    worker: RemoteWorker
-    info: WorkerInfo
-    facts: Any
-
-
 @dataclass
 class Replacements:
-    """How many more workers may be started in the place of those that die while a group starts."""
+    """The number of workers that may still be started in the place of those that die while a group starts."""
 
     num_left: int = 0
 
@@ -173,24 +139,27 @@ class StandbyWorkers:
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
-        self._startup = StartupCheck.on(platform, spec.heartbeat_s)
+        self._startup = StartupCheck(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[StandbyWorker] = []
+        self._loans: list[Loan] = []
+        self._num_loans = 0
         self._world_size = 1
         self._is_cancelled = False
+        self._polling = threading.Lock()
         self.replacements = Replacements()
 
     @property
     def num_coming(self) -> int:
-        """How many are being made ready."""
+        """The number of those that are being made ready."""
         self._poll()
         return len(self._coming)
 
     @property
     def num_ready(self) -> int:
-        """How many could step in now."""
+        """The number of those that could step in now, lent ones too."""
         self._poll()
-        return len(self._ready)
+        return len(self._ready) + len(self._loans)
 
     def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
@@ -229,16 +198,17 @@ class StandbyWorkers:
 
         `on_wait` is called now and then while it waits.
         """
-        deadline, pause_s = self._platform.now() + timeout_s, _POLL_S
+        deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
+        self._recall(count - len(self._ready))
         while len(self._ready) < count and self._coming and self._platform.now() < deadline:
             if self._is_cancelled:
                 break
-            self._platform.sleep(pause_s)
-            pause_s = min(1.05 * pause_s, _LONGEST_POLL_S)
+            self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
             on_wait()
             self._poll()
-        taken, self._ready = self._ready[:count], self._ready[count:]
+        taken = self._ready[:count]
+        del self._ready[:count]
         return taken
 
     def take_needed(
@@ -255,6 +225,41 @@ class StandbyWorkers:
             self.kill(standby_worker)
         return None
 
+    def lend(self) -> Loan | None:
+        """Lends a worker that is ready; None where none is. It steps in all the same when it is needed."""
+        self._poll()
+        if not self._ready:
+            return None
+        self._num_loans += 1
+        loan = Loan(self._ready.pop(), self._num_loans, self._platform, self._spec)
+        self._loans.append(loan)
+        return loan
+
+    def _recall(self, count: int) -> None:
+        """Takes back up to `count` that are lent. One that does not leave its call in time stays where it is."""
+        loans = self._loans[: max(0, count)]
+        for loan in loans:
+            loan.recall()
+        calls = [loan.call for loan in loans if loan.call is not None]
+        if calls:
+            await_all(self._platform, calls, self._spec.settle_timeout_s)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Makes those ready again whose call is over; ends those that died in it."""
+        for loan in [each for each in self._loans if each.is_over]:
+            if not _take_out(self._loans, loan):
+                continue
+            if loan.has_died:
+                self._kill(loan.standby_worker.worker)
+            else:
+                self._ready.append(loan.standby_worker)
+
+    @property
+    def _idle(self) -> list[StandbyWorker]:
+        """Those that no group has."""
+        return [*self._ready, *(loan.standby_worker for loan in self._loans)]
+
     def cancel(self) -> None:
         """From another thread: lets no one wait for them any more."""
         self._is_cancelled = True
@@ -265,9 +270,7 @@ class StandbyWorkers:
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
         """Kills those on nodes that are going away, also those that are still being made ready."""
-        for each in [each for each in self._ready if each.info.node_id in node_ids]:
-            self._ready.remove(each)
-            self._kill(each.worker)
+        self._drop([each for each in self._idle if each.info.node_id in node_ids])
         coming = self._coming if node_ids else []
         for worker, call in [each for each in coming if self._slots.node_of(each[0].slot) in node_ids]:
             self._coming.remove((worker, call))
@@ -275,18 +278,27 @@ class StandbyWorkers:
 
     def kill_all(self) -> None:
         """Ends all of them."""
-        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._ready]
-        self._coming, self._ready = [], []
+        workers, self._coming = [worker for worker, _ in self._coming], []
+        self._drop(self._idle)
         for worker in workers:
             self._kill(worker)
 
     def _poll(self) -> None:
+        """Sees who is ready, from any thread: programs request a status outside of turns."""
+        if not self._polling.acquire(blocking=False):  # another thread sees to it
+            return
+        try:
+            self._see_to_all()
+        finally:
+            self._polling.release()
+
+    def _see_to_all(self) -> None:
         self._startup.poll()
-        still_coming, num_died = [], 0
-        for worker, call in self._coming:
+        self._take_back()
+        num_died = 0
+        for worker, call in [*self._coming]:
             result = self._platform.outcome(-1, call)
-            if not result.answered:
-                still_coming.append((worker, call))
+            if not (result.answered and _take_out(self._coming, (worker, call))):
                 continue
             self._startup.remove(worker)
             self._spec.relay.tell({"standby worker": notes_of(result)})
@@ -297,26 +309,40 @@ class StandbyWorkers:
             else:
                 ready: StandbyReady = result.value
                 self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
-        self._coming = still_coming
         self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
         """Ends those that were ready and do not answer any more: they are not polled while they wait."""
         self._poll()
-        if not self._ready:
+        idle = self._idle
+        if not idle:
             return
-        calls = [each.worker.submit("describe") for each in self._ready]
+        calls = [each.worker.submit("describe") for each in idle]
         await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
         answers = [self._platform.outcome(-1, call) for call in calls]
-        for standby_worker, answer in zip(self._ready, answers, strict=True):
+        for standby_worker, answer in zip(idle, answers, strict=True):
             if not answer.ok:
                 logger.warning("standby worker (process %s) died", standby_worker.info.pid)
-                self._kill(standby_worker.worker)
+                self._drop([standby_worker])
                 if not answer.answered:
                     self._platform.kill_process(standby_worker.info)  # it may be stopped
-        self._ready = [standby_worker for standby_worker, answer in zip(self._ready, answers, strict=True) if answer.ok]
+
+    def _drop(self, idle: Sequence[StandbyWorker]) -> None:
+        self._ready[:] = [each for each in self._ready if each not in idle]
+        self._loans[:] = [each for each in self._loans if each.standby_worker not in idle]
+        for each in idle:
+            self._kill(each.worker)
 
     def _kill(self, worker: RemoteWorker) -> None:
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)
+
+
+def _take_out(items: list[Any], item: Any) -> bool:
+    """Takes an item out of a list; returns False where another thread has done that."""
+    try:
+        items.remove(item)
+    except ValueError:
+        return False
+    return True

@@ -11,8 +11,9 @@ from raysgd.engine.decisions import ranks
 from raysgd.engine.decisions.failures import classify, words
 from raysgd.engine.group.group_calls import GroupCalls
 from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.loans import StandbyWorker
 from raysgd.engine.group.members import Members
-from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers, StartupCheck
+from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.processes import resources
 from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.slots import Slots
@@ -37,7 +38,7 @@ class Startup:
     ) -> None:
         self._spec, self._slots, self._members, self._calls = spec, slots, members, calls
         self._standby, self._platform = standby, platform
-        self._startup = StartupCheck.on(platform, spec.heartbeat_s)
+        self._startup = StartupCheck(platform, spec.heartbeat_s)
         self._is_cancelled = False
 
     def prepare(self, num_workers: int, num_spares: int, timeout_s: float, min_workers: int) -> GroupReport:

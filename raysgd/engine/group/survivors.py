@@ -1,4 +1,4 @@
-"""Who lives after a failed call."""
+"""The survivors of a failed call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.engine.decisions.own_time import OwnTime
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members
-from raysgd.engine.processes.gathering import CallPoller, roll_call
+from raysgd.engine.processes.gathering import RayPoller, roll_call
 from raysgd.engine.shared.types import GroupReport, Outcome
 
 _STUCK_S = 5.0
@@ -23,7 +23,7 @@ class Survivors:
         stuck: Ranks that answered and did not finish what they do. They may have been stopped since.
     """
 
-    def __init__(self, spec: GroupSpec, members: Members, poller: CallPoller) -> None:
+    def __init__(self, spec: GroupSpec, members: Members, poller: RayPoller) -> None:
         self._spec, self._members, self._poller = spec, members, poller
         self.silent: set[int] = set()
         self.stuck: set[int] = set()

@@ -12,13 +12,15 @@ from typing import Any
 from raysgd.engine.decisions import ranks
 from raysgd.engine.group.group_calls import GroupCalls
 from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.group.loans import StandbyWorker
 from raysgd.engine.group.members import Members, split
-from raysgd.engine.group.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.group.standby import StandbyWorkers
 from raysgd.engine.group.startup import Startup
 from raysgd.engine.group.survivors import Survivors
 from raysgd.engine.processes.gathering import await_all
 from raysgd.engine.processes.local_worker import LocalWorker
-from raysgd.engine.processes.platform import Platform, RayPlatform
+from raysgd.engine.processes.outliving import CallNumber, KeptGroup
+from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.snapshots import Transfer
 from raysgd.engine.processes.transfers import FetchedParts, PartRelay, SharedValue, StoredPart
@@ -39,7 +41,7 @@ class WorkerGroup:
 
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
         self._spec = spec
-        self._platform = platform = platform or RayPlatform()
+        self._platform = platform = platform or Platform()
         self.slots = Slots(
             spec.resources, spec.packs, spec.within, spec.words.when_not_granted, platform.make_reservation
         )
@@ -57,12 +59,12 @@ class WorkerGroup:
 
     @property
     def is_ended(self) -> bool:
-        """Whether there are no processes, any more or yet."""
+        """True if there are no processes, any more or yet."""
         return not len(self._members)
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """Where the workers live, by rank."""
+        """The places of the workers, by rank."""
         return self._members.infos
 
     @property
@@ -77,12 +79,12 @@ class WorkerGroup:
 
     @property
     def is_driver_only(self) -> bool:
-        """Whether the only worker is the driver itself, so that no worker can be lost."""
+        """True if the only worker is the driver itself, so that no worker can be lost."""
         return not self.remote_ranks
 
     @property
     def is_on_one_node(self) -> bool:
-        """Whether all workers are on the same node."""
+        """True if all workers are on the same node."""
         return self._members.is_on_one_node
 
     @property
@@ -118,6 +120,16 @@ class WorkerGroup:
             self.kill()
             raise
 
+    def take_over(self, kept: KeptGroup) -> None:
+        """Goes on with workers that have outlived another process."""
+        self._members.give_ranks(kept.workers, kept.infos)
+        self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
+        self.num_workers = len(kept.workers)
+
+    def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
+        """Return what another process needs to go on with these workers."""
+        return KeptGroup(self._members.workers, self._members.infos, self.slots, facts)
+
     def on_replica(
         self,
         function: Callable[..., Any],
@@ -125,6 +137,7 @@ class WorkerGroup:
         *,
         capture: bool = False,
         landed: int | None = None,
+        number: CallNumber | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
@@ -133,7 +146,7 @@ class WorkerGroup:
         calls = {}
         for rank, args in args_by_rank.items():  # all before the first is sent: no rank begins what others cannot join
             if not workers[rank].is_local and id(args) not in packed:
-                packed[id(args)] = pack(function, capture, landed, args)
+                packed[id(args)] = pack(function, capture, landed, args, number)
         for rank, args in args_by_rank.items():
             if workers[rank].is_local:
                 calls[rank] = workers[rank].submit("on_replica", function, capture, landed, *args)
@@ -170,7 +183,7 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """What ranks (all, unless said) answer to `method` beside their work; without those that are late."""
+        """Return what ranks (all, unless said) answer to `method` beside their work; without those that are late."""
         local, remote = split(self._members.submit(method, *args, ranks=ranks))
         if remote:
             await_all(self._platform, remote.values(), timeout_s)
@@ -184,7 +197,7 @@ class WorkerGroup:
         return self._members.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
-        """What became of a call by `submit_beside`, as of now."""
+        """Return what became of a call by `submit_beside`, as of now."""
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
@@ -245,19 +258,21 @@ class WorkerGroup:
         joining: Sequence[StandbyWorker],
         handover: StateHandover,
         on_wait: Callable[[], None] | None = None,
+        places: Sequence[int] = (),
     ) -> GroupReport:
-        """Forms a new group of the `survivors`, in this order, and those that join them.
+        """Forms a new group of the `survivors` and those that join them.
 
         Args:
             survivors: Ranks in the old group, which have left it.
             joining: Workers from `standby`.
             handover: Whose state the others take over, by new rank.
             on_wait: Called now and then while it waits.
+            places: The rank that each of them gets; unless given, they get them in this order.
 
         Returns:
             The replicas' facts. On anything but success the group cannot be used any more.
         """
-        self._give_places(survivors, joining)
+        self._give_places(survivors, joining, places)
         members = self._members
         handover = handover.by_node(members.worlds)
 
@@ -292,12 +307,13 @@ class WorkerGroup:
         self._give_places(survivors, joining)
         return self._calls.connect(partial(self._start.build, captures=captures), on_wait or self._start.look_after)
 
-    def _give_places(self, survivors: Sequence[int], joining: Sequence[StandbyWorker]) -> None:
+    def _give_places(
+        self, survivors: Sequence[int], joining: Sequence[StandbyWorker], places: Sequence[int] = ()
+    ) -> None:
         members = self._members
-        members.give_ranks(
-            [members.workers[rank] for rank in survivors] + [each.worker for each in joining],
-            [members.infos[rank] for rank in survivors] + [each.info for each in joining],
-        )
+        workers = [members.workers[rank] for rank in survivors] + [each.worker for each in joining]
+        infos = [members.infos[rank] for rank in survivors] + [each.info for each in joining]
+        members.give_ranks(ranks.in_places(workers, places), ranks.in_places(infos, places))
         self.num_workers, self.gone = len(members), set()
 
     def kill_rank(self, rank: int) -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.engine.decisions.own_time import OwnTime
 from raysgd.engine.decisions.silence import max_silence_s
@@ -23,6 +23,7 @@ _POLL_S = 0.1
 _LOOK_S = 0.005
 _TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
+_TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
 _TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
@@ -38,7 +39,7 @@ class Listener:
     """
 
     def __init__(
-        self, references: Mapping[int, Any], asks_survivors: bool = False, calls: CallListener | None = None
+        self, references: Mapping[int, Any], asks_survivors: bool = False, calls: RayPoller | None = None
     ) -> None:
         self._references = references
         self._asks_survivors = asks_survivors
@@ -123,7 +124,7 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """How long those who have not answered still have, after these failures and those of the driver itself."""
+        """Return how long those who are missing still have, after these failures and those of the driver itself."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -132,7 +133,7 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """How long to listen on after failures of these kinds, from the first one on.
+    """Return how long to listen on after failures of these kinds, from the first one on.
 
     Args:
         kinds: What is known by now.
@@ -147,93 +148,69 @@ def grace_s(
     return min(max(_USER_GRACE_S, ran_s), _LONGEST_USER_GRACE_S)
 
 
-def outcome(rank: int, reference: Any) -> Outcome:
-    """What is known of one call right now."""
-    import ray
-
-    try:
-        value = ray.get(reference, timeout=0)
-        return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
-    except ray.exceptions.GetTimeoutError:
-        return Outcome(rank, answered=False)
-    except WorkerFailed as carrier:  # Ray raises a class derived from ours
-        return Outcome(rank, failure=_carried(carrier))
-    except ray.exceptions.RayTaskError as error:  # the worker could not even word its failure, or Ray could not run it
-        return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
-    except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
-        return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
-    except ray.exceptions.RayError as error:
-        return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
-
-
-class CallPoller(Protocol):
-    """Hears what became of calls, and knows the time."""
-
-    def now(self) -> float:
-        """Seconds, on a clock that only goes forward."""
-
-    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Those of `references` that came to an end; waits until all have, or the time is over."""
-
-    def outcome(self, rank: int, reference: Any) -> Outcome:
-        """What is known of one call right now."""
-
-
-class CallListener(CallPoller, Protocol):
-    """Also waits for calls."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is still a cluster to listen to."""
-
-    def sleep(self, seconds: float) -> None:
-        """Waits."""
-
-    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Those of `references` that came to an end; waits for the first one, or until the time is over.
-
-        Many answers come one after the other, and each look at all that are missing costs: it waits a moment for more.
-        """
-
-
 class RayPoller:
-    """Hears what became of calls of Ray actors."""
+    """Hears what became of calls of Ray actors, and knows the time."""
 
     @property
     def is_running(self) -> bool:
+        """True if there is still a cluster to listen to."""
         import ray
 
         return bool(ray.is_initialized())
 
     def now(self) -> float:
+        """Seconds, on a clock that only goes forward."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
+        """Waits."""
         time.sleep(seconds)
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        """Those of `references` that came to an end; waits for the first one, or until the time is over.
+
+        Answers come together, or many one after the other, and each look costs: it may wait a moment for all.
+        """
         import ray
 
         # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
-        done, rest = ray.wait(list(references), num_returns=1, timeout=timeout_s)
-        if done and rest:
-            together_s = _TOGETHER_S_EACH * len(rest)
-            together_s = together_s if timeout_s is None else min(together_s, timeout_s)
-            done += ray.wait(rest, num_returns=len(rest), timeout=together_s)[0]
+        together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
+        done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
+        if not done and (timeout_s is None or timeout_s > together_s):
+            left_s = None if timeout_s is None else timeout_s - together_s
+            done, _ = ray.wait(list(references), num_returns=1, timeout=left_s)
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        """Those of `references` that came to an end; waits until all have, or the time is over."""
         import ray
 
         done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
         return done
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        return outcome(rank, reference)
+        """Return what is known of one call right now."""
+        import ray
+
+        try:
+            value = ray.get(reference, timeout=0)
+            return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
+        except ray.exceptions.GetTimeoutError:
+            return Outcome(rank, answered=False)
+        except WorkerFailed as carrier:  # Ray raises a class derived from ours
+            return Outcome(rank, failure=_carried(carrier))
+        except (
+            ray.exceptions.RayTaskError
+        ) as error:  # the worker could not even word its failure, or Ray could not run it
+            return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
+        except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
+            return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
+        except ray.exceptions.RayError as error:
+            return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
 
 
 def roll_call(
-    poller: CallPoller, references: Mapping[int, Any], num_others: int, heartbeat_s: float
+    poller: RayPoller, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
     """Wait for each rank to answer whether it lives; return the outcomes, also those of ranks that stayed silent.
 
@@ -256,7 +233,7 @@ def roll_call(
     return outcomes
 
 
-def await_all(poller: CallPoller, references: Collection[Any], timeout_s: float) -> None:
+def await_all(poller: RayPoller, references: Collection[Any], timeout_s: float) -> None:
     """Waits until all of these came to an end, or for so long; seconds in which this process stood still do not count.
 
     Args:
@@ -277,7 +254,7 @@ def _carried(carrier: Any) -> Failure:
 
 
 def _cause_of(error: Any) -> BaseException:
-    """What was wrong with a call. If Ray could not unpickle its arguments, only the text of the reason is left."""
+    """Return what was wrong with a call. If Ray could not unpickle its arguments, only the reason's text is left."""
     import ray
 
     cause: BaseException = error.cause or error

@@ -60,6 +60,11 @@ def part_of_snapshot(replica: Any, number: int) -> Capture | None:
     return found
 
 
+def hold(replica: Any) -> None:
+    """Let a replica that runs on by itself return from its call, so that others can step in."""
+    replica.hold()
+
+
 def propose_hold(replica: Any, number: int, margin: int, at: int | None) -> int | None:
     """Propose a step to stop at; return the one that this rank can still stop at."""
     found: int | None = replica.propose_hold(number, margin, at)
@@ -69,3 +74,8 @@ def propose_hold(replica: Any, number: int, margin: int, at: int | None) -> int 
 def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
     """Say whether all ranks stop at the proposed step."""
     replica.settle_hold(number, is_agreed)
+
+
+def leave_call(replica: Any, number: int) -> None:
+    """Let the call of this loan, and of all before it, give up between two batches."""
+    replica.leave_call(number)

@@ -12,7 +12,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-_NAMESPACE = "raysgd"
+from raysgd.engine.processes.outliving import NAMESPACE, keeper
+
 _POLL_S = 2.0
 
 
@@ -24,25 +25,31 @@ def guard(name: str) -> Any:
     import ray
 
     context = ray.get_runtime_context()
-    maker = context.get_worker_id(), context.get_node_id()
+    maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
     if not _is_alive(*maker):  # a driver, whose groups end with its job, or a Ray that does not tell
         return None
     return (
         ray.remote(ReservationGuard)
-        .options(num_cpus=0, lifetime="detached", namespace=_NAMESPACE, name=name, max_restarts=-1)
+        .options(num_cpus=0, lifetime="detached", namespace=NAMESPACE, name=name, max_restarts=-1)
         .remote(name, *maker)
     )
 
 
-def _is_alive(worker_id: str, node_id: str) -> bool:
-    """Return whether a process of a task or an actor lives. Ray keeps this query private; without it, none does."""
+def _is_alive(maker: str, node_id: str | None) -> bool:
+    """Return whether a process of a task or an actor lives; without a node, whether an actor does or will again.
+
+    Ray keeps these queries private; without them, none does.
+    """
     import ray
 
     try:
-        workers = importlib.import_module("ray._private.state").workers()
+        state = importlib.import_module("ray._private.state")
+        if node_id is None:
+            return bool(state.actors(maker).get("State", "DEAD") != "DEAD")
+        workers = state.workers()
     except (ImportError, AttributeError):
         return False
-    return worker_id in workers and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+    return maker in workers and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
 class ReservationGuard:
@@ -51,13 +58,13 @@ class ReservationGuard:
     It belongs to no other actor, so it outlives the process, and Ray starts it again elsewhere if its node is lost.
     """
 
-    def __init__(self, name: str, worker_id: str, node_id: str) -> None:
-        threading.Thread(target=self._watch, args=(name, worker_id, node_id), daemon=True).start()
+    def __init__(self, name: str, maker: str, node_id: str | None) -> None:
+        threading.Thread(target=self._watch, args=(name, maker, node_id), daemon=True).start()
 
-    def _watch(self, name: str, worker_id: str, node_id: str) -> None:
+    def _watch(self, name: str, maker: str, node_id: str | None) -> None:
         import ray
 
-        while _is_alive(worker_id, node_id):
+        while _is_alive(maker, node_id):
             time.sleep(_POLL_S)
         time.sleep(_POLL_S)  # what the process asked for last may be on its way
         with suppress(ValueError):  # there is no such group

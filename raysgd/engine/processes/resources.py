@@ -8,12 +8,14 @@ import os
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raysgd.engine.decisions.policies import capacity
+from raysgd.engine.processes.outliving import keeper
 from raysgd.engine.processes.reservation_guard import guard
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
@@ -42,7 +44,7 @@ def ensure_ray() -> None:
 
 
 def is_ray_client() -> bool:
-    """Whether this process drives a cluster through a Ray Client connection."""
+    """Return whether this process drives a cluster through a Ray Client connection."""
     return bool(_ray().util.client.ray.is_connected())
 
 
@@ -85,7 +87,7 @@ def _node_view(node: Mapping[str, Any], free: Mapping[str, float], groups: Colle
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Whether a node still has bundles of a placement group that is none of `groups`, a list made later.
+    """Return whether a node still has bundles of a placement group that is none of `groups`, a list made later.
 
     Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
     a busy machine seconds, and in the same moment its bundles are off the node's list.
@@ -104,7 +106,7 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def _placement_groups() -> dict[str, Any]:
-    """What Ray says of each placement group that was not removed, by its id."""
+    """Return what Ray says of each placement group that was not removed, by its id."""
     table = _ray().util.placement_group_table()
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
 
@@ -128,7 +130,7 @@ def draining_nodes() -> frozenset[str]:
 
 
 def drain_deadlines() -> dict[str, int]:
-    """When each of them goes, in milliseconds of Unix time; 0 where no one said.
+    """Return when each of them goes, in milliseconds of Unix time; 0 where no one said.
 
     Ray keeps this query private; where it is missing, none are known.
     """
@@ -139,7 +141,7 @@ def drain_deadlines() -> dict[str, int]:
 
 
 def find_process(actor: Any) -> WorkerInfo | None:
-    """Where an actor's process is that has not answered yet; None while there is none.
+    """Return where an actor's process is that has not answered yet; None while there is none.
 
     Ray keeps this query private; where it is missing, no process is found.
     """
@@ -186,7 +188,7 @@ def _sigkill(pid: int) -> None:
 
 
 def _works(pid: int) -> bool:
-    """Whether a process gets any processor time within some seconds. Where the system does not tell, it does not."""
+    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
     try:
         before = _processor_ticks(pid)
         for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
@@ -211,7 +213,9 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
         lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
     for holder in view.holders:
         how = "held" if holder.state == "CREATED" else "waited for"
-        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {[dict(b) for b in holder.bundles]}")
+        counts = Counter(str(dict(bundle)) for bundle in holder.bundles)
+        bundles = ", ".join(f"{count} x {bundle}" for bundle, count in counts.items())
+        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {bundles}")
     held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
     used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
     if used - held > 1e-6:
@@ -220,7 +224,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
-    """Why the nodes that there are can never hold so many workers, or None if they can once nothing else runs."""
+    """Returns why today's nodes can never hold so many workers, or None if they can once nothing else runs."""
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -229,7 +233,7 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str |
 
 
 def _state_of(group: Any) -> str:
-    """What Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray has answered."""
+    """Return what Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray answers."""
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
@@ -271,18 +275,19 @@ class Reservation:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
             self._guard = guard(name)
             labels = {"bundle_label_selector": [dict(need.labels)] * num_workers} if need.labels else {}
-            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, **labels)
+            lifetime = None if keeper() is None else "detached"
+            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, lifetime, **labels)
 
     def __len__(self) -> int:
         return self._num_workers
 
     @property
     def is_own(self) -> bool:
-        """Whether it holds resources itself, so that the actors of the workers find their place at once."""
+        """True if it holds resources itself, so that the actors of the workers find their place at once."""
         return self._own is not None
 
     def is_granted(self) -> bool:
-        """Whether the resources are there, as of now."""
+        """Return whether the resources are there, as of now."""
         group = self._own or self._outer
         return group is None or _state_of(group) == "CREATED"
 
@@ -364,7 +369,7 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """For each bundle the live node that holds it now, or None; Ray moves the bundles of a node that was lost."""
+        """Returns the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
         ray = _ray()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if self._own is None:
@@ -417,5 +422,5 @@ class _GPUHolder:
     """An actor that holds GPUs for a process that is not an actor."""
 
     def gpu_ids(self) -> list[str]:
-        """Which GPUs Ray gave it."""
+        """Return which GPUs Ray gave it."""
         return [str(identity) for identity in _ray().get_gpu_ids()]

@@ -49,7 +49,7 @@ class Slots:
 
     @property
     def are_own(self) -> bool:
-        """Whether what is reserved is held already, so that an actor finds its place at once."""
+        """True if what is reserved is held already, so that an actor finds its place at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
     def reserve(
@@ -114,6 +114,14 @@ class Slots:
         self._reservations.append(reservation)
         self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
+    def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
+        """Takes over what another process has reserved, of which these slots are taken."""
+        self._asked = slots._asked
+        places = {(id(slot.reservation), slot.index) for slot in taken}
+        for reservation in slots._reservations:
+            self._add(reservation)
+        self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
+
     def take(self) -> Slot:
         """A free slot, whatever became of its node; for a group that is just starting."""
         return self._free.pop(0)
@@ -131,7 +139,7 @@ class Slots:
         return taken
 
     def num_usable(self, avoid: Collection[str] = ()) -> int:
-        """How many slots, taken or not, are on live nodes other than those to `avoid`."""
+        """Return how many slots, taken or not, are on live nodes other than those to `avoid`."""
         nodes = [node for reservation in self._reservations for node in reservation.nodes()]
         return sum(node is not None and node not in avoid for node in nodes)
 

@@ -41,7 +41,7 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """What each rank of a new group, of whatever size, takes of it beside the shared state.
+        """Return what each rank of a new group, of whatever size, takes of it beside the shared state.
 
         That is its own state, and where there is progress, that of rank 0 and of all whose metrics it counts.
         """
@@ -126,29 +126,29 @@ class SnapshotKeeper(Generic[CallT]):
 
     @property
     def last_file_in_words(self) -> str:
-        """What is left for somebody who has no snapshot."""
+        """The advice for somebody who has no snapshot."""
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
 
     @property
     def has_gap(self) -> bool:
-        """Whether a call changed the state since `landed` that can not be run again."""
+        """True if a call changed the state since `landed` that can not be run again."""
         return self._num_gaps > self._num_gaps_landed
 
     @property
     def replay_s(self) -> float:
-        """How long the calls took that no snapshot covers, landed or coming."""
+        """The time that the calls took that no snapshot covers, landed or coming."""
         return sum(self._call_s[self._num_coming_covers :])
 
     @property
     def calls_since_s(self) -> float:
-        """How long the calls took that `landed` does not cover."""
+        """The time that the calls took that `landed` does not cover."""
         return sum(self._call_s)
 
     @property
     def num_uncovered(self) -> int:
-        """How many calls these are."""
+        """The number of these calls."""
         return len(self._calls) - self._num_coming_covers
 
     @property
@@ -157,7 +157,7 @@ class SnapshotKeeper(Generic[CallT]):
 
     @property
     def is_inside(self) -> bool:
-        """Whether `landed` was taken inside the call that follows those it covers: that one can continue."""
+        """True if `landed` was taken inside the call that follows those it covers: that one can continue."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
@@ -167,17 +167,17 @@ class SnapshotKeeper(Generic[CallT]):
 
     @property
     def is_current(self) -> bool:
-        """Whether the newest state is covered by a snapshot, landed or coming."""
+        """True if the newest state is covered by a snapshot, landed or coming."""
         return self.shares_current and not self._is_stale_for_ranks
 
     @property
     def shares_current(self) -> bool:
-        """Whether that holds for what all ranks share; of what is a rank's own, newer random numbers may be missing."""
+        """True if that holds for what all ranks share; of what is a rank's own, newer random numbers may be missing."""
         return self.has_any and not self._is_stale
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a snapshot at all, landed or coming."""
+        """True if there is a snapshot at all, landed or coming."""
         return self.landed is not None or self._coming is not None
 
     def completed(self, call: CallT | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
@@ -223,7 +223,7 @@ class SnapshotKeeper(Generic[CallT]):
 
     @property
     def is_coming(self) -> bool:
-        """Whether a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
+        """True if a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
         return self._coming is not None
 
     def take(self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False) -> None:
@@ -308,7 +308,7 @@ class SnapshotKeeper(Generic[CallT]):
         self._coming, self._num_covered, self.is_awaited = coming, num_covered, False
 
     def _lose_coming(self) -> None:
-        """What it covered is open again: a snapshot should follow soon, whatever calls these were."""
+        """Open again what it covered: a snapshot should follow soon, whatever calls these were."""
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 

@@ -42,7 +42,7 @@ def store(value: Any) -> SharedValue:
 
 
 def transfer(call: Any) -> Transfer:
-    """What a call will return, on its way."""
+    """Return what a call will return, on its way."""
     return _Done(call.function()) if isinstance(call, LocalCall) else _StoreTransfer(call)
 
 

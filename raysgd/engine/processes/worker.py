@@ -1,4 +1,4 @@
-"""What runs inside one worker process, and the driver's handle on a remote one."""
+"""The code that runs inside one worker process, and the driver's handle on a remote one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from raysgd._text import log_lines
 from raysgd._text.log_lines import WorkerLogLine
 from raysgd.engine.processes.forked_children import let_go_of_ray
+from raysgd.engine.processes.outliving import CallNumber, keeper
 from raysgd.engine.processes.slots import Slot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.faults import describe_fault
@@ -61,7 +61,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class StandbyReady:
-    """What a worker answers that is ready to step in."""
+    """The answer of a worker that is ready to step in."""
 
     info: WorkerInfo
     facts: Any
@@ -70,7 +70,7 @@ class StandbyReady:
 
 @dataclass(frozen=True)
 class LeftGroup:
-    """What a worker answers that has left its group.
+    """The answer of a worker that has left its group.
 
     Attributes:
         progress: How far its replica is.
@@ -82,7 +82,7 @@ class LeftGroup:
 
 
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
-    """What a worker logged up to an answer of it."""
+    """Return what a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, Answer | StandbyReady) else ()
@@ -114,7 +114,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 
 def is_sendable(value: Any) -> bool:
-    """Whether a value can travel to a worker."""
+    """Return whether a value can travel to a worker."""
     try:
         packed_bytes("it", value)
     except UnpicklableError:
@@ -129,26 +129,32 @@ def _in_short(error: Exception) -> str:
 def _timed_capture(replica: Replica, landed: int | None) -> Capture:
     began = time.perf_counter()
     part = replica.capture(landed)
-    return replace(part, seconds=time.perf_counter() - began)
+    return replace(part, seconds=part.seconds + time.perf_counter() - began)
 
 
-def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: Sequence[Any]) -> tuple[Any, ...]:
+def pack(
+    function: Callable[..., Any],
+    capture: bool,
+    landed: int | None,
+    args: Sequence[Any],
+    number: CallNumber | None = None,
+) -> tuple[Any, ...]:
     """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
     from ray import ObjectRef
 
     references = [arg for arg in args if isinstance(arg, ObjectRef)]
     rooms = iter(range(len(references)))
     plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
-    return packed_bytes("What the call is given", (function, capture, landed, plain)), *references
+    return packed_bytes("What the call is given", (function, capture, landed, plain, number)), *references
 
 
-def _unpacked(packed: bytes, values: Sequence[Any]) -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
-    """What `pack` was given."""
+def _unpacked(packed: bytes, values: Sequence[Any]) -> tuple[Any, bool, int | None, list[Any], CallNumber | None]:
+    """Return what `pack` was given."""
     try:
-        function, capture, landed, args = pickle.loads(packed)
+        function, capture, landed, args, number = pickle.loads(packed)
     except ModuleNotFoundError as error:
         raise cannot_import(error.name) from error
-    return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
+    return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args], number
 
 
 def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> Answer:
@@ -172,9 +178,11 @@ class WorkerProcess:
         self._world = World(rank=-1, size=0)
         self._replica: Replica | None = None
         self._busy_thread: int | None = None
+        self._number: CallNumber | None = None
+        self._reply: Answer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Where this worker lives. Answered beside its work, so it is a sign of life too."""
+        """Return where this worker lives. Answered beside its work, so it is a sign of life too."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -187,8 +195,9 @@ class WorkerProcess:
         if initialization_hook is not None:
             initialization_hook()
         if self._is_remote:
-            with _without_collections():
-                self._connection.load()
+            self._connection.load()
+            gc.freeze()  # what was imported never becomes garbage
+            gc.enable()
         else:
             self._connection.load_in_driver()
         return self.describe()
@@ -236,6 +245,7 @@ class WorkerProcess:
             self._replica = replica
             facts = replica.setup()
             replica.warm_up()
+            self._world = World(rank=0, size=1)
             return StandbyReady(info, facts, log_lines.drain())
 
         return self._guarded(body)
@@ -271,16 +281,30 @@ class WorkerProcess:
         return self._guarded(body)
 
     def on_packed(self, packed: bytes, *values: Any) -> Answer:
-        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them."""
+        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them.
+
+        One whose number it has had is not run again: it was sent by a host that has died since.
+        """
         self._busy_thread = threading.get_ident()
+        number = None
         try:  # and not inside `_guarded`: users look at these frames, and Ray puts one around each method
-            function, capture, landed, args = _unpacked(packed, values)
-            return _answer(self.replica, function(self.replica, *args), capture, landed)
+            function, capture, landed, args, number = _unpacked(packed, values)
+            if number is None or number != self._number:
+                self._number = self._number if number is None else number
+                reply: Any = _answer(self.replica, function(self.replica, *args), capture, landed)
+            else:
+                reply = self._reply
         except BaseException as error:
             if not self._is_from_call(error):
                 raise
-            failure = self._failure(error)
-        return cast(Answer, self._fail(failure))
+            reply = self._failure(error)
+        if number is not None:
+            self._reply = reply
+        return cast(Answer, self._fail(reply) if isinstance(reply, Failure) else reply)
+
+    def last_call(self) -> CallNumber | None:
+        """From another thread: the number of the last call that had one, whether or not it has ended."""
+        return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
@@ -336,7 +360,9 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
+        """The replica, whose state may change from now on."""
         assert self._replica is not None, "the worker has no replica yet"
+        self._replica.finish_copies()
         return self._replica
 
     def _guarded(self, body: Callable[[], ValueT]) -> ValueT:
@@ -363,7 +389,7 @@ class WorkerProcess:
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
+        """Return whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
     def _has_lost_its_group(self, error: BaseException) -> bool:
@@ -388,7 +414,11 @@ class RemoteWorker:
 
     def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
         self.slot = slot
-        self.actor = _actor_class().options(**slot.options).remote(connection, num_threads, log_level=log_lines.level())
+        options, kept_by = slot.options, keeper()
+        if kept_by is not None:
+            options |= kept_by.actor_options()
+        self.name = options.get("name", "")
+        self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""
@@ -405,6 +435,9 @@ class _HostedProcess(WorkerProcess):
     """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Until it is prepared: looking for garbage again and again is a sixth of the time that the framework takes to
+        # import, which for a standby worker may be while Ray unpickles the arguments of `prepare_standby`.
+        gc.disable()
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         let_go_of_ray()
@@ -416,7 +449,11 @@ class _HostedProcess(WorkerProcess):
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
-_GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send", "relay")}
+_GROUPS = {
+    "beside": ("beside", "stack"),
+    "signs": ("describe", "interrupt", "last_call"),
+    "sending": ("send", "relay"),
+}
 _NUM_RETURNS = {"relay": 2}
 
 
@@ -448,22 +485,6 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
 
 _ACTOR_CLASS: Any = None
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keeps the garbage collector away from what is made meanwhile: modules, which never become garbage.
-
-    Looking through them again and again is up to a third of the time that importing a framework takes.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def node_here() -> tuple[str, str]:

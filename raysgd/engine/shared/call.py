@@ -27,6 +27,7 @@ class Call:
         leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
         check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
             are not in one state.
+        may_rejoin: Whether survivors of a loss may continue it at all.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
     """
 
@@ -40,16 +41,17 @@ class Call:
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
+    may_rejoin: bool = True
     is_repeatable: bool = True
 
     @property
     def can_rejoin(self) -> bool:
-        """Whether survivors of a loss can continue it."""
-        return self.resume is not None or not self.changes_state
+        """True if survivors of a loss can continue it."""
+        return self.may_rejoin and (self.resume is not None or not self.changes_state)
 
     @property
     def is_kept(self) -> bool:
-        """Whether a copy of the state is due after it, or the call itself to be repeated."""
+        """True if a copy of the state is due after it, or the call itself to be repeated."""
         return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:

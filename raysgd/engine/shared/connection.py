@@ -1,4 +1,4 @@
-"""What every connection does."""
+"""The protocol of all connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from raysgd.engine.shared.types import Rendezvous, World
 
 FORM_TIMEOUT_S = 120.0
-"""How long ranks may take to form a group, unless they are told otherwise. All are there already, and ready."""
+"""The time that ranks have to form a group, unless they are told otherwise. All are there already, and ready."""
 
 
 class Connection(ABC):
@@ -33,19 +33,19 @@ class Connection(ABC):
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """In a driver that is a worker itself: computes on the GPUs with these ids; they are held for it.
+        """Computes on the GPUs with these ids, in a driver that is a worker itself; they are held for it.
 
         Remote workers see their own GPUs only, so they need not be told.
         """
 
     @property
     def opens_for_any_rank(self) -> bool:
-        """Whether `open_endpoint` does the same for each rank, so that it can be called before the rank is known."""
+        """True if `open_endpoint` does the same for each rank, so that it can be called before the rank is known."""
         return False
 
     @property
     def listens_alone(self) -> bool:
-        """Whether a driver that is the only worker has to open an endpoint, too, though no other rank looks for it."""
+        """True if a driver that is the only worker has to open an endpoint, too, though no other rank looks for it."""
         return False
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Connection(ABC):
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:
-        """Whether an exception raised in this process means that the group is broken, rather than the user's code.
+        """Return whether an exception raised in this process means that the group is broken, not the user's code.
 
         It is asked while the exception has its traceback. An error of user code, such as a lost connection to a
         database, must not be taken for one of the group: it is never retried.

@@ -46,6 +46,11 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
     )
 
 
+def has_user_code(error: BaseException) -> bool:
+    """Return whether code of a user is in the traceback of an exception."""
+    return any(not _is_library(frame.filename) for frame in _frames(error))
+
+
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
     """`text`, or its beginning and how long it was."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
@@ -102,7 +107,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Whether it surely can be pickled, so that this need not be tried: what most connections end with."""
+    """Return whether it surely can be pickled, so that this need not be tried: what most connections end with."""
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 

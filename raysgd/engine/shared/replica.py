@@ -1,4 +1,4 @@
-"""What the engine expects of the object that lives in each worker."""
+"""The protocol of the object that lives in each worker, as the engine expects it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Capture:
         token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
             fetch.
         is_part: Whether the shared state is divided: under each rank's token is a part of it.
-        seconds: How long the copy took.
+        seconds: How long the copy took; where it is still to be made, how long the one before it did.
     """
 
     rank_state: Any = None
@@ -33,13 +33,20 @@ class Capture:
 
 
 class Replica(Protocol):
-    """A framework object in a worker process. All methods but `fetch` run one after the other."""
+    """A framework object in a worker process. All methods but `fetch` run one after the other.
+
+    `capture` may leave the copying to `fetch`, or to `finish_copies`, which is called before anything else that may
+    change the state.
+    """
 
     def setup(self) -> Any:
         """Builds the user's objects; the communication group exists already. Returns facts for the front end."""
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state, once. `landed_token` names the newest shared state that the driver holds by now."""
+
+    def finish_copies(self) -> None:
+        """Makes what is still to be copied."""
 
     def fetch(self, token: int) -> Any:
         """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""
@@ -58,7 +65,7 @@ class RegroupingReplica(Replica, Protocol):
     """
 
     def replica_progress(self) -> ReplicaProgress:
-        """How far it is. The old group has been left when this is called."""
+        """Return how far it is. The old group has been left when this is called."""
 
     def warm_up(self) -> None:
         """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""

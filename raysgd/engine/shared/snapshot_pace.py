@@ -15,14 +15,13 @@ logger = logging.getLogger(__name__)
 EverySeconds = float | Literal["auto"] | None
 
 _SHARE = 0.02  # of the time, for copies
-_FREE_S = 0.001  # a copy this quick costs less than the call that it comes with
 _MAX_REPLAY_S = 30.0
 _MAX_CALLS = 10_000  # each is kept, with its arguments
 
 
 @dataclass(frozen=True)
 class SnapshotRule:
-    """When a snapshot is due.
+    """The rule by which a snapshot is due.
 
     Attributes:
         every_s: So many seconds after the last one. "auto": so rarely that copies take 2 % of the time at most, but
@@ -33,11 +32,11 @@ class SnapshotRule:
 
     @property
     def is_off(self) -> bool:
-        """Whether none is ever due."""
+        """True if none is ever due."""
         return self.every_s is None
 
     def is_due(self, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:
-        """Whether one is due after a call.
+        """Return whether one is due after a call.
 
         Args:
             copy_s: For how long a copy holds the workers up.
@@ -51,22 +50,22 @@ class SnapshotRule:
             return True
         if self.every_s != "auto":
             return since_s >= self.every_s
-        return copy_s <= max(_FREE_S, _SHARE * since_s) or self.is_overdue(replay_s)
+        return copy_s <= _SHARE * since_s or self.is_overdue(replay_s)
 
     def is_overdue(self, replay_s: float) -> bool:
-        """Whether one is due without a call, because so much would have to be repeated."""
+        """Return whether one is due without a call, because so much would have to be repeated."""
         return self.every_s == "auto" and replay_s > _MAX_REPLAY_S
 
     def words(self, copy_s: float | None) -> str:
-        """What is due when, for the status of a trainer."""
+        """Return what is due when, for the status of a trainer."""
         if self.every_s is None:
             return "switched off"
         if self.every_s != "auto":
             return f"every {self.every_s:g} s" if self.every_s else "after each call"
-        if copy_s is None or copy_s <= _FREE_S:
+        if copy_s is None:
             return "after each call"
         every_s = min(copy_s / _SHARE, _MAX_REPLAY_S)
-        return f"every {every_s:.1f} s, for copies take {copy_s:.3f} s"
+        return f"every {every_s:.2g} s, because a copy takes {copy_s:.2g} s"
 
 
 class SnapshotPace:
@@ -106,7 +105,7 @@ class SnapshotPace:
             )
 
     def is_due(self, function: Any, replay_s: float, num_calls: int) -> bool:
-        """Whether to copy the state after a call that is about to be made.
+        """Return whether to copy the state after a call that is about to be made.
 
         Args:
             function: What the call runs.
@@ -120,5 +119,5 @@ class SnapshotPace:
         return self.rule.is_due(self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
 
     def words(self) -> str:
-        """What is due when, for the status of a trainer."""
+        """Return what is due when, for the status of a trainer."""
         return self.rule.words(self.copy_s)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 USEFUL, AGAIN, DATA, EXCHANGE, SLOWER_RANK = "useful", "again", "data", "exchange", "slower_rank"
-SNAPSHOT, START_UP, EVALUATION, DRIVER, OTHER = "snapshot", "start_up", "evaluation", "driver", "other"
+SNAPSHOT, UNDO = "snapshot", "undo"
+START_UP, EVALUATION, DRIVER, OTHER = "start_up", "evaluation", "driver", "other"
+VALIDATION_WAIT = "validation_wait"
 DETECT, FORM, HAND_OVER = "recovery_detect", "recovery_form", "recovery_hand_over"
 RESUME, REPLACE = "recovery_resume", "recovery_replace"
 RECOVERY = (DETECT, FORM, HAND_OVER, RESUME, REPLACE)
@@ -22,33 +24,36 @@ BINS: Mapping[str, str] = {
     EXCHANGE: "exchanging",
     SLOWER_RANK: "waiting for a slower rank",
     SNAPSHOT: "snapshot",
-    DETECT: "recovery: until the old group was left",
-    FORM: "recovery: until a new group had formed",
+    UNDO: "copies to undo a batch",
+    DETECT: "recovery: leaving the old group",
+    FORM: "recovery: forming a new group",
     HAND_OVER: "recovery: handing over the state",
-    RESUME: "recovery: until the call went on",
-    REPLACE: "recovery: no process in the place",
+    RESUME: "recovery: resuming the call",
+    REPLACE: "recovery: a worker was missing",
     START_UP: "start-up",
     EVALUATION: "evaluation",
+    VALIDATION_WAIT: "waiting for a validation that runs elsewhere",
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
 """Names of the bins, and words for them."""
 
-_SHOWN_FROM = 0.0005
-_OUTSIDE = (START_UP, EVALUATION, DRIVER)
-_LOST = (AGAIN, SNAPSHOT, *RECOVERY)
+_SHOWN_FROM = 0.005
+_OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
+_LOST = (AGAIN, SNAPSHOT, UNDO, *RECOVERY)
 _AVOIDABLE = {
     "waiting for data": (DATA,),
     "exchanging gradients": (EXCHANGE,),
     "waiting for a slower rank": (SLOWER_RANK,),
     "copying snapshots": (SNAPSHOT,),
+    "copying to undo a batch": (UNDO,),
     "recovering from losses": (AGAIN, *RECOVERY),
 }
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """What one replica says of its time.
+    """The time of one replica, as it tells it.
 
     Attributes:
         of: Tells replicas apart, also where they take the same place one after the other.
@@ -70,7 +75,7 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """Where the time of every rank of a trainer went.
+    """The time of every rank of a trainer, by what it was spent on.
 
     Attributes:
         ranks: Seconds by bin, for each rank that has told; the bins of a rank add up to the time it has existed.
@@ -117,7 +122,7 @@ class TimeLedger:
         return goodput_of(self.total())
 
     def largest_avoidable(self) -> tuple[str, float] | None:
-        """What took the largest share of the time in training calls that could be saved, and that share."""
+        """Return what took the largest share of the time in training calls that could be saved, and that share."""
         total = self.total()
         inside = _inside(total)
         if not inside:

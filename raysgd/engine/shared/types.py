@@ -14,12 +14,12 @@ from raysgd.exceptions import WorkerFault
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
-"""What a rank listens at is a port in these bits; more bits name a Unix socket."""
+"""The bits of an endpoint that are a port; more bits name a Unix socket."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process lives, and which GPUs Ray gave it."""
+    """The place of a worker process, and the GPUs that Ray gave it."""
 
     node_id: str
     node_ip: str
@@ -29,7 +29,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group listen for each other. The driver hands it round through Ray.
+    """The addresses at which the ranks of a group listen for each other. The driver hands them round through Ray.
 
     Attributes:
         addresses: Host and port of each rank, by rank; the port may have more bits than `PORT_BITS`.
@@ -53,7 +53,7 @@ class Rendezvous:
 
     @property
     def port(self) -> int:
-        """That of rank 0."""
+        """The port of rank 0."""
         return self.addresses[0][1] & (1 << PORT_BITS) - 1
 
 
@@ -92,7 +92,7 @@ class World:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker needs.
+    """The resources that one worker needs.
 
     Attributes:
         num_cpus: CPUs.
@@ -140,7 +140,7 @@ class PlacementGroupHolder:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What the cluster looked like at one moment."""
+    """The cluster as it looked at one moment."""
 
     nodes: tuple[NodeView, ...]
     holders: tuple[PlacementGroupHolder, ...] = ()
@@ -152,7 +152,7 @@ class ClusterView:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one worker's call did not return a value; `notes` are what it logged before."""
+    """The reason for which one worker's call did not return a value; `notes` are what it logged before."""
 
     kind: FailureKind
     fault: WorkerFault
@@ -161,7 +161,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one worker's call: a value, a failure, or no answer before we stopped listening."""
+    """The outcome of one worker's call: a value, a failure, or no answer before we stopped listening."""
 
     rank: int
     value: Any = None
@@ -175,24 +175,26 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """How far a replica is in a call that broke off, or that was held at a step boundary.
+    """The progress of a replica in a call that broke off, or that was held at a step boundary.
 
     Attributes:
         progress: Steps of the call that it has completed, counted alike on all ranks.
         is_whole: Whether its state is that of a completed step, so that others may take it over.
         obstacle: Why it cannot go on in another group; None when it can.
         words: How far that is in the user's terms, for the log.
+        admits: Whether others may join it where it is.
     """
 
     progress: int = 0
     is_whole: bool = True
     obstacle: str | None = None
     words: str = ""
+    admits: bool = True
 
 
 @dataclass(frozen=True)
 class StateHandover:
-    """Who takes over whose state when a new group is formed.
+    """The ranks that take over a state when a new group is formed, and those that give it.
 
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.
@@ -221,7 +223,7 @@ class StateHandover:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """What became of the samples of the pass over the data that is running or was run last.
+    """The samples of the pass over the data that is running or was run last, by what became of them.
 
     Attributes:
         pass_index: Which pass, from 0.
@@ -229,6 +231,8 @@ class DataLedger:
         used: How many have been used, each once, by all workers together.
         in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
         unit: What is counted: "samples", or "batches" where a framework draws them by itself.
+        left_out: Rows of a stream that could not be read, and were left out.
+        row_bytes: The mean size of a row of a stream in memory; None where it is not measured.
     """
 
     pass_index: int
@@ -236,10 +240,13 @@ class DataLedger:
     used: int
     in_flight: int = 0
     unit: str = "samples"
+    left_out: int = 0
+    row_bytes: float | None = None
 
     def __str__(self) -> str:
         used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
-        return f"epoch {self.pass_index + 1}: {used} {self.unit} used"
+        left_out = f", {self.left_out} left out" if self.left_out else ""
+        return f"epoch {self.pass_index + 1}: {used} {self.unit} used{left_out}"
 
 
 @dataclass(frozen=True)
@@ -273,13 +280,13 @@ class Heartbeat:
 
     @property
     def is_training(self) -> bool:
-        """Whether it comes from inside a training call."""
+        """True if it comes from inside a training call."""
         return self.phase == "training"
 
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """What a call returns on every rank that stopped at the step boundary at which it was asked to stop.
+    """The result of a call on every rank that stopped at the step boundary at which it was asked to stop.
 
     Attributes:
         step: Steps of the call completed.
@@ -306,5 +313,5 @@ class GroupReport:
 
     @property
     def all_answered(self) -> bool:
-        """Whether every worker answered, lives and is connected, so that the group can take another call."""
+        """True if every worker answered, lives and is connected, so that the group can take another call."""
         return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from raysgd._imports.optional import require
+from raysgd.exceptions import StreamError
 from raysgd.streams.formats.files import FileStream, Paths, StreamFile
 from raysgd.streams.lanes import NUM_LANES
 from raysgd.streams.stream import Shard
 
 _ROWS_AT_ONCE = 1024
+_BYTES_AT_ONCE = 2**20
 _MAGIC = b"ARROW1"
 
 
@@ -67,23 +71,26 @@ class ParquetStream(TableStream):
             for group, num_rows in enumerate(lengths)
         ]
 
-    def open(self, shard: str, start: int) -> Iterator[Any]:
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         name, _, group = shard.rpartition("#")
         if name not in self._by_shard:
-            return super().open(shard, start)
+            return super().open_some(shard, start, is_needed)
         return self._rows_of(self._by_shard[name], start, [int(group)])
 
-    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         return self._rows_of(file, start, None)
 
     @cached_property
     def _row_groups(self) -> list[list[int]]:
         """The lengths of the row groups of each file."""
-        found: list[list[int]] = []
-        for file in self.files:
+        return [self._lengths_of(file) for file in self.files]
+
+    def _lengths_of(self, file: StreamFile) -> list[int]:
+        try:
             with self._content(file) as content:
-                found.append(_lengths(_parquet().ParquetFile(content)))
-        return found
+                return _lengths(_parquet().ParquetFile(content))
+        except Exception as error:
+            raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
         with self._content(file) as content:
@@ -92,7 +99,9 @@ class ParquetStream(TableStream):
             groups = list(range(len(lengths))) if groups is None else groups
             while groups and start >= lengths[groups[0]]:
                 start -= lengths[groups.pop(0)]
-            batches = table.iter_batches(_ROWS_AT_ONCE, groups, self._columns) if groups else ()
+            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
+            num_at_once = _num_at_once(num_bytes, sum(lengths[group] for group in groups))
+            batches = table.iter_batches(num_at_once, groups, self._columns) if groups else ()
             yield from _rows_from(batches, start)
 
 
@@ -101,7 +110,7 @@ class ArrowStream(TableStream):
 
     endings = (".arrow", ".feather", ".ipc")
 
-    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         ipc = require("pyarrow.ipc", "storage", "`ArrowStream`")
         with self._content(file) as content:
             is_stream = content.read(len(_MAGIC)) != _MAGIC
@@ -124,6 +133,11 @@ def _lengths(table: Any) -> list[int]:
     return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
 
 
+def _num_at_once(num_bytes: int, num_rows: int) -> int:
+    """Returns how many rows to make at a time: each of many lanes keeps them."""
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
+
+
 def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of record batches from one on.
 
@@ -131,9 +145,9 @@ def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
         ValueError: There are fewer.
     """
     for batch in batches:
-        if start < batch.num_rows:
-            for first in range(start, batch.num_rows, _ROWS_AT_ONCE):
-                yield from _rows_of_batch(batch.slice(first, _ROWS_AT_ONCE))
+        num_at_once = _num_at_once(batch.nbytes, batch.num_rows)
+        for first in range(start, batch.num_rows, num_at_once):
+            yield from _rows_of_batch(batch.slice(first, num_at_once))
         start = max(0, start - batch.num_rows)
     if start:
         raise ValueError(f"the shard ends {start} rows ahead of the row to begin with.")
@@ -146,9 +160,10 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """What is in a column, row by row."""
+    """Returns what is in a column, row by row."""
     types = require("pyarrow.types", "storage", "`TableStream`")
     is_table = types.is_fixed_size_list(column.type) and column.null_count == 0
     if is_table and types.is_primitive(column.type.value_type) and column.flatten().null_count == 0:
-        return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), column.type.list_size)
+        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a copy, which may be written to
+        return values.reshape(len(column), column.type.list_size)
     return column.to_pylist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -73,11 +73,14 @@ class FileStream(Stream):
         return [Shard(file.shard) for file in self.files]
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        return self._rows(self._by_shard[shard], start)
+        return self.open_some(shard, start, lambda number: True)
+
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        return self._rows(self._by_shard[shard], start, is_needed)
 
     @abstractmethod
-    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
-        """The rows of a file from one on."""
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        """The rows of a file from one on; anything in the place of those that are not needed."""
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -99,7 +102,7 @@ class FileStream(Stream):
 
 
 def _divided(path: str) -> tuple[str, str]:
-    """What a path is in, and its last part, which is empty for a path that ends with a slash."""
+    """Returns what a path is in, and its last part, which is empty for a path that ends with a slash."""
     if is_local(path):
         parent, slash, name = path.rpartition("/")
         return parent or slash or ".", name

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from raysgd.streams.stream import Shard, Stream, from_row
+
+_NOTE_EVERY = 256
+_NUM_STATES = 4
+_ROWS_AT_ONCE = 32
+_FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
 
 
 class HuggingFaceStream(Stream):
     """Rows of a `datasets.IterableDataset`, in its shards.
 
     Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`: that one ends at the border of a shard. A
-    shard is read from its beginning to get to a row in the middle.
+    process that has read a row goes on near it with a `state_dict` of the dataset, as after the loss of another worker.
+    Any other one reads the shard from its beginning to get to a row in the middle.
 
     Args:
         dataset: What `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)` returned.
@@ -28,10 +37,71 @@ class HuggingFaceStream(Stream):
                 "`load_dataset(..., streaming=True)` returns it for a split."
             )
         self._dataset = dataset
+        self._states: dict[str, deque[tuple[int, Any]]] = {}
 
     def shards(self) -> Sequence[Shard]:
         return [Shard(f"shard-{index}") for index in range(self._dataset.n_shards)]
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
         index = int(shard.rpartition("-")[2])
-        return from_row(iter(self._dataset.shard(num_shards=self._dataset.n_shards, index=index)), start)
+        part = self._dataset.shard(num_shards=self._dataset.n_shards, index=index)
+        if self._formatter is not None:
+            part = part.with_format("arrow")
+        states = self._states.setdefault(shard, deque(maxlen=_NUM_STATES))
+        at, state = max((each for each in states if each[0] <= start), default=(0, None), key=itemgetter(0))
+        if state is not None:
+            part.load_state_dict(state)
+        return from_row(self._rows(part, at, states.append), start, at)
+
+    def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
+        """The rows from number `at` on; now and then notes the number of the next one, and how to get there."""
+        for block in self._blocks(part):
+            at, before = at + len(block), at
+            if at // _NOTE_EVERY > before // _NOTE_EVERY:
+                note((at, part.state_dict()))
+            yield from block
+
+    def _blocks(self, part: Any) -> Iterator[list[Any]]:
+        if self._formatter is None:
+            return ([row] for row in part)
+        return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
+
+    def _formatted(self, table: Any) -> list[Any]:
+        """The rows of a table, as the dataset yields them. One by one they take it several times as long."""
+        assert self._formatter is not None, "there are tables"
+        if any(map(_has_nulls, table.columns)):  # which change the type of a column, and not that of other rows
+            return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
+        columns = self._formatter.format_batch(table)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    @cached_property
+    def _formatter(self) -> Any:
+        """Makes rows of tables as the dataset does; None where it has no tables of plain values."""
+        try:
+            form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
+        except AttributeError:  # another version of the library
+            return None
+        kind, features = None if form is None else form.format_type, self._dataset.features
+        is_quick = tables is not None and kind in _FORMATS and features
+        if not is_quick or not all(map(_is_plain, features.arrow_schema.types)):
+            return None
+        from datasets.formatting import get_formatter
+
+        return get_formatter(kind, features=features)
+
+
+def _is_plain(column_type: Any) -> bool:
+    """Tells whether values are numbers, text, bytes or lists of such, which are not decoded."""
+    from pyarrow import BaseExtensionType, types
+
+    of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)
+    inner = column_type.value_type if of_list else column_type
+    return not types.is_nested(inner) and not isinstance(inner, BaseExtensionType)
+
+
+def _has_nulls(column: Any) -> bool:
+    from pyarrow import types
+
+    return bool(column.null_count) or (
+        types.is_nested(column.type) and any(chunk.flatten().null_count for chunk in column.chunks)
+    )

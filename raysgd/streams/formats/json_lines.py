@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.streams.formats.files import FileStream, StreamFile
@@ -19,7 +19,8 @@ class JSONLinesStream(FileStream):
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
-    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         with file.folder.reading(file.name) as content:
             lines = gzip.GzipFile(fileobj=content) if file.name.endswith(".gz") else content
-            yield from map(json.loads, from_row(filter(bytes.strip, lines), start))
+            for number, line in enumerate(from_row(filter(bytes.strip, lines), start), start):
+                yield json.loads(line) if is_needed(number) else None

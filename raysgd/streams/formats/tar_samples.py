@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -21,11 +21,11 @@ class TarStream(FileStream):
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
-    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         with file.folder.reading(file.name) as content, tarfile.open(fileobj=content, mode="r:*") as tar:
             samples = groupby(_members(tar), key=lambda member: _key_and_field(member.name)[0])
-            for key, members in from_row(samples, start):
-                yield _sample(tar, key, members)
+            for number, (key, members) in enumerate(from_row(samples, start), start):
+                yield _sample(tar, key, members) if is_needed(number) else None
 
 
 def _members(tar: Any) -> Iterator[tarfile.TarInfo]:

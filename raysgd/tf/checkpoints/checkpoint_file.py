@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
 
 REQUIRED_KEYS = ("epoch", "models", "optimizers")
-"""What makes a dict a training state."""
+"""The keys that make a dict a training state."""
 
 FORMER_OPTIMIZER = "former_optimizer"
 """In the state of a file of the former library, instead of `optimizers`: its optimizer weights, in their own order."""
@@ -114,17 +114,6 @@ def _read_archive(file: IO[bytes], num_bytes: int, name: str) -> Any:
         state = _decoded(index["state"], arrays)
         check_depth(state)
     return state
-
-
-def copied(value: Any) -> Any:
-    """A copy of a state, or of a part of one, whose arrays may be written to."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(item) for item in value)
-    return value
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:

@@ -11,8 +11,9 @@ import numpy as np
 
 from raysgd.arrays.arrays import Arrays, as_arrays, is_frame, is_of_arrays
 from raysgd.arrays.ray_batches import RayShare, ray_batches
-from raysgd.arrays.whole_data import Creator, creator_of, is_creator, size_of
+from raysgd.arrays.whole_data import Creator, OwnData, creator_of, is_creator, size_of
 from raysgd.messages.prediction_data import num_rows_of
+from raysgd.streams.stream import Stream
 from raysgd.tf.data.predicting import plain
 from raysgd.tf.data.ray_dataset import as_batch
 from raysgd.tf.objects import datasets
@@ -48,21 +49,6 @@ class ArrayDataset:
         return rows.batch(self.batch_size, drop_remainder=self.drop_last)
 
 
-@dataclass(frozen=True)
-class DriverDataset:
-    """A dataset of the driver's, as it is or ready to travel.
-
-    Attributes:
-        dataset: The dataset.
-    """
-
-    dataset: Any
-
-    def make(self) -> Any:
-        """The dataset."""
-        return self.dataset.unpacked() if isinstance(self.dataset, datasets.PackedDataset) else self.dataset
-
-
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
     """Refuses what cannot be used for one call.
 
@@ -85,15 +71,15 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
         )
     if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
         return
-    if _is_dataset(dataset) or is_creator(dataset):
+    if _is_dataset(dataset) or is_creator(dataset) or (isinstance(dataset, Stream) and not with_fit):
         return
     has_shards = hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")
     if not with_fit and (ray_batches(dataset) is not None or has_shards):
         return
     raise TypeError(
         f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
-        "dataset of Ray Data, a function `(config, batch_size)` that returns a `tf.data.Dataset`, or an object with "
-        "`set_num_shards(n)` and `get_shard(i)`."
+        "dataset of Ray Data, a stream, a function `(config, batch_size)` that returns a `tf.data.Dataset`, or an "
+        "object with `set_num_shards(n)` and `get_shard(i)`."
     )
 
 
@@ -104,7 +90,7 @@ def _is_dataset(dataset: Any) -> bool:
 
 def whole(
     dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool
-) -> ArrayDataset | DriverDataset | Creator | None:
+) -> ArrayDataset | OwnData | datasets.PackedDataset | Creator | None:
     """Return what every worker makes its dataset of; None for data of another kind.
 
     Args:
@@ -116,9 +102,11 @@ def whole(
     Raises:
         ValueError: It cannot be divided over the workers, or there is no batch size.
     """
+    if isinstance(dataset, Stream):
+        return OwnData(dataset)
     if _is_dataset(dataset):
         datasets.check_dataset("dataset", dataset)
-        return DriverDataset(datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
+        return datasets.packed("dataset", dataset, _ADVICE) if travels else OwnData(dataset)
     if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
         return _of_arrays(dataset if isinstance(dataset, Arrays) else Arrays(dataset), config, seed)
     return creator_of(dataset, config)
@@ -144,6 +132,8 @@ def made(data: Any, is_distributed: bool) -> Any:
         ValueError: A shuffled dataset would come in another order on each worker.
     """
     dataset = data.make()
+    if isinstance(dataset, Stream):
+        return dataset
     datasets.check_dataset("what the creator in `dataset=` returned", dataset)
     is_own_order = not isinstance(data, ArrayDataset) and datasets.is_shuffled(dataset)
     if is_distributed and is_own_order and datasets.is_divided(dataset):

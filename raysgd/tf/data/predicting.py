@@ -13,12 +13,14 @@ from raysgd.arrays.containers import ArrayContainer
 from raysgd.messages import prediction_data
 from raysgd.messages.prediction import Rows, RowSlice, Work
 from raysgd.messages.prediction_data import BatchRequest, BatchSource, Found, refuse
-from raysgd.tf.data.ray_dataset import as_batch
+from raysgd.streams.in_order import BatchesInOrder
+from raysgd.streams.stream import Stream
+from raysgd.tf.data.ray_dataset import array_collate, as_batch
 from raysgd.tf.objects import datasets
 
 KINDS = (
     "an array or tensor, a tuple or dict of them, a data frame, a `tf.data.Dataset` of batches, a dataset of Ray Data, "
-    "or an iterator over batches"
+    "a stream, or an iterator over batches"
 )
 
 
@@ -34,6 +36,9 @@ def source_of(data: Any, asked: BatchRequest) -> Found:
     found = prediction_data.source_of(plain(data), asked)
     if found is not None:
         return found
+    if isinstance(data, Stream):
+        batches = BatchesInOrder(data, asked.size, array_collate())
+        return BatchSource(batches, batches.num_batches), ArrayContainer()
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return _of_dataset(data), ArrayContainer()
@@ -46,8 +51,8 @@ def _of_dataset(dataset: Any) -> BatchSource:
     datasets.check_dataset("data", dataset)
     if datasets.is_shuffled(dataset):
         raise ValueError(
-            "`predict` got a `tf.data.Dataset` that is shuffled, so its rows come in an order of their own, and no "
-            "result could be told from another. Pass the dataset as it is before `shuffle`."
+            "`predict` got a shuffled `tf.data.Dataset`, so you could not tell which row a result belongs to. Pass the "
+            "dataset without `shuffle`."
         )
     number = int(dataset.cardinality())
     return BatchSource(dataset.as_numpy_iterator(), number if number >= 0 else None)

@@ -1,4 +1,4 @@
-"""Batches of Ray Data as `tf.data`."""
+"""Batches of Ray Data as `tf.data`, and columns as models have them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
 from raysgd.engine.shared.types import World
+from raysgd.streams.loading.array_collate import ArrayCollate
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
@@ -30,7 +31,7 @@ def dataset_over(loader: RayLoader) -> Any:
     import tensorflow as tf
 
     first = as_batch(loader.batches.dataset.take_batch(1, batch_format="numpy"), loader.batches.form)
-    signature = tf.nest.map_structure(_spec, first)
+    signature = tf.nest.map_structure(spec_of, first)
     return prepare_dataset_shard(tf.data.Dataset.from_generator(lambda: iter(loader), output_signature=signature))
 
 
@@ -45,12 +46,18 @@ def as_array(values: Any) -> Any:
     return values.astype(np.float32) if values.dtype == np.float64 else values
 
 
+def array_collate() -> ArrayCollate:
+    """Return what makes arrays as models have them."""
+    return ArrayCollate(lambda values: as_array(np.asarray(values)))
+
+
 def _joined(columns: list[Any]) -> Any:
     """Columns side by side; one of single numbers is one wide."""
     return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 
-def _spec(values: Any) -> Any:
+def spec_of(values: Any) -> Any:
+    """Return the form of an array in a batch, of any number of rows."""
     import tensorflow as tf
 
     tensor = tf.convert_to_tensor(values)

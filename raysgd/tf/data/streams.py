@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from raysgd.connections.group import EarlyVotes
 from raysgd.engine.shared.types import DataLedger, World
+from raysgd.streams.source import StreamSource
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
 from raysgd.tf.parallel.step import TFStep
 from raysgd.worker.data import streams
+from raysgd.worker.data.feed import has_divided_source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,6 @@ class StreamItem:
     num_samples: int
     num_joint: int
     weights: tuple[float, float] = (0.0, 0.0)
-
-
-class TFSource(Protocol):
-    """The source of the batches of a pass."""
-
-    def open(self, consumed: int) -> Iterator[StreamItem]:
-        """Starts a pass after `consumed` samples."""
-
-    def num_steps(self) -> int | None:
-        """Steps of a pass, if known."""
 
 
 class Passes:
@@ -98,15 +93,27 @@ class TFDividedSource:
         world: The place among the replicas.
         pads: Whether a rank without samples still takes part in a step, as it must in training.
         num_joint: How many batches of one worker make a step; None: as many as there are workers.
+        seed: What the order of a shuffled dataset depends on.
     """
 
+    is_divided = True
+
     def __init__(
-        self, passes: Passes, sharding: Sharding, world: World, pads: bool, num_joint: int | None = None
+        self,
+        passes: Passes,
+        sharding: Sharding,
+        world: World,
+        pads: bool,
+        num_joint: int | None = None,
+        seed: int | None = None,
     ) -> None:
-        self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
+        self._passes, self._sharding, self._world, self._pads, self._seed = passes, sharding, world, pads, seed
         self._num_joint = world.size if num_joint is None else num_joint
 
-    def open(self, consumed: int) -> Iterator[StreamItem]:
+    def join(self, ranks: Any) -> None:
+        """All of them divide alike, without a word."""
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         self._passes.begin()
         joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
@@ -132,6 +139,25 @@ class TFDividedSource:
         """Makes the next pass that of `index`; False where that cannot be done."""
         return self._passes.go_to(index)
 
+    def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """See `raysgd.worker.data.feed.DividedSource`."""
+        return {"seed": self._seed}
+
+    def load_state(self, position: Mapping[str, Any]) -> bool:
+        """See `raysgd.worker.data.feed.DividedSource`."""
+        is_mid_pass = position["is_mid_pass"]
+        num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
+        is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled
+        if is_same_order and self.go_to_pass(num_passes):
+            return True
+        if is_mid_pass:
+            logger.warning(
+                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
+                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
+                position["seed"],
+            )
+        return False
+
 
 class OwnSource:
     """A dataset that each rank has its own part of.
@@ -144,10 +170,16 @@ class OwnSource:
         votes: How ranks that step together agree; None for those that do not.
     """
 
+    is_divided = False
+
     def __init__(self, dataset: Any, votes: EarlyVotes | None) -> None:
         self._dataset, self._votes = dataset, votes
 
-    def open(self, consumed: int) -> Iterator[StreamItem]:
+    def join(self, ranks: Any) -> None:
+        """Called ahead of a call, with the group that it is in, whose votes these are."""
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+        """Starts a pass."""
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
@@ -171,18 +203,27 @@ class OwnSource:
         return number if self._votes is None and number >= 0 else None
 
 
+TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
+"""The source of the batches of a pass."""
+
+
 class TFOncePerCall:
     """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
+
+    is_divided = False
 
     def __init__(self, source: TFSource) -> None:
         self._source = source
         self._is_used = False
 
-    def open(self, consumed: int) -> Iterator[StreamItem]:
+    def join(self, ranks: Any) -> None:
+        """Each rank goes through it by itself."""
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         if self._is_used:
             return iter(())
         self._is_used = True
-        return self._source.open(consumed)
+        return self._source.open(pass_index, consumed)
 
     def num_steps(self) -> int | None:
         return self._source.num_steps()
@@ -192,7 +233,7 @@ def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
     """The items of this rank, then None until all ranks have run out."""
     coming = next(items, None)
     vote = votes.ask(coming is not None)
-    while vote.result():
+    while vote():
         item, coming = coming, next(items, None) if coming is not None else None
         vote = votes.ask(coming is not None)  # answered while this step is computed
         yield item
@@ -206,12 +247,9 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     import tensorflow as tf
 
     def generate() -> Iterator[Any]:
-        last = None
-        for batch in in_lockstep(iter(dataset), votes):
-            if batch is None and last is None:
-                raise ValueError("The train dataset of this rank is empty while other ranks have data.")
-            last = batch if batch is not None else tf.nest.map_structure(lambda tensor: tensor[:0], last)
-            yield last
+        for item in OwnSource(dataset, votes).open(0, 0):
+            batch = item.batch
+            yield batch if item.num_samples else tf.nest.map_structure(lambda tensor: tensor[:0], batch)
 
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
@@ -234,11 +272,13 @@ class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
 
     def ledger(self) -> DataLedger | None:
         """Return what became of the samples; None where each rank has its own. May be called from a second thread."""
-        if not isinstance(self.source, TFDividedSource):
+        if not has_divided_source(self):
             return None
         completed = self._completed
         in_flight = max(0, self.consumed - completed) if self._num_open else 0
-        return DataLedger(self.pass_index, self.source.num_samples, completed, in_flight)
+        left_out, row_bytes = getattr(self.source, "left_out", 0), getattr(self.source, "row_bytes", None)
+        due = self.source.num_samples
+        return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out, row_bytes=row_bytes)
 
     def settle(self) -> None:
         super().settle()
@@ -250,7 +290,7 @@ class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
 
     def _begin_pass(self, consumed: int) -> Iterator[StreamItem]:
         self.consumed = self._completed = consumed
-        return iter(self.source.open(consumed))
+        return iter(self.source.open(self.pass_index, consumed))
 
     def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
         self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)

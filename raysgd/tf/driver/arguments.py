@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from raysgd._arguments.checks import check_num_workers
+from raysgd._arguments.checks import check_num_workers, check_subclass
 from raysgd._imports.optional import require_installed
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.messages.batching import check_joint_size, split_batch_size
@@ -46,13 +46,9 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
         return make_operator(model_creator, data_creator)
     if model_creator is not None or data_creator is not None:
         raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
-    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
-        return operator_cls
-    is_instance = isinstance(operator_cls, TrainingOperator)
-    found = f"an instance of `{type(operator_cls).__name__}`" if is_instance else repr(operator_cls)
-    raise TypeError(
-        f"`training_operator_cls` is {found}: need a subclass of `raysgd.tf.TrainingOperator`, the class itself."
-    )
+    check_subclass("training_operator_cls", operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
+    checked: type[TrainingOperator] = operator_cls
+    return checked
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
@@ -65,7 +61,7 @@ _FROM_CREATOR = "the data come from `data_creator`. Return them from there, as d
 _INSTEAD = {
     "x": _FROM_CREATOR,
     "y": _FROM_CREATOR,
-    "batch_size": "the batches are those of the datasets. Call `.batch(batch_size)` on them in `data_creator`",
+    "batch_size": "the datasets decide their batches. Call `.batch(batch_size)` on them in `data_creator`",
     "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
     "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
 }
@@ -76,7 +72,7 @@ def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
     """Refuses what Keras, or several workers, cannot be given."""
     config, options = settings.config, settings.batch_options
     options.refuse_with(
-        [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="gloo"`, or omit it')]
+        [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="sockets"`, or omit it')]
     )
     _check_options_for_keras(config)
     _check_callbacks(config, num_workers, backend)
@@ -114,7 +110,7 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
 
 def _check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
     """Refuses what `fit` is to validate on, if it cannot be divided over several workers."""
-    if num_workers > 1 and backend == "gloo":
+    if num_workers > 1 and backend == "sockets":
         data = (config.get("fit_config") or {}).get("validation_data")
         datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
 
@@ -124,31 +120,39 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) 
     given = (config.get("fit_config") or {}).get("callbacks") or ()
     callbacks = given if isinstance(given, list | tuple) else [given]
     is_there = any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks)
-    if is_there and num_workers > 1 and backend == "gloo":
+    if is_there and num_workers > 1 and backend == "sockets":
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
             "it would restore weights and epoch on rank 0 only. Leave it out: after the loss of a worker the "
-            "call goes on by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
+            "call continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
         )
 
 
-def check_backend(backend: Any, trains_with_fit: bool) -> None:
-    """Refuses an unknown backend, and one that the operator cannot use."""
-    if backend not in ("gloo", "mwms"):
-        raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "mwms".')
+def check_backend(backend: Any, trains_with_fit: bool) -> Literal["sockets", "mwms"]:
+    """Refuses an unknown backend, and one that the operator cannot use; returns its name."""
+    if backend == "gloo":  # as "sockets" was called first, after the backend of PyTorch that does the same
+        return "sockets"
+    if backend not in ("sockets", "mwms"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "sockets" and "mwms".')
     if backend == "mwms" and not trains_with_fit:
         raise ValueError(
             '`backend="mwms"` trains compiled models of creator functions, with `fit`. For `training_operator_cls` use '
-            '`backend="gloo"`.'
+            '`backend="sockets"`.'
         )
+    return "mwms" if backend == "mwms" else "sockets"
 
 
 def check_spares(group: GroupSettings) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
     group.refuse_spares(
         [(group.backend == "mwms", '`backend="mwms"`')],
-        '`recovery="rejoin"` with several workers and `backend="gloo"`',
+        '`recovery="rejoin"` with several workers and `backend="sockets"`',
     )
+
+
+def check_validators(group: GroupSettings) -> None:
+    """Refuses workers that only validate where the state cannot be handed over to them."""
+    group.refuse_validators([(group.backend == "mwms", '`backend="mwms"`')])
 
 
 def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
@@ -156,8 +160,14 @@ def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> 
     if snapshot_every_n_steps is not None and backend == "mwms":
         raise ValueError(
             f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
-            'strategy can only start over. Use `backend="gloo"`, or shorter calls: `train(num_steps=...)`.'
+            'strategy can only start over. Use `backend="sockets"`, or shorter calls: `train(num_steps=...)`.'
         )
+
+
+def check_undo(undo: Any) -> None:
+    """Refuses copies that a Keras model does not take."""
+    if undo is True:
+        raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
 
 
 def check_installed() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,14 @@ from raysgd.connections import tensorflow as connections
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
+from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
+from raysgd.tf.data.stream_data import TFRanks, data_of, source_of
 from raysgd.tf.data.streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource
 from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.data import feed
-
-logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.Feed):
@@ -35,8 +33,6 @@ class TFFeed(feed.Feed):
         seed: What the order of shuffled datasets depends on.
         num_joint: How many batches of one worker make a step; None: as many as there are workers.
     """
-
-    divided_source = TFDividedSource
 
     def __init__(
         self,
@@ -55,77 +51,71 @@ class TFFeed(feed.Feed):
         self._passes: dict[str, Passes] = {}
 
     @property
+    def _ranks(self) -> TFRanks:
+        return TFRanks(self._world.rank, self._world.size, self._synchronizer.group)
+
+    def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFBatchStream:
+        operator = self._operator_of()
+        return TFBatchStream(source, self._synchronizer.step, begin_pass, lambda: undo_of_padding(operator))
+
+    @property
     def train_passes(self) -> Passes:
         """The passes over the train dataset."""
-        return self._passes_of("train_dataset")
+        return self._passes_of("train")
 
     def _passes_of(self, name: str) -> Passes:
         if name not in self._passes:
-            self._passes[name] = Passes(getattr(self._operator_of(), name))
+            self._passes[name] = Passes(getattr(self._operator_of(), f"{name}_dataset"))
         return self._passes[name]
 
-    def _open_call(self, request: EpochRequest) -> TFBatchStream:
-        source, operator = self._source_of_call("train", request, training=True), self._operator_of()
-        stream = TFBatchStream(
-            source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
-        )
-        self._go_to_place(stream, self.data_of_call["train"])
-        return stream
-
-    def _go_to_place(self, stream: TFBatchStream, share: Any) -> None:
-        place, source = getattr(share, "place", None), stream.source
-        if not isinstance(source, TFDividedSource):
-            return
-        can_go = source.go_to_pass(self.epoch - 1 if place is None else place.pass_index)
-        if place is not None and can_go:
-            self.data_of_call["train"] = replace(share, place=None)
-            stream.resume(place.pass_index, place.consumed)
-
-    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Any:
-        """Return where the batches of data of a call come from."""
+    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
         if not isinstance(share, WholeShare):
             return OwnSource(call_data.PlainBatches(share), votes)
         dataset = self.made_of_call(name, request)
+        if isinstance(dataset, Stream):
+            return source_of(data_of(dataset, name, world), self._ranks, self._seed)
         if not datasets.is_divided(dataset):
             return OwnSource(dataset, votes)
         is_ours = isinstance(share.data, call_data.ArrayDataset)
         internals = self._operator_of()._raysgd
         is_of_worker = is_ours and not internals.context.settings.batch_options.is_constant
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
-        return TFDividedSource(Passes(dataset), sharding, world, pads=training)
+        source = TFDividedSource(Passes(dataset), sharding, world, pads=training)
+        if training and share.place is None:
+            source.go_to_pass(self.epoch - 1)
+        return source
 
     def _make(self, name: str) -> Any:
         return call_data.made(self.data_of_call[name].data, self._world.is_distributed)
-
-    def _open_training(self, request: EpochRequest) -> TFBatchStream:
-        source, operator = self._source("train_dataset", training=True), self._operator_of()
-        return TFBatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
     def _open_validation(self, request: EpochRequest) -> TFBatchStream:
-        if request.shard_key is not None:
-            once = TFOncePerCall(self._source_of_call("validation", request, training=False))
-            return TFBatchStream(once, self._synchronizer.validation_step, lambda: 0)
-        source = self._source("validation_dataset", training=False)
-        if self.ray_loader("validation") is not None:
+        is_of_call = request.shard_key is not None
+        source: Any = (
+            self._source_of_call("validation", request, training=False)
+            if is_of_call
+            else self._source("validation", request, training=False)
+        )
+        if is_of_call or self.ray_loader("validation") is not None:
             source = TFOncePerCall(source)
         return TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
 
-    def _source(self, name: str, *, training: bool) -> TFSource:
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
         operator, world = self._operator_of(), self._world
-        dataset = getattr(operator, name)
+        dataset, stream = getattr(operator, f"{name}_dataset"), operator._raysgd.data.streams.get(name)
+        if stream is not None:
+            return source_of(stream, self._ranks, self._seed)
         if dataset is None:
-            return _Missing(name)
+            return _Missing(f"{name}_dataset")
         if datasets.is_divided(dataset):
             passes, num_joint = self._passes_of(name), self._num_joint or world.size
-            return TFDividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
-        if training and world.is_distributed:
-            return OwnSource(dataset, connections.votes())
-        return OwnSource(dataset, None)
+            sharding = operator._raysgd.data.sharding
+            return TFDividedSource(passes, sharding, world, pads=training, num_joint=num_joint, seed=self._seed)
+        return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
         """Divides the data again, for a place in another group."""
@@ -146,23 +136,6 @@ class TFFeed(feed.Feed):
         ledger: DataLedger | None = stream.ledger() if stream is not None else None
         return ledger
 
-    def _origin(self, stream: TFBatchStream) -> dict[str, Any]:
-        return {"seed": self._seed}
-
-    def _go_to_position(self, stream: TFBatchStream, position: Mapping[str, Any]) -> None:
-        is_mid_pass = position["is_mid_pass"]
-        num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
-        is_same_order = position["seed"] == self._seed or not self.train_passes.is_shuffled
-        is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
-        if is_mid_pass and is_same_order:
-            stream.resume(position["pass_index"], position["consumed"])
-        elif is_mid_pass:
-            logger.warning(
-                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
-                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
-                position["seed"],
-            )
-
 
 def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
     """Remembers what a step without samples must not change: all that is not trained, and metrics."""
@@ -177,13 +150,13 @@ def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
     return undo
 
 
-class _Missing:
+class _Missing(OwnSource):
     """Stands for a dataset that was not registered; an error only where a batch is drawn."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def open(self, consumed: int) -> Any:
+    def open(self, pass_index: int, consumed: int) -> Any:
         raise NoDataError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
 
     def num_steps(self) -> int | None:

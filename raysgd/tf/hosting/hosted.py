@@ -13,6 +13,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.streams.data import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import predicting
 from raysgd.tf.hosting import building
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 class TFHosted(hosted.Hosted):
     """An operator of TensorFlow, and what is made for it."""
 
-    stock_train_epochs = (TrainingOperator.train_epoch, CreatorOperator.train_epoch)
     settings: TFSettings
     operator: TrainingOperator
     loop: OperatorLoop
@@ -62,7 +62,7 @@ class TFHosted(hosted.Hosted):
         if self._strategy is not None and not makes_fit:
             raise IncompatibleModelError(
                 '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
-                '`backend="gloo"`.'
+                '`backend="sockets"`.'
             )
         rng.seed_alike(settings.seed)
         context = OperatorContext(settings, world, synchronizer, self._strategy)
@@ -99,8 +99,8 @@ class TFHosted(hosted.Hosted):
             num_models=len(operator._models),
             num_optimizers=len(operator._optimizers),
             seed=self.settings.seed,
-            train_data=self._signature(operator.train_dataset),
-            validation_data=self._signature(operator.validation_dataset),
+            train_data=self._signature("train", operator.train_dataset),
+            validation_data=self._signature("validation", operator.validation_dataset),
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
@@ -108,7 +108,10 @@ class TFHosted(hosted.Hosted):
             keeps_joint_batch=self.settings.keeps_joint_batch or operator._raysgd.data.sharding == "global",
         )
 
-    def _signature(self, dataset: Any) -> DatasetSignature | None:
+    def _signature(self, name: str, dataset: Any) -> DatasetSignature | StreamSignature | None:
+        stream = self.operator._raysgd.data.streams.get(name)
+        if stream is not None:
+            return stream.signature
         return datasets.signature_of(dataset) if dataset is not None and datasets.is_divided(dataset) else None
 
     @property
@@ -186,6 +189,9 @@ class TFHosted(hosted.Hosted):
         """Random states are given back, so that training goes on as if nothing had happened."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
+
+    def num_updates(self) -> int:
+        return sum(int(optimizer.iterations) for optimizer in self.operator._optimizers)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:

@@ -14,7 +14,8 @@ from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.hosting.loops import OperatorLoop
 from raysgd.tf.objects import registration, rng
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+from raysgd.worker.state.copies import StateCopy
+from raysgd.worker.state.replica_state import RESUME, ReplicaState
 
 
 class KerasState(ReplicaState):

@@ -107,7 +107,7 @@ class PackedDataset:
     element_spec: Any
     is_divided: bool
 
-    def unpacked(self) -> Any:
+    def make(self) -> Any:
         """The dataset, as if no pass over it had been begun."""
         dataset = _dataset_of(self.graph, self.element_spec)
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
@@ -181,7 +181,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
     import tensorflow as tf
 
     if isinstance(data, PackedDataset):
-        data = data.unpacked()
+        data = data.make()
     if isinstance(data, tf.data.Dataset):
         check_dataset(name, data)
         return data

@@ -33,7 +33,7 @@ _ACROSS_BATCH = ("sum_over_batch_size", "mean", "auto")
 
 
 class _Inside(threading.local):
-    """Whether the code of this thread is inside, and how deep."""
+    """The depth at which the code of this thread is inside."""
 
     def __init__(self) -> None:
         self.rules: list[tuple[Factor, Average]] = []
@@ -71,7 +71,7 @@ def _replace(change: int) -> None:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Where losses are reduced and gradients clipped: whose attribute, its name, and what takes its place."""
+    """Return where losses are reduced and gradients clipped: whose attribute, its name, and what takes its place."""
     import tensorflow as tf
 
     yield tf, "clip_by_global_norm", _clip(tf.clip_by_global_norm)
@@ -115,7 +115,7 @@ def _clip(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _divisor(reduction: str, mask: Any, sample_weight: Any) -> Any:
-    """What a loss was divided by; `SUM` for nothing, None for the number of samples, or for one that is not reduced."""
+    """Return what a loss was divided by: `SUM` for nothing; None for the number of samples, or if not reduced."""
     import tensorflow as tf
 
     if reduction == "sum":

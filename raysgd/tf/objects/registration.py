@@ -5,32 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects.datasets import zeros
-from raysgd.worker.parts import RegisteredParts
-
-
-def parts_of(name: str, given: Any, needed: str, what: str) -> RegisteredParts:
-    """One object or several, each of which has the attribute `needed`.
-
-    Raises:
-        InvalidRegistrationError: If anything in it is of another kind, or there is none.
-    """
-    if hasattr(type(given), needed):  # of the class: models without variables yet raise when asked for them
-        return RegisteredParts([given], None)
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
-    strangers = [item for item in items if not hasattr(type(item), needed)]
-    if strangers or not items:
-        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
-        raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
-    return RegisteredParts(items, tuple if isinstance(given, tuple) else list)
+from raysgd.worker.parts import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
     """One Keras model or several."""
-    parts = parts_of("models", given, "trainable_weights", "a Keras model")
+    parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
     return parts
@@ -38,7 +23,16 @@ def models_of(given: Any) -> RegisteredParts:
 
 def optimizers_of(given: Any) -> RegisteredParts:
     """One Keras optimizer or several."""
-    return parts_of("optimizers", given, "apply_gradients", "a Keras optimizer, made and not named")
+    return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
+
+
+def metrics_of(given: Any) -> RegisteredParts:
+    """One Keras metric or several."""
+    return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
+
+
+def _has(name: str, item: Any) -> bool:
+    return hasattr(type(item), name)  # of the class: models without variables yet raise when asked for them
 
 
 def optimizers_in(model: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.messages.prediction import HAS_TARGET
+from raysgd.streams.data import StreamData
 from raysgd.tf.data.predicting import inputs
 from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
@@ -35,12 +36,14 @@ class RegisteredData:
 
     Attributes:
         ray_loaders: What is behind datasets that were of Ray Data, under "train" and "validation".
+        streams: The same of those that were streams.
     """
 
     train_dataset: Any = None
     validation_dataset: Any = None
     sharding: Sharding = "worker"
     ray_loaders: Mapping[str, RayLoader] = field(default_factory=dict)
+    streams: Mapping[str, StreamData] = field(default_factory=dict)
 
 
 class TFInternals(Internals):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from raysgd._state.host_buffers import HostBuffers
 from raysgd.connections.group import Array
 
 _ALIGNMENT = 64
@@ -31,15 +30,11 @@ class GradientLayout:
             self._slices.append(slice(end, end + gradient.size))
             end += -(-gradient.size // step) * step
         self._num_numbers = end + 1
-        self._buffers: list[Buffer] = []
+        self._buffers = HostBuffers()
 
     def take(self) -> Array:
         """A buffer without views."""
-        free = next((buffer for buffer in self._buffers if buffer.is_free), None)
-        if free is None:
-            free = Buffer(self._num_numbers, self._dtype)
-            self._buffers.append(free)
-        return free.numbers
+        return self._buffers.take(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
         """Copies the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
@@ -56,22 +51,3 @@ class GradientLayout:
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
         ]
-
-
-class Buffer:
-    """Aligned memory that knows whether anybody but itself refers to it."""
-
-    def __init__(self, num_numbers: int, dtype: np.dtype[Any]) -> None:
-        num_bytes = num_numbers * dtype.itemsize
-        self._memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)  # what every view, also of a view, refers to
-        start = -self._memory.ctypes.data % _ALIGNMENT
-        self.numbers: Array = self._memory[start : start + num_bytes].view(dtype)
-        self._num_own_references = self._num_references
-
-    @property
-    def is_free(self) -> bool:
-        return self._num_references == self._num_own_references
-
-    @property
-    def _num_references(self) -> int:
-        return sys.getrefcount(self._memory) + sys.getrefcount(self.numbers)

@@ -12,7 +12,7 @@ from raysgd.connections.group import Array
 from raysgd.tf.parallel.exchange import GradientLayout
 from raysgd.tf.parallel.exchange_record import ExchangeRecord
 from raysgd.tf.parallel.sample_weights import SampleWeights
-from raysgd.tf.parallel.traced_step import TracedStep, zeros_like
+from raysgd.tf.parallel.traced_step import TracedStep
 
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
@@ -94,18 +94,6 @@ class GradientAverager:
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
         return [group.gather_rows(part, [int(count[index]) for count in counts]) for index, part in enumerate(own)]
-
-
-class StandaloneAverage:
-    """An average that no optimizer takes a step with."""
-
-    def __init__(self, averager: GradientAverager, gradients: Sequence[Any]) -> None:
-        self._averager = averager
-        self._zeros = [zeros_like(gradient, gradient) for gradient in gradients]
-
-    def repeat_with_zeros(self) -> None:
-        """Takes part in it."""
-        self._averager.average([zero() for zero in self._zeros], is_step=False)
 
 
 def _parts(gradient: Any) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ class JointMetrics:
         return chosen
 
     def _of_all_ranks(self, model: Any, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the last step returned: results of metrics over all ranks, and the mean by samples of other numbers.
+        """Return the results of metrics over all ranks, and of other numbers the mean by samples, of the last step.
 
         A rank without samples in that step has no say.
         """

@@ -24,11 +24,11 @@ from raysgd.engine.shared.types import World
 from raysgd.tf.objects import losses
 from raysgd.tf.parallel import mean_check
 from raysgd.tf.parallel.exchange_record import ExchangeRecord
-from raysgd.tf.parallel.gradient_averager import GradientAverager, StandaloneAverage
+from raysgd.tf.parallel.gradient_averager import GradientAverager
 from raysgd.tf.parallel.joint_metrics import JointMetrics
 from raysgd.tf.parallel.sample_weights import SampleWeights
 from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import TracedStep
+from raysgd.tf.parallel.traced_step import TracedStep, zeros_like
 from raysgd.tf.parallel.watched_models import WatchedModels
 from raysgd.tf.parallel.watched_optimizers import WatchedOptimizers
 
@@ -115,8 +115,9 @@ class Synchronizer:
             return [0.0]  # not clipped
         if self._weights.is_evaluation:  # in which no rank waits for others
             return gradients
-        self._traced.note(StandaloneAverage(self._averager, gradients))
-        return self._averager.average(gradients, is_step=False)
+        average, zeros = partial(self._averager.average, is_step=False), [zeros_like(each, each) for each in gradients]
+        self._traced.note(lambda: average([zero() for zero in zeros]))
+        return average(gradients)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
         """A loss that is the mean over so much, so scaled that it counts by that over all ranks."""

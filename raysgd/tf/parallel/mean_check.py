@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _NUM_SAMPLES = 8
 _NUM_TRIES = 4
 _LARGEST_OF_MEAN = 1.3
-"""How much larger gradients of a mean may seem in each try, by random numbers such as those of dropout."""
+"""The factor by which gradients of a mean may seem larger in each try, by random numbers such as those of dropout."""
 
 
 def warn_of_sum(step: Callable[[Any], Any], element_spec: Any, models: Sequence[Any], traced: TracedStep) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._numbers.meters import as_weight
+from raysgd._numbers.weights import as_weight
 from raysgd.connections.group import Array
 from raysgd.tf.objects import losses, registration
 from raysgd.tf.objects.replaced_methods import is_replaced, mark_replaced
@@ -32,7 +32,7 @@ class SampleWeights:
         self.evaluates_together = False
 
     def num_samples_of(self, counted: int) -> float:
-        """What our own loop knows, or else what was counted in the batch; 1 where it is unknown: a plain mean."""
+        """Return what our own loop knows, or what was counted in the batch; 1 where it is unknown: a plain mean."""
         known = self._step.use() if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:
             return known
@@ -40,7 +40,7 @@ class SampleWeights:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it is a step of an evaluation that runs, or is traced."""
+        """True if it is a step of an evaluation that runs, or is traced."""
         return self._traced.is_test or self._validation_step.num_samples is not None
 
     def factor(self, divisor: Any) -> Any:
@@ -48,7 +48,7 @@ class SampleWeights:
         is_sum = divisor is losses.SUM
         if self._traced.num_looked_at is not None:  # as it would be after the exchange: that of a mean
             return 1 / self._traced.num_looked_at if is_sum else 1.0
-        self._traced.note(_Compared(self, is_sum))
+        self._traced.note(partial(self.compared, is_sum, 0.0))
         return self.compared(is_sum, 0.0 if is_sum else divisor)
 
     def compared(self, is_sum: bool, divisor: Any) -> Any:
@@ -101,14 +101,3 @@ class SampleWeights:
             return inner(values, sample_weight=sample_weight)
 
         return update_state
-
-
-class _Compared:
-    """An exchange of what the ranks' losses were divided by."""
-
-    def __init__(self, weights: SampleWeights, is_sum: bool) -> None:
-        self._weights, self._is_sum = weights, is_sum
-
-    def repeat_with_zeros(self) -> None:
-        """Takes part in it."""
-        self._weights.compared(self._is_sum, 0.0)

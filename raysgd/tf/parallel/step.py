@@ -19,11 +19,13 @@ class TFStep:
             is Keras's and the batch itself says.
         num_joint: Samples of all ranks in the step; 0 where that is not known.
         weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
+        began_at: When drawing its batch began.
     """
 
     num_samples: int | None = None
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
+    began_at: float = 0.0
     _drawn: DrawnAhead[tuple[int, int]] = field(default_factory=DrawnAhead)
     _last_two: list[tuple[int, int]] = field(default_factory=list)
     _doubtful: list[tuple[int, int]] = field(default_factory=list)
@@ -65,7 +67,7 @@ class TFStep:
         return self.num_samples
 
     def factor(self, divisor: float | None) -> float:
-        """What the loss is to be multiplied by, as far as the batch says; where it does not, nothing is known."""
+        """Return what the loss is to be multiplied by, as far as the batch says; 1 where nothing is known."""
         own, joint = self.weights
         if not self.num_samples or not self.num_joint:
             return 1.0
@@ -77,5 +79,5 @@ class TFStep:
 
     @property
     def is_padding(self) -> bool:
-        """Whether this rank has no samples in the step."""
+        """True if this rank has no samples in the step."""
         return self.num_samples == 0

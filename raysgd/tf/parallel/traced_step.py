@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
 
-
-class Exchange(Protocol):
-    """The work that all ranks do together in a step."""
-
-    def repeat_with_zeros(self) -> None:
-        """Takes part in it without samples."""
+Exchange = Callable[[], object]
+"""Takes part, without samples, in the work that all ranks do together in a step."""
 
 
 class GradientsFound(Exception):
@@ -39,10 +35,10 @@ class AppliedOptimizer:
 
     @property
     def variables(self) -> list[Any]:
-        """What the optimizer has changed, its own state included."""
+        """The variables that the optimizer has changed, its own state included."""
         return [*self._variables, *registration.variables_of_optimizer(self._optimizer)]
 
-    def repeat_with_zeros(self) -> None:
+    def __call__(self) -> None:
         """Applies gradients of the same kinds that are zero."""
         zeros = [zero() for zero in self._zeros]
         self._optimizer.apply_gradients(list(zip(zeros, self._variables, strict=True)))
@@ -98,7 +94,7 @@ class TracedStep:
 
     @property
     def num_applied(self) -> int:
-        """How many times gradients were applied."""
+        """The number of times that gradients were applied."""
         return sum(isinstance(exchange, AppliedOptimizer) for exchange in self.exchanges)
 
     def num_samples_or_unknown(self) -> Any:
@@ -108,7 +104,7 @@ class TracedStep:
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
 
     def changed(self) -> list[Any]:
-        """What the traced step has changed so far: to wait for, so that a loss of workers finds no half of it."""
+        """Return what the traced step changed so far: to wait for, so that a loss of workers finds no half of it."""
         import tensorflow as tf
 
         applied = [exchange for exchange in self.exchanges if isinstance(exchange, AppliedOptimizer)]
@@ -137,7 +133,7 @@ class UsualStep:
                 "With `run_eagerly=True` the first batch must have a sample for each worker: make the batches larger."
             )
         for exchange in self._exchanges:
-            exchange.repeat_with_zeros()
+            exchange()
         return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), self._result)
 
 

@@ -89,10 +89,7 @@ class WatchedOptimizers:
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
                 registration.build_optimizer(optimizer, variables)
-            self._refuse_strangers(optimizer, variables)
-            self._traced.show(gradients)
-            self._traced.note(AppliedOptimizer(optimizer, variables, gradients))
-            averaged = averager.average(gradients)
+            averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
                 return inner(averaged, trainable_variables)
 
@@ -104,14 +101,20 @@ class WatchedOptimizers:
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-            self._refuse_strangers(optimizer, variables)
-            self._traced.show(gradients)
-            self._traced.note(AppliedOptimizer(optimizer, variables, gradients))
-            averaged = averager.average(gradients)
+            averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
                 return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
 
         return apply_gradients
+
+    def _averaged(
+        self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
+    ) -> list[Any]:
+        """The gradients of all ranks. What is applied is noted of the step that is traced."""
+        self._refuse_strangers(optimizer, variables)
+        self._traced.show(gradients)
+        self._traced.note(AppliedOptimizer(optimizer, variables, gradients))
+        return averager.average(gradients)
 
 
 def _name_of_apply(optimizer: Any) -> str:

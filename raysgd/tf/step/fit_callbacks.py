@@ -108,4 +108,4 @@ def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Seq
 
 
 def _nothing(logs: Any = None) -> None:
-    """In place of a method of a callback."""
+    """Stands for a method of a callback."""

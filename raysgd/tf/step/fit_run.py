@@ -45,10 +45,10 @@ def check_state(state: Any) -> None:
     Raises:
         ValueError: It is not what `FitStream.state` returned.
     """
-    require(isinstance(state, Mapping), "where `fit` is, is no dict")
+    require(isinstance(state, Mapping), "the position of `fit` is not a dict")
     known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
     require(set(state) == known, f"where `fit` is has not the entries {sorted(known)}")
-    require(isinstance(state["logs"], Mapping), "what `fit` has reported is no dict")
+    require(isinstance(state["logs"], Mapping), "the logs of `fit` are not a dict")
     for name in known - {"logs", "is_over"}:
         check_count(name, state[name])
 
@@ -84,17 +84,17 @@ class FitStream:
 
     @property
     def is_mid_pass(self) -> bool:
-        """Whether a `fit` was begun and is not over."""
+        """True if a `fit` was begun and is not over."""
         return self.place is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether no step, and no execution of several, is half done."""
+        """True if no step, and no execution of several, is half done."""
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
     def _num_exchanges(self) -> int:
-        """In the epoch that is running."""
+        """The number of exchanges in the epoch that is running."""
         before = self._num_exchanges_before
         return 0 if before is None else self._exchanges.num_completed - before
 

@@ -42,17 +42,17 @@ FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
 
 FORMAT_KEY = "raysgd_format"
-"""Where a file's state says in which format it is: its last key."""
+"""The last key of a file's state, which says in which format it is."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
-"""What makes a dict a training state."""
+"""The keys that make a dict a training state."""
 
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_BYTES = 22
 _COMMENT_LENGTH_BYTES = 2
 _OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How `torch.save` began its files before it wrote zip archives: a pickled magic number."""
+"""The start of files of `torch.save` from before it wrote zip archives: a pickled magic number."""
 
 _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
@@ -151,7 +151,7 @@ class OtherFileError(OSError):
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Which file is meant, and in which condition, whatever takes its name."""
+    """The file that is meant, and its condition, whatever takes its name."""
 
     path: str
     device: int
@@ -161,7 +161,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: IO[bytes], path: str) -> FileIdentity:
-        """That of an open file."""
+        """Returns the identity of an open file."""
         facts = os.fstat(file.fileno())
         return cls(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
@@ -300,7 +300,7 @@ class AsyncWriter(BackgroundWriter):
 
 @dataclass(frozen=True)
 class _FileKind:
-    """What kind of file a checkpoint is.
+    """A kind of checkpoint file.
 
     Attributes:
         seal: Its checksum; None if `torch.save` itself wrote it.

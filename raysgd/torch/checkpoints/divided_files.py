@@ -137,25 +137,28 @@ class DividedFolder:
             CheckpointCorruptedError: A file has something else than it should.
         """
         wanted = [
-            _Wanted(piece, stored, room)
+            (piece, stored, room)
             for stored in self.tensors
             for room in [TensorToFill.of(tensors[stored.path])]
             for piece in stored.pieces
             if _overlap(piece, room.span(stored.dim))
         ]
-        for name, parts in groupby(sorted(wanted, key=_place), lambda part: part.piece.file):
+        wanted.sort(key=lambda part: (part[0].file, part[0].start))
+        for name, parts in groupby(wanted, lambda part: part[0].file):
             with Path(self.path, name).open("rb", buffering=0) as file:
-                for part in parts:
-                    self._take(part, file)
+                for piece, stored, room in parts:
+                    self._take(piece, stored, room, file)
 
-    def _take(self, part: _Wanted, file: IO[bytes]) -> None:
+    def _take(self, piece: TensorPiece, stored: StoredTensor, room: TensorToFill, file: IO[bytes]) -> None:
+        """Reads a part of a stored tensor, of which some belongs into this room."""
         try:
-            part.take(file)
+            found = _tensor_in(file, piece, stored)
+            with torch.no_grad():
+                room.take(found, stored.dim, piece.first)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged bytes may say anything
-            finding = f"`{part.piece.file}` cannot be read ({str(error)[:100]})"
-            raise self.corrupted(finding) from error
+            raise self.corrupted(f"`{piece.file}` cannot be read ({str(error)[:100]})") from error
 
     def read_whole(self) -> dict[str, Any]:
         """The whole state in this process."""
@@ -169,33 +172,18 @@ class DividedFolder:
         return corrupted(self.path, finding)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A part of a stored tensor, and the room that some of it belongs into."""
-
-    piece: TensorPiece
-    stored: StoredTensor
-    room: TensorToFill
-
-    def take(self, file: IO[bytes]) -> None:
-        """Reads it."""
-        archive = memoryview(bytearray(self.piece.num_bytes))
-        file.seek(self.piece.start)
-        fill(archive, file)
-        found = read_archive(archive)
-        is_right = (
-            isinstance(found, torch.Tensor)
-            and (found.dtype, found.layout, found.device.type) == (self.stored.dtype, torch.strided, "cpu")
-            and tuple(found.shape) == self.stored.size_of(self.piece)
-        )
-        if not is_right:
-            raise ValueError("a tensor is another one than the index says")
-        with torch.no_grad():
-            self.room.take(found, self.stored.dim, self.piece.first)
-
-
-def _place(part: _Wanted) -> tuple[str, int]:
-    return part.piece.file, part.piece.start
+def _tensor_in(file: IO[bytes], piece: TensorPiece, stored: StoredTensor) -> torch.Tensor:
+    archive = memoryview(bytearray(piece.num_bytes))
+    file.seek(piece.start)
+    fill(archive, file)
+    found = read_archive(archive)
+    if (
+        not isinstance(found, torch.Tensor)
+        or (found.dtype, found.layout, found.device.type) != (stored.dtype, torch.strided, "cpu")
+        or tuple(found.shape) != stored.size_of(piece)
+    ):
+        raise ValueError("a tensor is another one than the index says")
+    return found
 
 
 def _overlap(piece: TensorPiece, span: tuple[int, int]) -> bool:

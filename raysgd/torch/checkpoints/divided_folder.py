@@ -37,7 +37,7 @@ DIVIDED = "divided"
 """Key in it of what there is to know about the other files."""
 
 FORMAT_VERSION = 2
-"""How the folder is laid out."""
+"""The layout of the folder."""
 
 MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
 """Makes the tensors that a rank has of a state: of its outline, and the paths in it where they belong."""

@@ -17,7 +17,7 @@ import torch
 from raysgd._reading.strict_reading import require
 
 Path_ = tuple[str | int, ...]
-"""Where in a state a tensor belongs."""
+"""The place of a tensor in a state."""
 
 Files = Mapping[str, tuple[int, str]]
 """Number of bytes and checksum of each file, by its name in the folder."""
@@ -25,7 +25,7 @@ Files = Mapping[str, tuple[int, str]]
 _MAX_DIMS = 64
 _MAX_SIZE = 2**62
 _MAX_REPETITION = 16
-"""How many times all files may be read, at most: several parts may lie in the same place."""
+"""The number of times that all files may be read, at most: several parts may lie in the same place."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +49,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the parts of one tensor are in the files of a folder checkpoint.
+    """The places of the parts of one tensor in the files of a folder checkpoint.
 
     Attributes:
         path: Where in a state it belongs.

@@ -23,7 +23,7 @@ from raysgd.torch.checkpoints.divided_index import Path_
 from raysgd.torch.checkpoints.divided_tensors import TensorToFill, begin_of, dim_of, overlaps
 
 Content = Mapping[str, Any]
-"""What a rank keeps: `rest` (the state without tensors), `shapes`, `dims` (None: not divided) and `tensors`."""
+"""The share of a rank: `rest` (the state without tensors), `shapes`, `dims` (None: not divided) and `tensors`."""
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> Content:

@@ -32,7 +32,7 @@ class TensorToFill:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorToFill:
-        """That of a tensor."""
+        """Returns this rank's part of a tensor, to fill."""
         dim = dim_of(tensor)
         if not isinstance(tensor, DTensor) or dim is None:
             return cls(tensor.to_local() if isinstance(tensor, DTensor) else tensor, 0, 0)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xxhash
 
 MAX_BYTES = 128
 """No seal is longer."""
@@ -20,18 +23,8 @@ _COMMENT = re.compile(rf"{_PREFIX}([0-9a-f]+)\Z".encode())
 _LENGTH_BYTES = 2
 
 
-class Checksum(Protocol):
-    """A checksum in the making."""
-
-    def update(self, content: memoryview | bytes, /) -> None:
-        """Adds bytes."""
-
-    def hexdigest(self) -> str:
-        """That of all bytes so far."""
-
-
-def new_checksum() -> Checksum:
-    """One for a new file."""
+def new_checksum() -> xxhash.xxh3_128:
+    """One in the making, of no bytes yet."""
     import xxhash
 
     return xxhash.xxh3_128()
@@ -45,7 +38,7 @@ class Seal:
 
     @classmethod
     def at_end_of(cls, tail: bytes) -> Seal | None:
-        """That of a file with these last bytes; None if it has none."""
+        """Returns the seal of a file with these last bytes; None if it has none."""
         found = _COMMENT.search(tail)
         if found is None:
             return None
@@ -55,7 +48,7 @@ class Seal:
 
     @property
     def comment(self) -> bytes:
-        """What stands in the file."""
+        """The comment of the archive that holds it."""
         return f"{_PREFIX}{self.hexdigest}".encode()
 
     def num_sealed_bytes(self, num_bytes: int) -> int:

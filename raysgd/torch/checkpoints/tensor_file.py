@@ -21,10 +21,10 @@ from raysgd._reading.stored_archive import ArchiveMember, members
 from raysgd._reading.strict_reading import NotPlainError, fill, require
 
 _ALIGNMENT = 16
-"""Where the memory of a tensor has to begin. What lies elsewhere is copied."""
+"""The alignment of the memory of a tensor. What lies elsewhere is copied."""
 
 _MAX_EXPANSION = 16
-"""How much larger than the file all its tensors may be together: several may lie in the same memory."""
+"""The most by which all its tensors together may exceed the file: several may lie in the same memory."""
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _torch: Any = torch  # whose annotations lack some ways to call its functions
@@ -175,7 +175,7 @@ class _Tensors:
 
     @property
     def functions(self) -> dict[str, Function]:
-        """What a pickle may call for that, by their names in PyTorch."""
+        """The functions that a pickle may call for that, by their names in PyTorch."""
         return {
             "torch._utils._rebuild_tensor": Function(self._tensor),
             "torch._utils._rebuild_tensor_v2": Function(self._tensor),

@@ -18,7 +18,7 @@ from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED = "raysgd_models", "raysgd_tied"
 _HEADER_AT = 8
-"""Where the header begins: behind its length. It is JSON."""
+"""The place of the header, which is JSON: behind its length."""
 _MAX_MODELS = 10_000
 
 

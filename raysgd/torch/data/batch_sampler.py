@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from raysgd._numbers.seeds import seed_of
 from raysgd.arrays.division import Division, ShardedJointBatch
 from raysgd.torch.data.pass_plan import PassPlan, SpeedsAt, check_range
-from raysgd.torch.data.sample_order import Indices, SampleOrder, SamplerOrder
+from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches, SampleOrder, SamplerOrder
 
 _SEED_BY_HAND = 0
 _WHEN_LOADED = 1
@@ -49,6 +49,11 @@ class JointBatches:
     speeds_at: SpeedsAt | None = None
     num_shards: int = 0
     multiple: int = 1
+
+    @property
+    def of_streams(self) -> Callable[[int, int], Division | ShardedJointBatch]:
+        """Divides those of streams, whose size is always that of all workers."""
+        return replace(self, multiple=1).division
 
     def division(self, joint_size: int, world_size: int) -> Division | ShardedJointBatch:
         """Return how joint batches of a size are divided."""
@@ -83,7 +88,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     Attributes:
         order: The order of the samples.
-        batch_size: Samples per rank in a full step; with `joint` those of all ranks.
+        batch_size: Samples per rank in a full step; with `joint` those of all ranks. Without a meaning where the order
+            is one of batches.
         drop_last: Leave out a last joint step that is not full.
         pad: Give a rank without samples in the last step some to repeat, see `PassPlan`.
         rank: This worker's place in the group.
@@ -184,17 +190,21 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return this rank's batches in the pass as begun; with no pass begun, in a whole one."""
+        if self.plan is None and isinstance(self.order, BatchesOrder):
+            return self.order.num_samples
         plan = self.plan or self._plan(self.order.num_samples, consumed=0)
         return plan.num_batches(self.rank)
 
     @property
     def most_batches(self) -> int:
-        """How many batches a rank takes for a full step, one after the other."""
+        """The number of batches that a rank takes for a full step, one after the other; 2 for several of any number."""
+        if isinstance(self.order, BatchesOrder):  # each pass may have others
+            return 1 if self.joint is None or self.joint.cap is None else 2
         return self._division.num_batches(self._division.joint_size)
 
     @property
     def num_shards(self) -> int:
-        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+        """The number of logical shards of a joint batch; 0 where it is divided by ranks."""
         division = self._division
         return division.num_shards if isinstance(division, ShardedJointBatch) else 0
 
@@ -202,11 +212,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def _division(self) -> Division | ShardedJointBatch:
         if self.joint is None:
             return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
-        return self.joint.division(self.batch_size, self.world_size)
+        drawn = self._indices
+        return self.joint.division(
+            drawn.largest if isinstance(drawn, JoinedBatches) else self.batch_size, self.world_size
+        )
 
     def _plan(self, num_samples: int, consumed: int) -> PassPlan:
         speeds_at = None if self.joint is None else self.joint.speeds_at
-        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at)
+        bounds = self._indices.bounds if isinstance(self._indices, JoinedBatches) else None
+        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at, bounds)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
         # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.

@@ -1,4 +1,4 @@
-"""Parts of a batch, and of what `forward` and a model return, as the stock rungs see them.
+"""Parts of a batch, and of what `forward` and a model return, as the stock rungs see them; batches made of rows.
 
 A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it,
 or a dataclass with such fields. A model returns its output; or a mapping, or an object with attributes, that may hold
@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.data import default_collate
 
 from raysgd.torch.parallel.strategy import unwrap
+
+_MOST_BYTES_COPIED = 2**20
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """Under which of these names a batch that has names holds its target; the first one that is there counts."""
@@ -140,7 +146,7 @@ def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
         return returned, loss, None
     raise TypeError(
         f"`forward` returned a `{type(returned).__name__}`: return the loss, `(output, loss)`, or `(output, loss, "
-        "weight)`; each may have a dict of metrics behind it."
+        "weight)`; each may have a dict of metrics after it."
     )
 
 
@@ -191,7 +197,7 @@ def samples_of(batch: Any, num_drawn: int | None) -> int:
 
 
 def _is_in_rows(sized: Sequence[Any], counted: int, num_drawn: int) -> bool:
-    """Whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
+    """Tells whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
     shapes: list[tuple[int, ...]] = [each.shape if _is_array(each) else () for each in sized]
     seconds = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
     is_list = len(shapes) == num_drawn and len(set(shapes)) == 1
@@ -241,3 +247,43 @@ def _first_counted(parts: Iterable[Any]) -> Any:
         if found is not None:
             return found
     return None
+
+
+class TensorCollate:
+    """Makes batches as a `DataLoader` does by default."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return default_collate(rows)
+
+    def join(self, batches: list[Any]) -> Any:
+        """Return one batch of one or several."""
+        return batches[0] if len(batches) == 1 else _joined_batches(batches)
+
+    def begin_process(self) -> None:
+        """Let PyTorch compute with one thread: those of OpenMP do not survive a fork. Small tensors travel as bytes."""
+        torch.set_num_threads(1)
+        ForkingPickler.register(torch.Tensor, _reduced)
+
+
+def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a loader process sends a tensor.
+
+    PyTorch shares its memory, which takes an answer of the process that made it: a copy of little costs less.
+    """
+    with suppress(TypeError, RuntimeError):  # such as bfloat16, and what is not plain memory
+        if tensor.nbytes <= _MOST_BYTES_COPIED:
+            return torch.from_numpy, (tensor.numpy(),)
+    shared: tuple[Any, ...] = reduce_tensor(tensor)
+    return shared
+
+
+def _joined_batches(batches: list[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return {name: _joined_batches([batch[name] for batch in batches]) for name in first}
+    if first and isinstance(first[0], str | bytes):  # a column of text
+        return [value for batch in batches for value in batch]
+    parts = [_joined_batches(list(each)) for each in zip(*batches, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd.arrays import trees
 from raysgd.arrays.arrays import Arrays, as_arrays, is_frame, is_of_arrays
 from raysgd.arrays.ray_batches import BatchForm
-from raysgd.arrays.whole_data import Creator, DealtBatches, creator_of, is_creator, size_of
+from raysgd.arrays.whole_data import Creator, DealtBatches, OwnData, creator_of, is_creator, size_of
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction_data import num_rows_of
+from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import JointBatches
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
@@ -71,24 +72,9 @@ class DatasetLoader:
         return DataLoader(self.dataset, self.batch_size, **{"collate_fn": collate_fn, **self.options})
 
 
-@dataclass(frozen=True)
-class UserLoader:
-    """A loader of the user's.
-
-    Attributes:
-        loader: The loader.
-    """
-
-    loader: DataLoader[Any]
-
-    def make(self) -> DataLoader[Any]:
-        """The loader."""
-        return self.loader
-
-
 def is_known(dataset: Any) -> bool:
     """Return whether it is data that every worker can be given whole."""
-    if isinstance(dataset, Arrays | DataLoader | Dataset) or is_frame(dataset) or is_of_arrays(dataset):
+    if isinstance(dataset, Arrays | DataLoader | Dataset | Stream) or is_frame(dataset) or is_of_arrays(dataset):
         return True
     return has_samples(dataset) or is_creator(dataset)
 
@@ -102,12 +88,12 @@ def has_samples(dataset: Any) -> bool:
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
-    """What makes the batches of the first of these loaders that makes batches of samples; None where none does."""
+    """Returns the `collate_fn` of the first of these loaders that makes batches of samples; None where none does."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
 
 
-def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | UserLoader | Creator | None:
+def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | OwnData | Creator | None:
     """Return what every worker makes its loader of; None for data of another kind.
 
     Args:
@@ -117,8 +103,8 @@ def whole(dataset: Any, config: Mapping[str, Any]) -> DatasetLoader | UserLoader
     Raises:
         ValueError: There is no batch size, or arrays differ in their number of rows.
     """
-    if isinstance(dataset, DataLoader):
-        return UserLoader(dataset)
+    if isinstance(dataset, DataLoader | Stream):
+        return OwnData(dataset)
     if isinstance(dataset, Arrays):
         return _of_arrays(dataset, config)
     if is_frame(dataset) or is_of_arrays(dataset):

@@ -1,18 +1,15 @@
 """The processes of a `DataLoader`: how it loads, and that they end with the process that they load for.
 
-A process that was forked holds the connections of its parent open. As long as one is left, no one notices that the
-parent was killed: not the other ranks, and not Ray. PyTorch lets such a process look for its parent every 5 s only.
+PyTorch lets such a process look for its parent every 5 s only.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import select
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from raysgd.streams.loading.parent import end_with_parent
 
 _KEPT_OPTIONS = (
     "num_workers",
@@ -37,24 +34,6 @@ class EndsWithParent:
     user_function: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
-        gc.freeze()  # what was garbage in the parent may have threads that do not exist here
-        _end_with(os.getppid())
+        end_with_parent()
         if self.user_function is not None:
             self.user_function(worker_id)
-
-
-def _end_with(pid: int) -> None:
-    """Ends this process as soon as the process `pid` is gone. Does nothing where the system cannot tell (Linux can)."""
-    try:
-        handle = os.pidfd_open(pid)  # type: ignore[attr-defined, unused-ignore]
-    except (AttributeError, OSError):
-        return
-
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        while not poll.poll():
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="raysgd-parent", daemon=True).start()

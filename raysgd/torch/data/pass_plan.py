@@ -6,9 +6,11 @@ so far, so it means the same for any group.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from raysgd.arrays.division import BatchShare, Division, ShardedJointBatch
@@ -42,7 +44,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The division of the rest of a pass over a group, by joint batches of one size.
+    """The division of the rest of a pass over a group, by joint batches of one size, or of given ones.
 
     Attributes:
         num_samples: Samples in the whole pass.
@@ -53,6 +55,7 @@ class PassPlan:
             weight 0 (training). False: it has no batch (evaluation).
         speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks. None for
             even shares.
+        bounds: Where joint batches of the whole pass begin, and where the last one ends; None for those of one size.
 
     Raises:
         ValueError: A number is out of range.
@@ -71,6 +74,7 @@ class PassPlan:
     drop_last: bool
     pad: bool
     speeds_at: SpeedsAt | None = None
+    bounds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         check_range("num_samples", self.num_samples, minimum=0)
@@ -81,8 +85,33 @@ class PassPlan:
     @cached_property
     def num_steps(self) -> int:
         """Joint steps still to come in this pass."""
+        if self._rest is not None:
+            return len(self._rest) - 1
         full, rest = divmod(self.num_samples - self.consumed, self.division.joint_size)
         return full if rest == 0 or self.drop_last else full + 1
+
+    @cached_property
+    def _rest(self) -> Sequence[int] | None:
+        """The bounds that are still to come, from the position on."""
+        if self.bounds is None:
+            return None
+        return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]]
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """Return where a joint step begins and ends, counted from `consumed`."""
+        if self._rest is not None:
+            return self._rest[step], self._rest[step + 1]
+        start = self.consumed + step * self.division.joint_size
+        return start, min(start + self.division.joint_size, self.num_samples)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Return the same for one joint step after the other."""
+        if self._rest is not None:
+            yield from pairwise(self._rest)
+            return
+        size = self.division.joint_size
+        for start in range(self.consumed, self.consumed + self.num_steps * size, size):
+            yield start, min(start + size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
         """Return the position in the pass after `steps` more joint steps; after the last one the pass is over.
@@ -93,14 +122,14 @@ class PassPlan:
         check_range("steps", steps, minimum=0, maximum=self.num_steps)
         if steps == self.num_steps:
             return self.num_samples
-        return self.consumed + steps * self.division.joint_size
+        return self._span(steps)[0]
 
     @property
     def has_single_samples(self) -> bool:
-        """Whether a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
-        starts, cap = self._starts(), self.division.cap
-        most = self.division.joint_size
-        sizes = [min(most, self.num_samples - start) for start in (*starts[:1], *starts[-1:])]
+        """True if a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
+        cap, num = self.division.cap, self.num_steps
+        spans = map(self._span, sorted({0, num - 1}) if num else ()) if self._rest is None else pairwise(self._rest)
+        sizes = {stop - start for start, stop in spans}
         return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in sizes)
 
     def shares(self, rank: int) -> Iterator[Share]:
@@ -112,17 +141,12 @@ class PassPlan:
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         before: tuple[Any, ...] = ()
         shares: list[Share] = []
-        for start in self._starts():
-            size = min(self.division.joint_size, self.num_samples - start)
-            terms = size, () if self.speeds_at is None else self.speeds_at(start)
+        for start, stop in self._spans():
+            terms = stop - start, () if self.speeds_at is None else self.speeds_at(start)
             if terms != before:
                 shares, before = self._shares_of_batch(rank, *terms), terms
             for share in shares:
                 yield Share(start + share.start, start + share.stop, *share[2:])
-
-    def _starts(self) -> range:
-        size = self.division.joint_size
-        return range(self.consumed, self.consumed + self.num_steps * size, size)
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
         """Return the batches that `rank` takes in joint step `step`, counted from `consumed`.
@@ -132,8 +156,8 @@ class PassPlan:
         """
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
-        size, start = self.division.joint_size, self._starts()[step]
-        rest = PassPlan(min(start + size, self.num_samples), start, self.division, False, self.pad, self.speeds_at)
+        start, stop = self._span(step)
+        rest = PassPlan(stop, start, self.division, False, self.pad, self.speeds_at)
         return list(rest.shares(rank))
 
     def _shares_of_batch(self, rank: int, size: int, speeds: Sequence[float]) -> list[Share]:
@@ -152,6 +176,8 @@ class PassPlan:
 
     def num_batches(self, rank: int) -> int:
         """Return how many batches `rank` sees in the rest of the pass."""
+        if self._rest is not None:
+            return sum(map(_is_batch, self.shares(rank)))
         full = (self.num_samples - self.consumed) // self.division.joint_size
         steps = [(full, 0)] if full else []
         steps += [(1, full)] if full < self.num_steps else []

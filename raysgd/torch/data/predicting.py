@@ -17,7 +17,9 @@ from raysgd.arrays.containers import ArrayContainer
 from raysgd.messages import prediction_data
 from raysgd.messages.prediction import PredictRequest, Rows, RowSlice, Work
 from raysgd.messages.prediction_data import BatchRequest, BatchSource, Found, RowRanges, refuse
-from raysgd.torch.data.batches import count_samples
+from raysgd.streams.in_order import BatchesInOrder
+from raysgd.streams.stream import Stream
+from raysgd.torch.data.batches import TensorCollate, count_samples
 from raysgd.torch.data.call_data import has_samples
 from raysgd.torch.data.loader_process import EndsWithParent, kept_options
 from raysgd.torch.data.ray_tensors import as_batch
@@ -25,7 +27,7 @@ from raysgd.torch.data.streams import length_of
 
 KINDS = (
     "an array or tensor, a tuple or dict of them, a data frame, a dataset or `DataLoader` of PyTorch, a list of "
-    "dicts (the samples), a dataset of Ray Data, or an iterator over batches"
+    "dicts (the samples), a dataset of Ray Data, a stream, or an iterator over batches"
 )
 
 
@@ -53,6 +55,9 @@ def source_of(data: Any, asked: BatchRequest) -> Found:
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
     if found is not None:
         return found
+    if isinstance(data, Stream):
+        batches = BatchesInOrder(data, asked.size, TensorCollate())
+        return BatchSource(batches, batches.num_batches), ArrayContainer(as_tensor)
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=asked.batch_size)
     if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
@@ -134,7 +139,7 @@ class PredictionLoader:
     def __init__(self, collate_fn: Callable[[], Any]) -> None:
         self._collate_fn = collate_fn
         self._key: str | None = None
-        self._indices: list[range] = []
+        self._indices: list[list[int]] = []  # a loader with processes goes on living between rounds, and looks here
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, request: PredictRequest, work: Work, share: LoaderParts | None) -> Iterator[tuple[Any, int]]:
@@ -156,7 +161,7 @@ class PredictionLoader:
         if share is not None:
             self._key, self._loader = request.key, _loader_of(share, self._indices, self._collate_fn())
         assert self._loader is not None, "the first round brings the dataset"
-        self._indices[:] = work.ranges
+        self._indices[:] = map(list, work.ranges)
         if self._indices:
             yield from zip(self._loader, map(len, work.ranges), strict=True)
 
@@ -165,26 +170,13 @@ class PredictionLoader:
         self._key = self._loader = None
 
 
-def _loader_of(parts: LoaderParts, indices: list[range], collate_fn: Any) -> DataLoader[Any]:
+def _loader_of(parts: LoaderParts, indices: list[list[int]], collate_fn: Any) -> DataLoader[Any]:
     options = {"collate_fn": collate_fn, **parts.options}
     if options.get("num_workers"):
         options["worker_init_fn"] = EndsWithParent(options["worker_init_fn"])
         options["persistent_workers"] = True
     generator = torch.Generator()  # else it would draw from the one that training uses
-    return DataLoader(parts.dataset, batch_sampler=_Indices(indices), generator=generator, **options)
-
-
-class _Indices:
-    """The batches that a loader loads next; a loader with processes goes on living between rounds."""
-
-    def __init__(self, ranges: list[range]) -> None:
-        self._ranges = ranges
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([list(each) for each in self._ranges])
-
-    def __len__(self) -> int:
-        return len(self._ranges)
+    return DataLoader(parts.dataset, batch_sampler=indices, generator=generator, **options)
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from raysgd.arrays.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """What an operator gets: tensors in the structure of the arrays, or the columns of a dict that the form names."""
+    """Returns a batch for an operator: tensors in the structure of the arrays, or the columns that the form names."""
     return formed(trees.mapped(arrays, as_tensor), form, _joined)
 
 

@@ -1,4 +1,4 @@
-"""In which order a pass visits the samples: the dataset's own, shuffled, or what a user's sampler draws.
+"""The order in which a pass visits the samples: the dataset's own, shuffled, or what a user's sampler draws.
 
 Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
 
@@ -8,14 +8,14 @@ Why the loader's own order is kept: ADR 2. Why large data is shuffled in another
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -25,41 +25,43 @@ from raysgd.torch.data.permutation import Permutation
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
 """The order of one pass: anything with `len` and slices. A tensor needs a quarter of a list's memory."""
 
-_DRAWN_BELOW = 2**20
 
+@dataclass(frozen=True)
+class JoinedBatches(Sequence[Any]):
+    """The samples of batches of any sizes, in a row.
 
-class SampleOrder(Protocol):
-    """In which order a pass visits the samples: a function of (seed, pass index) and nothing else.
-
-    That is what lets every rank, and a worker that joins in the middle of a pass, arrive at the same order on
-    its own.
+    Attributes:
+        samples: The samples.
+        bounds: Where batches begin, and where the last one ends.
     """
 
-    @property
-    def num_samples(self) -> int:
-        """Samples in a pass."""
+    samples: Sequence[Any]
+    bounds: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.samples[key]
 
     @property
-    def name(self) -> str:
-        """What kind of order this is, the same on every rank."""
+    def largest(self) -> int:
+        """The samples of the largest batch."""
+        return max((stop - start for start, stop in pairwise(self.bounds)), default=1)
 
-    def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the dataset indices in the order in which pass `pass_index` visits them."""
+
+_DRAWN_BELOW = 2**20
 
 
 @dataclass(frozen=True)
 class SequentialOrder:
     """The dataset's own order, every pass."""
 
+    name = "sequential"
     num_samples: int
 
-    @property
-    def name(self) -> str:
-        """Always `"sequential"`."""
-        return "sequential"
-
     def indices(self, seed: int, pass_index: int) -> range:
-        """Return `0 ... num_samples - 1`; seed and pass make no difference."""
+        """Return the indices of the dataset in the order of a pass: here seed and pass make no difference."""
         return range(self.num_samples)
 
 
@@ -73,13 +75,9 @@ class ShuffledOrder:
             is read.
     """
 
+    name = "shuffled"
     num_samples: int
     drawn_below: int = _DRAWN_BELOW
-
-    @property
-    def name(self) -> str:
-        """Always `"shuffled"`."""
-        return "shuffled"
 
     def indices(self, seed: int, pass_index: int) -> Indices:
         """Return the permutation of this pass. No random state outside is used or changed."""
@@ -105,7 +103,7 @@ class SamplerOrder:
 
     @property
     def num_samples(self) -> int:
-        """What the sampler announces as its length now."""
+        """The length that the sampler announces now."""
         return len(self.sampler)
 
     @property
@@ -133,6 +131,30 @@ class SamplerOrder:
                 "announces: the data cannot be divided without knowing its size. Correct `__len__`."
             )
         return _compact(drawn)
+
+    def is_repeatable(self, seed: int) -> bool:
+        """Return whether the sampler draws the same again for the same pass."""
+        first, again = (self.indices(seed, 0) for _ in range(2))
+        return first == again
+
+
+@dataclass(frozen=True)
+class BatchesOrder(SamplerOrder):
+    """The order of the samples in the batches that a user's batch sampler draws. Its length is in batches."""
+
+    def indices(self, seed: int, pass_index: int) -> JoinedBatches:
+        """Return the samples of what the batch sampler draws in this pass."""
+        batches = [list(batch) for batch in super().indices(seed, pass_index)]
+        bounds = accumulate((len(batch) for batch in batches if batch), initial=0)
+        return JoinedBatches(_compact([*chain.from_iterable(batches)]), [*bounds])
+
+
+SampleOrder: TypeAlias = SequentialOrder | ShuffledOrder | SamplerOrder
+"""The order in which a pass visits the samples: a function of seed and pass index, and nothing else.
+
+That is what lets every rank, and a worker that joins in the middle of a pass, arrive at the same order on its own. Each
+has a name for its kind, the same on every rank.
+"""
 
 
 def order_of(sampler: Any) -> SampleOrder:
@@ -165,7 +187,9 @@ def divides_data(sampler: Any) -> bool:
     return by_name or isinstance(sampler, DistributedSampler)
 
 
-def _compact(drawn: list[Any]) -> Indices:
+def _compact(drawn: list[Any]) -> Sequence[Any]:
+    if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
+        return drawn  # batches; of a tensor with one number, an array would take that
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
@@ -206,12 +230,8 @@ def _reseed(generator: Any, seed: int) -> Callable[[], object]:
 
 def _global_generators() -> list[Any]:
     """Return the process-wide generators that exist so far; CUDA's only if someone has started CUDA."""
-    generators: list[Any] = [torch.default_generator, random]
-    if torch.cuda.is_initialized():
-        generators.extend(torch.cuda.default_generators)
-    if "numpy" in sys.modules:  # not loaded: nothing has drawn from it
-        generators.append(sys.modules["numpy"].random)
-    return generators
+    of_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, random, *of_cuda, np.random]
 
 
 def _held_generators(sampler: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
@@ -229,5 +249,4 @@ def _held_generators(sampler: Any, seen: frozenset[int] = frozenset()) -> list[A
 def _is_generator(value: object) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)  # the operating system's: has no state to set
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return isinstance(value, (np.random.Generator, np.random.RandomState))

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    Sampler,
 )
 
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.data.loader_process import EndsWithParent, kept_options
-from raysgd.torch.data.sample_order import divides_data, has_no_length, order_of
+from raysgd.torch.data.sample_order import BatchesOrder, divides_data, has_no_length, order_of
 from raysgd.torch.data.seeded_rows import SeededRows
 
 logger = logging.getLogger(__name__)
@@ -41,18 +43,27 @@ class ShardedLoader:
     """A user's loader, rebuilt so that each rank loads its share.
 
     Attributes:
+        given: The user's loader.
         loader: Same dataset and options as the user's, with `sampler` as its `batch_sampler`.
         sampler: Where to begin passes and change the group.
         seed_hint: The seed the user gave, as far as this worker can tell. One rank's must be chosen for all.
         num_samples: Samples in a pass over all ranks.
-        signature: To compare across ranks.
+        signature: To compare across ranks; None where each rank takes whole batches of a user's batch sampler. Then a
+            sample is one of these.
     """
 
+    given: DataLoader[Any]
     loader: DataLoader[Any]
     sampler: ElasticBatchSampler
     seed_hint: int
     num_samples: int
-    signature: DataSignature
+    signature: DataSignature | None
+
+    @property
+    def batch_size(self) -> int | None:
+        """That of the sampler; None where a user's batch sampler decides the sizes."""
+        is_of_batches = self.signature is None or isinstance(self.sampler.order, BatchesOrder)
+        return None if is_of_batches else self.sampler.batch_size
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class UndividedLoader:
 
     @property
     def divides_data(self) -> bool:
-        """Whether the loader divides the data itself."""
+        """True if the loader divides the data itself."""
         return self.reason == _DIVIDES
 
 
@@ -88,7 +99,8 @@ def shard_loader(
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
     what is shuffled is shuffled again in each pass, a user's sampler draws the joint order. `batch_size` is
-    that of one worker, as written; with `joint` it is that of all workers together.
+    that of one worker, as written; with `joint` it is that of all workers together. Of a user's batch sampler,
+    each worker takes whole batches; with `joint` each batch is a joint one.
 
     All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
     for the wrong step, so they arrive in order here (a warning says so).
@@ -115,16 +127,25 @@ def shard_loader(
     obstacle = _obstacle(loader)
     if obstacle is not None:
         return obstacle
-    batches = loader.batch_sampler
-    order = order_of(batches.sampler)
-    size = batches.batch_size * (1 if joint is None else joint.multiple)
-    sampler = ElasticBatchSampler(order, size, batches.drop_last, training, rank, world_size, joint)
+    batches, own_sampler = loader.batch_sampler, _own_sampler(loader)
+    is_of_batches = own_sampler is batches
+    reason = _obstacle_of_batches(joint, training) if is_of_batches else None
+    if reason is not None:
+        return UndividedLoader(loader, reason, warn=True)
+    takes_whole, order = is_of_batches and joint is None, order_of(own_sampler)
+    if is_of_batches and joint is not None:
+        order = BatchesOrder(own_sampler)
+    size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
+    size *= 1 if joint is None else joint.multiple
+    sampler = ElasticBatchSampler(order, size, drop_last, training, rank, world_size, joint)
+    signature = DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name)
     return ShardedLoader(
-        loader=_rebuild(loader, sampler, pin_memory),
+        given=loader,
+        loader=_rebuild(loader, _BatchesInOne(sampler) if takes_whole else sampler, pin_memory, sampler.num_shards),
         sampler=sampler,
-        seed_hint=_seed_hint(loader, batches.sampler),
+        seed_hint=_seed_hint(loader, own_sampler),
         num_samples=order.num_samples,
-        signature=DataSignature(order.num_samples, sampler.batch_size, sampler.drop_last, order.name),
+        signature=None if takes_whole else signature,
     )
 
 
@@ -135,14 +156,42 @@ def _obstacle(loader: Any) -> UndividedLoader | None:
     return None
 
 
+def _obstacle_of_batches(joint: JointBatches | None, training: bool) -> str | None:
+    """Return why batches of a user's batch sampler are not divided; None where they are."""
+    if joint is None:
+        return None if training else "custom `batch_sampler`"
+    return "custom `batch_sampler`, of which logical shards are not made" if joint.num_shards else None
+
+
 def _has_own_iteration(loader: DataLoader[Any]) -> bool:
     names = ("__iter__", "_get_iterator")
     return any(getattr(type(loader), name, None) is not getattr(DataLoader, name, None) for name in names)
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws the samples, or whole batches of them."""
     # Not `loader.sampler`: that is only a default where the user passed `batch_sampler=BatchSampler(...)`.
-    return cast(BatchSampler, loader.batch_sampler).sampler
+    batches: Any = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def _divides(loader: DataLoader[Any]) -> bool:
+    sampler = _own_sampler(loader)
+    return divides_data(sampler) or divides_data(getattr(sampler, "sampler", None))
+
+
+class _BatchesInOne(Sampler[list[Any]]):
+    """Batches made of several others."""
+
+    def __init__(self, batches: ElasticBatchSampler) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        joint: Iterator[Any] = iter(self._batches)
+        return (list(chain.from_iterable(batches)) for batches in joint)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 _DIVIDES = "its sampler divides the data"
@@ -161,14 +210,15 @@ _RULES = (
     _Rule(lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", warn=False),
     _Rule(_has_own_iteration, "its class overrides the iteration of DataLoader", warn=True),
     _Rule(lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", warn=True),
-    _Rule(lambda loader: type(loader.batch_sampler) is not BatchSampler, "custom `batch_sampler`", warn=True),
-    _Rule(lambda loader: divides_data(_own_sampler(loader)), _DIVIDES, warn=False),
+    _Rule(_divides, _DIVIDES, warn=False),
     _Rule(lambda loader: has_no_length(loader.dataset), "its dataset has no length", warn=True),
     _Rule(lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
 )
 
 
-def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
+def _rebuild(
+    loader: DataLoader[Any], sampler: Sampler[list[Any]], pin_memory: bool, num_shards: int
+) -> DataLoader[Any]:
     options = kept_options(loader, "generator", "persistent_workers")
     options["pin_memory"] = loader.pin_memory or pin_memory
     if loader.num_workers:
@@ -181,7 +231,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
             "`in_order=False` has no effect on a loader that is divided over workers: a batch that overtakes "
             "another would be counted for the wrong step."
         )
-    dataset = SeededRows(loader.dataset) if sampler.num_shards else loader.dataset
+    dataset = SeededRows(loader.dataset) if num_shards else loader.dataset
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 

@@ -7,19 +7,23 @@ step; any other loader does not, so the ranks agree step by step, one step ahead
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed import DistNetworkError
 from torch.utils.data import default_collate
 
 from raysgd._numbers.seeds import seed_of
+from raysgd.streams.source import StreamSource
 from raysgd.torch.data.balancing import Balancing
 from raysgd.torch.data.batches import count_samples, samples_of
 from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder
 from raysgd.torch.data.sampling import ShardedLoader
+from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import Summation
 from raysgd.worker.data import streams
@@ -56,27 +60,6 @@ class DrawnItem(NamedTuple):
     is_last_of_pass: bool | None = None
 
 
-class LoaderSource(Protocol):
-    """The source of the batches of a pass."""
-
-    @property
-    def most_batches(self) -> int:
-        """How many batches a rank takes for a joint step, one after the other."""
-
-    @property
-    def num_shards(self) -> int:
-        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
-
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        """Starts a pass after `consumed` samples."""
-
-    def num_steps(self) -> int | None:
-        """Steps of the pass that was opened last, if known."""
-
-    def consumed_after(self, num_steps: int) -> int:
-        """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
-
-
 class DividedLoaderSource:
     """A loader that the library divides over the ranks.
 
@@ -89,24 +72,85 @@ class DividedLoaderSource:
 
     Attributes:
         order: That of every pass. It belongs to the seed: a saved position brings both.
-        check_order: Called whenever a pass is opened or resumed.
-        check_plan: The same, with the plan for the rest of the pass.
+        check_plan: Called whenever a pass is opened or resumed, with the plan for the rest of it.
         balancing: What the shares follow; None where they are even.
         has_own_collator: Whether a batch may have other samples than were drawn for it.
         agreement: How ranks tell each other what collators of the user made of the samples; None where they do not.
     """
 
+    left_out, row_bytes = 0, None
+
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
+        self.is_divided = True
         self._sharded = sharded
-        self.has_own_collator = self._may_differ = sharded.loader.collate_fn is not default_collate
+        self._ranks: Ranks | None = None
+        self._order_before: int | None = None
+        self._is_of_batches = sharded.signature is None
+        self.has_own_collator = self._may_differ = (
+            self._is_of_batches or sharded.loader.collate_fn is not default_collate
+        )
         self._has_warned = False
         self._generator = torch.Generator() if sharded.loader.generator is None else None
-        self.check_order: Callable[[], None] = lambda: None
+        self._check_order: Callable[[bool], None] = lambda is_resumed: None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
         self.agreement: Agreement | None = None
         self.seed = seed
         self.order = sharded.sampler.order
+
+    def join(self, ranks: Ranks) -> None:
+        if self.has_own_order:
+            start_sum = ranks.start_sum if ranks.is_joint else None
+            self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
+        if self._ranks is not ranks:  # what was measured and agreed on belongs to the former group
+            self._ranks, self.balancing, self.agreement = ranks, None, None
+        if not ranks.is_joint or self.num_shards:
+            return
+        if not ranks.balance:
+            self.agreement = Agreement(ranks.start_sum) if self.has_own_collator else None
+        elif self._sharded.sampler.joint is not None and self.balancing is None:
+            self.follow(Balancing(ranks.rank, ranks.world_size, ranks.own_s, ranks.start_sum))
+
+    def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
+        """Sees to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
+        own, before = self._sharded.sampler.fingerprint(), self._order_before
+        name, self._order_before = self.order.name, None
+        assert own is not None, "only a rank's own order is checked"
+        if start_sum is not None and not _are_alike(own, start_sum, world_size):
+            kind = DistNetworkError if is_resumed else ValueError  # a rebuild makes all samplers again
+            raise kind(
+                f"The workers' {name} drew different orders. The library divides one order of all "
+                "samples, which the sampler has to draw alike on every worker: from generators of torch, numpy or "
+                "`random`, or from what `set_epoch` told it, and from nothing that it counts by itself or that "
+                "depends on the rank. If it divides the data itself, pass `add_dist_sampler=False`."
+            )
+        if before not in (None, own):
+            logger.warning(
+                "the train data's %s draws another order than in the epoch that is resumed: some samples are "
+                "repeated, others are skipped",
+                name,
+            )
+
+    def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """See `raysgd.worker.data.feed.DividedSource`."""
+        origin = {"seed": self.seed, **self._size}
+        order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
+        return origin if order is None else {**origin, "order": order}
+
+    def load_state(self, position: Mapping[str, Any]) -> bool:
+        """See `raysgd.worker.data.feed.DividedSource`."""
+        if any(position.get(name) != number for name, number in self._size.items()):
+            logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
+            return False
+        self.seed = position["seed"]
+        self._order_before = position.get("order") if position["is_mid_pass"] else None
+        return True
+
+    @property
+    def _size(self) -> dict[str, int]:
+        """The size of a pass as positions carry it; of samples in joint batches of any size, that of the batches."""
+        is_of_batches = isinstance(self.order, BatchesOrder)
+        return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
 
     def follow(self, balancing: Balancing) -> None:
         """Lets the shares follow the speed of the ranks."""
@@ -119,13 +163,28 @@ class DividedLoaderSource:
 
     @property
     def most_batches(self) -> int:
-        """How many batches a rank takes for a joint step, one after the other."""
+        """The number of batches that a rank takes for a joint step, one after the other."""
         return self._sharded.sampler.most_batches
 
     @property
     def num_shards(self) -> int:
-        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+        """The number of logical shards of a joint batch; 0 where it is divided by ranks."""
         return self._sharded.sampler.num_shards
+
+    @property
+    def has_own_order(self) -> bool:
+        """True if a sampler of the user draws the order, which may be another one the next time."""
+        return isinstance(self.order, SamplerOrder)
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """True if another worker draws the same order: a sampler of the user's may count its passes by itself."""
+        is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
+        if not is_so and self._ranks is not None and self._ranks.rank == 0:
+            logger.warning(
+                "%s draws another order each time: if a worker is lost in this call, it begins again", self.order.name
+            )
+        return is_so
 
     @property
     def num_samples(self) -> int:
@@ -142,7 +201,7 @@ class DividedLoaderSource:
         Gradients count by these in the first pass, and later if any differed from those that were drawn.
         """
         agreement, world_size = self.agreement, self._sharded.sampler.world_size
-        is_weighted = agreement is not None and agreement.ask(self._may_differ or is_resumed).result()[1] > 0
+        is_weighted = agreement is not None and agreement.ask(self._may_differ or is_resumed)()[1] > 0
         self._may_differ = False
         items = (self._counted(item, is_weighted or world_size == 1) for item in items)
         if is_weighted:
@@ -155,9 +214,10 @@ class DividedLoaderSource:
         num_drawn = item.num_samples
         if not num_drawn:
             return item
-        num_samples = samples_of(item.batch, num_drawn)
+        num_samples = samples_of(item.batch, None if self._is_of_batches else num_drawn)
         sampler, self._may_differ = self._sharded.sampler, self._may_differ or num_samples != num_drawn
-        if self._may_differ and sampler.pad and not self._has_warned:  # in evaluation only metrics count
+        is_told = self._has_warned or self._is_of_batches
+        if self._may_differ and sampler.pad and not is_told:  # in evaluation only metrics count
             self._has_warned = True
             what = "gradients and metrics" if counts_in_gradients else "metrics, and not gradients,"
             logger.warning(
@@ -170,7 +230,7 @@ class DividedLoaderSource:
         if balancing is not None:
             balancing.begin_pass()
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
-        self.check_order()
+        self._check_order(consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
         if self._generator is not None:
@@ -192,7 +252,7 @@ class DividedLoaderSource:
                 consumed += share.num_joint
             if balancing is not None:
                 consumed += share.num_joint
-                balancing.after_batch(share.num_samples, share.is_last, consumed, sampler.batch_size)
+                balancing.after_batch(share.num_samples, share.is_last, consumed, plan.division.joint_size)
         next(batches, None)  # so that the loader ends its processes
 
     def num_steps(self) -> int | None:
@@ -204,24 +264,95 @@ class DividedLoaderSource:
         return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
 
 
-class PlainSource:
-    """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together."""
+class DividedBatchesSource(DividedLoaderSource):
+    """A loader with a batch sampler of the user's: each rank takes some of its batches, if all ranks draw the same.
 
+    Args:
+        sharded: The rebuilt loader.
+        seed: See `DividedLoaderSource`.
+        plain: What each rank uses where they do not.
+    """
+
+    def __init__(self, sharded: ShardedLoader, seed: int, plain: Any) -> None:
+        super().__init__(sharded, seed)
+        self._plain: PlainSource | None = None
+        self._given = plain
+
+    def join(self, ranks: Ranks) -> None:
+        is_known = ranks is self._ranks
+        super().join(ranks)
+        if is_known or ranks.world_size == 1:
+            return
+        self.is_divided = ranks.is_joint and self._draws_alike(ranks)
+        if self.is_divided:
+            self._plain = None
+            return
+        self._plain = LockstepSource(self._given) if ranks.is_joint else PlainSource(self._given)
+        self._plain.join(ranks)
+        if ranks.rank == 0:
+            logger.warning(
+                "the train loader is not divided over the workers, because its %s draws other batches on each: each "
+                "worker uses its own, and after a loss the data begin again. Seed it alike on all workers",
+                self.order.name,
+            )
+
+    def _draws_alike(self, ranks: Ranks) -> bool:
+        self._sharded.sampler.begin_pass(0, self.seed)
+        own = self._sharded.sampler.fingerprint()
+        assert own is not None, "the user's batch sampler draws"
+        return _are_alike(own, ranks.start_sum, ranks.world_size)
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        return super().open(pass_index, consumed) if self._plain is None else self._plain.open(pass_index, consumed)
+
+    def num_steps(self) -> int | None:
+        return super().num_steps() if self._plain is None else self._plain.num_steps()
+
+    def consumed_after(self, num_steps: int) -> int:
+        return super().consumed_after(num_steps) if self._plain is None else 0
+
+
+def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
+    """Return whether all ranks have the same number, of 40 bits; each of them has to ask, and all hear the same."""
+    halves = divmod(own, 2**20)  # so short that sums of squares fit
+    numbers = torch.tensor([(half, half**2) for half in halves])
+    start_sum(numbers)()
+    return all(squares * world_size == total**2 for total, squares in numbers.tolist())
+
+
+class PlainSource:
+    """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together.
+
+    Attributes:
+        is_divided: Whether it is a `raysgd.worker.data.feed.DividedSource`.
+        left_out: Rows that could not be read and were left out.
+        row_bytes: The mean size of a row in memory; None where it is not measured.
+        most_batches: The number of batches that a rank takes for a joint step, one after the other.
+        num_shards: The number of logical shards of a joint batch; 0 where it is divided by ranks.
+    """
+
+    is_divided, left_out, row_bytes = False, 0, None
     most_batches = 1
     num_shards = 0
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
+    def join(self, ranks: Ranks) -> None:
+        """Called ahead of a call, with the group that it is in. Each rank goes through it by itself."""
+
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+        """Starts a pass after `consumed` samples."""
         tell_epoch(self._loader, pass_index)
         for batch in self._loader:
             yield DrawnItem(batch, 1.0, None, None)
 
     def num_steps(self) -> int | None:
+        """Steps of the pass that was opened last, if known."""
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:
+        """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
         return 0
 
 
@@ -246,23 +377,22 @@ class LockstepSource(PlainSource):
 
     Args:
         loader: This rank's batches.
-        world_size: How many ranks step together.
-        agreement: How they agree; it can serve one source after the other.
     """
 
-    def __init__(self, loader: Any, world_size: int, agreement: Agreement) -> None:
-        super().__init__(loader)
-        self._world_size = world_size
-        self._agreement = agreement
+    _agreement: Agreement
+    _world_size: int
+
+    def join(self, ranks: Ranks) -> None:
+        self._agreement, self._world_size = Agreement(ranks.start_sum), ranks.world_size
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         tell_epoch(self._loader, pass_index)
         batches = iter(self._loader)
         coming = next(batches, _END)
-        vote = self._agreement.ask(_samples_in(coming))
+        hear = self._agreement.ask(_samples_in(coming))
         last = _END
         while True:
-            num_ranks, num_samples = vote.result()
+            num_ranks, num_samples = hear()
             if not num_ranks:
                 return
             has_own, last = coming is not _END, last if coming is _END else coming
@@ -273,8 +403,12 @@ class LockstepSource(PlainSource):
                 )
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END
-            vote = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
+            hear = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
             yield DrawnItem(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
+
+
+LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
+"""The source of the batches of a pass."""
 
 
 class Agreement:
@@ -283,36 +417,33 @@ class Agreement:
     def __init__(self, start_sum: Summation) -> None:
         self._start_sum = start_sum
 
-    def ask(self, num_samples: int | None) -> _Vote:
-        """Asks with the samples of this rank's batch; None without one."""
+    def ask(self, num_samples: int | None) -> Callable[[], tuple[int, int]]:
+        """Asks with the samples of this rank's batch, None without one; returns what waits for the answer."""
         counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
-        return _Vote(self._start_sum(counts), counts)
+        wait = self._start_sum(counts)
+
+        def hear() -> tuple[int, int]:
+            wait()
+            num_ranks, num_samples_of_all = counts.tolist()
+            return num_ranks, num_samples_of_all
+
+        return hear
 
     def weighted(self, items: Iterator[DrawnItem], world_size: int) -> Iterator[DrawnItem]:
         """The items, weighted by their samples. Every rank has as many items."""
         coming = next(items, None)
-        vote = self.ask(0 if coming is None else coming.num_samples)
+        hear = self.ask(0 if coming is None else coming.num_samples)
         while coming is not None:
-            item, (_, total) = coming, vote.result()
+            item, (_, total) = coming, hear()
             coming = next(items, None)
             if coming is not None:
-                vote = self.ask(coming.num_samples)  # answered while this step is computed
+                hear = self.ask(coming.num_samples)  # answered while this step is computed
             own = item.num_samples or 0
             yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
 
 
 def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
-
-
-class _Vote:
-    def __init__(self, wait: Callable[[], Any], counts: torch.Tensor) -> None:
-        self._wait, self._counts = wait, counts
-
-    def result(self) -> tuple[int, int]:
-        self._wait()
-        num_ranks, num_samples = self._counts.tolist()
-        return num_ranks, num_samples
 
 
 class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
@@ -347,13 +478,6 @@ class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
         self._num_steps_in_pass = 0
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _draw(self) -> DrawnItem | None:
-        assert self._live is not None
-        self._step.began_at = time.perf_counter()
-        if not self._ahead:
-            self._ahead.append(next(self._live, None))
-        return self._ahead[0]
-
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
         if item.is_last_of_pass is None and self._step.window > 1:
             return super()._is_last_of_pass(item)
@@ -365,10 +489,10 @@ class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
 
     def _begin_step(self, item: DrawnItem, is_last: bool) -> Any:
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
-        self._num_steps_in_pass += is_first
         if total is None and self._step.window > 1:
             total = count_samples(batch)
         self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
+        self._num_steps_in_pass += is_first
         if seeds is not None:
             self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)
         return batch

@@ -6,7 +6,6 @@ check each option by itself; this module checks options against each other, and 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments.checks import is_number, refuse_text
+from raysgd._arguments.checks import check_subclass, did_you_mean, is_number, refuse_text
 from raysgd._text.once import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
@@ -62,14 +61,7 @@ def _warn_local_once() -> None:
 
 def check_operator_class(operator_cls: Any) -> None:
     """Refuses anything but an operator class."""
-    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
-        return
-    found = (
-        f"an instance of `{type(operator_cls).__name__}`"
-        if isinstance(operator_cls, TrainingOperator)
-        else repr(operator_cls)
-    )
-    raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
+    check_subclass("training_operator_cls", operator_cls, TrainingOperator, "TrainingOperator")
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
@@ -176,6 +168,19 @@ def check_spares(group: GroupSettings, parallel: str) -> None:
     )
 
 
+def outlives_host(options: Mapping[str, Any]) -> bool:
+    """Return whether the workers of a trainer with these options can outlive the process of its host."""
+    is_ddp = options.get("parallel") in (None, "ddp") and options.get("wrap_ddp", True)
+    return is_ddp and options.get("backend") != "horovod" and not options.get("validation_workers")
+
+
+def check_validators(group: GroupSettings, parallel: str) -> None:
+    """Refuses workers that only validate where the state cannot be handed over to them."""
+    group.refuse_validators(
+        ((parallel == "fsdp", '`parallel="fsdp"`'), (group.backend == "horovod", '`backend="horovod"`'))
+    )
+
+
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
     """Refuses an invalid batch size; warns about one that cannot be divided evenly, if it would have to be."""
     config = settings.config
@@ -234,9 +239,7 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     known = [option.name for option in fields(FSDPOptions)]
     for name in fsdp_args:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            instead = f"Did you mean {close[0]!r}?" if close else ""
-            hint = f" {_OTHER_FSDP.get(str(name), instead)}".rstrip()
+            hint = f" {_OTHER_FSDP[name]}" if name in _OTHER_FSDP else did_you_mean(str(name), known)
             raise ValueError(f"`fsdp_args` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
     options = FSDPOptions(**fsdp_args)
     smallest = options.min_block_parameters

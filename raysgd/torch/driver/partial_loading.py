@@ -77,7 +77,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every name was loaded."""
+        """True if every name was loaded."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """What is in a file of either format, or in a folder; tensors may be views of a file, as long as it is held."""
+    """Returns the content of a file of either format, or of a folder; tensors may be views of the open file."""
     if divided_folder.is_folder(path):
         from raysgd.torch.checkpoints import (
             divided_files,  # here, since it loads parts of PyTorch that others do without

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raysgd._imports.optional import require
@@ -17,46 +18,41 @@ from raysgd.callbacks.display.bars import BarView, LineBar, make_bar
 _PURPOSE = "`use_tqdm=True`"
 
 
-class EpochBar:
-    """Shows one epoch. Use it as a context manager and call `show` as often as there is news.
+@contextmanager
+def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
+    """Show one epoch: the block gets a function to call as often as there is news.
 
     Args:
         stream: Where to draw; standard error by default.
     """
+    bar, began = make_bar("tqdm", stream or sys.stderr, _PURPOSE), time.monotonic()
+    is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()
 
-    def __init__(self, stream: Any = None) -> None:
-        self._bar = make_bar("tqdm", stream or sys.stderr, _PURPOSE)
-        self._last: CallProgress | None = None
-        self._began = time.monotonic()
-
-    def __enter__(self) -> EpochBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.clear()
-        if type(self._bar) is LineBar and self._last is not None and kind is None:
-            self._bar.line(self._line(self._last))
-
-    def show(self, progress: CallProgress) -> None:
-        """Draws the news."""
-        self._last = progress
-        if type(self._bar) is not LineBar:
+    def show(progress: CallProgress) -> None:
+        newest[:] = [progress]
+        if is_drawn:
             values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
-            self._bar.draw(BarView(_label(progress), "", progress.num_steps, progress.total, values))
+            bar.draw(BarView(_label(progress), "", progress.num_steps, progress.total, values))
 
-    def _line(self, progress: CallProgress) -> str:
-        line: str = require("tqdm", extra="progress", purpose=_PURPOSE).tqdm.format_meter(
-            n=progress.num_steps,
-            total=progress.total,
-            elapsed=time.monotonic() - self._began,
-            ncols=100,
-            prefix=_label(progress),
-            unit="batch",
-            postfix=f"loss={progress.loss:.4g}" if progress.loss is not None else None,
-        )
-        return line
+    try:
+        yield show
+    finally:
+        bar.clear()
+    if newest and not is_drawn:
+        bar.line(_line(newest[0], time.monotonic() - began))
+
+
+def _line(progress: CallProgress, elapsed: float) -> str:
+    line: str = require("tqdm", extra="progress", purpose=_PURPOSE).tqdm.format_meter(
+        n=progress.num_steps,
+        total=progress.total,
+        elapsed=elapsed,
+        ncols=100,
+        prefix=_label(progress),
+        unit="batch",
+        postfix=f"loss={progress.loss:.4g}" if progress.loss is not None else None,
+    )
+    return line
 
 
 def _label(progress: CallProgress) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd._arguments import checks
-from raysgd.driver.saves import FileSaves
+from raysgd.driver.keeping.saves import FileSaves
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
@@ -72,48 +71,42 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
         divided_folder.finish(folder, parts, checkpoint_file.check_loadable(rest, allow_pickle=not weights_only))
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """A file or a folder that a state is loaded from.
+def load(
+    checkpoint: Any,
+    weights_only: bool,
+    parts: tuple[str, ...] | None,
+    strict: bool,
+    controller: ElasticController,
+    saves: FileSaves,
+    take_snapshot: Callable[[], Snapshot],
+) -> LoadReport | None:
+    """Load a file or a folder into all workers.
 
-    Attributes:
+    Args:
         checkpoint: The path or the URI.
         weights_only: Whether to refuse what could run code.
         parts: Which parts of the state; None for all.
         strict: Whether all weights have to fit.
+        controller: Has the workers.
+        saves: Notes the file.
+        take_snapshot: Takes the state as it is now, of which the rest stays when only a part is loaded.
+
+    Returns:
+        What was loaded and what did not fit, if only a part was loaded; else None.
     """
-
-    checkpoint: Any
-    weights_only: bool
-    parts: tuple[str, ...] | None
-    strict: bool
-
-    def load(
-        self, controller: ElasticController, saves: FileSaves, take_snapshot: Callable[[], Snapshot]
-    ) -> LoadReport | None:
-        """Load it into all workers.
-
-        Args:
-            controller: Has the workers.
-            saves: Notes the file.
-            take_snapshot: Takes the state as it is now, of which the rest stays when only a part is loaded.
-
-        Returns:
-            What was loaded and what did not fit, if only a part was loaded; else None.
-        """
-        loader, name = StateLoader(controller), files.shown(self.checkpoint)
-        with ExitStack() as held:
-            path = held.enter_context(files.local_copy(self.checkpoint))
-            if self.parts is None and divided_folder.is_folder(path):
-                loader.load_folder(path, self.weights_only)
-                return None
-            if self.parts or weights_file.is_weights_file(path):
-                saved = partial_loading.read(path, name, self.weights_only, held)
-                state, report = partial_loading.merged(take_snapshot(), saved, self.parts, self.strict)
-                loader.load(state)
-                saves.note_file(name)
-                return report
-            file = held.enter_context(checkpoint_file.mapped(path, weights_only=self.weights_only, name=name))
-            loader.load_file(file, self.weights_only, held)
-        saves.note_file(name)
-        return None
+    loader, name = StateLoader(controller), files.shown(checkpoint)
+    with ExitStack() as held:
+        path = held.enter_context(files.local_copy(checkpoint))
+        if parts is None and divided_folder.is_folder(path):
+            loader.load_folder(path, weights_only)
+            return None
+        report = None
+        if parts or weights_file.is_weights_file(path):
+            saved = partial_loading.read(path, name, weights_only, held)
+            state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
+            loader.load(state)
+        else:
+            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
+            loader.load_file(file, weights_only, held)
+    saves.note_file(name)
+    return report

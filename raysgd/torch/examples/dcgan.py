@@ -103,7 +103,7 @@ class GANOperator(TrainingOperator):
 
 @torch.no_grad()
 def inception_score(classifier: nn.Module, images: torch.Tensor) -> float:
-    """How sure the classifier is of each image, and how different the images are: from 1 to 10."""
+    """Returns how sure the classifier is of each image, and how different the images are: from 1 to 10."""
     shares = classifier(images).softmax(dim=1)
     divergence = shares * (shares.clamp_min(1e-12) / shares.mean(dim=0).clamp_min(1e-12)).log()
     return float(divergence.sum(dim=1).mean().exp())

@@ -40,7 +40,7 @@ class StepArming:
         internals.own_steps.begin_call()
 
     def _window(self, epoch_idx: int) -> int:
-        """How many batches make an optimizer step, as the operator says."""
+        """Returns how many batches make an optimizer step, as the operator says."""
         window = self._operator.accumulate_grad_batches(epoch_idx)
         if not is_integer(window) or window < 1:
             raise ValueError(
@@ -70,7 +70,7 @@ class StepArming:
             raise ValueError(
                 f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
-                "optimization), or accumulate by hand and omit the option."
+                "optimization), or accumulate yourself and omit the option."
             )
         if num_batches and internals.own_steps.misses_clipping:
             raise ValueError(
@@ -81,5 +81,5 @@ class StepArming:
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:
-    """Whether user code may compute gradients past the rung that weights the loss."""
+    """Tells whether user code may compute gradients past the rung that weights the loss."""
     return any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))

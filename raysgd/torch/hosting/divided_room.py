@@ -59,7 +59,7 @@ class DividedRoom:
         return with_plain_names(model.state_dict()).get(plain(str(name)))
 
     def _parameter(self, rest: list[Any]) -> Any:
-        """That of an optimizer's state: entries are by the index of the parameter."""
+        """Returns the parameter of an entry of an optimizer's state: entries are by its index."""
         number, _, index, *_ = rest
         saved = self.outline["optimizers"][number]["param_groups"]
         own = self.optimizers[number].param_groups

@@ -1,4 +1,4 @@
-"""What PyTorch makes of an operator: its data, its loop, its state, and its place in a group."""
+"""An operator hosted by PyTorch: its data, its loop, its state, and its place in a group."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(RunnerFacts):
-    """What is to be known of an operator of PyTorch besides.
+    """Facts about an operator that only PyTorch has.
 
     Attributes:
         num_schedulers: How many schedulers are registered; None when there are none.
@@ -81,11 +81,11 @@ class TorchHosted(hosted.Hosted):
         parallel: How the replicas are kept equal.
     """
 
-    stock_train_epochs = (TrainingOperator.train_epoch,)
     settings: TorchSettings
     operator: TrainingOperator
     state: TorchState
     feed: TorchFeed
+    loop: StepLoop
 
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
@@ -101,7 +101,7 @@ class TorchHosted(hosted.Hosted):
 
     @property
     def internals(self) -> TorchInternals:
-        """What the library keeps about the operator."""
+        """The library's record of the operator."""
         return self.operator._raysgd
 
     def build(self) -> TorchFacts:
@@ -116,7 +116,8 @@ class TorchHosted(hosted.Hosted):
         self._warn_of_idle_workers()
         self._arming = StepArming(self.operator, self.parallel)
         self.state = TorchState(self.operator, self.parallel, self.feed)
-        self.loop = StepLoop(self.operator, self.parallel, self.feed)
+        undo = settings.recovery_options.undo
+        self.loop = StepLoop(self.operator, self.parallel, self.feed, self._ledger, undo)
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
         self._drawn, self._initial_seed = rng.capture(), torch.initial_seed()
@@ -155,7 +156,9 @@ class TorchHosted(hosted.Hosted):
         train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
         if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
             return
-        size = train.sampler.batch_size
+        size = train.batch_size
+        if size is None:
+            return
         counts = Division(size, num_workers, options.max_batch_per_worker).counts(size)
         largest = -(-size // num_workers)
         if max(counts) > largest:
@@ -196,7 +199,7 @@ class TorchHosted(hosted.Hosted):
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
             has_validation=validation is not None or self.has_own_validate,
             keeps_joint_batch=self.settings.keeps_joint_batch,
-            batch_size=train.sampler.batch_size if isinstance(train, ShardedLoader) else None,
+            batch_size=train.batch_size if isinstance(train, ShardedLoader) else None,
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 
@@ -284,9 +287,9 @@ class TorchHosted(hosted.Hosted):
         stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            noting = internals.loss_calls.on(
-                internals.criterion, internals.weights.note, only_labels=not internals.weights.are_needed
-            )
+            noting = internals.loss_calls.on(internals.criterion, internals.weights.note, only_labels=True)
+            can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
+            self.loop.undo_log.open_call(can_rejoin and self.loop.can_resume(stream))
             self._open_rows(run, stream)
             with self.parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
@@ -327,10 +330,10 @@ class TorchHosted(hosted.Hosted):
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
-        """What user code is told about shares of joint batches that do not work, and about PyTorch's own errors."""
+        """Returns the advice for user code about shares of joint batches that do not work, and PyTorch's own errors."""
         models, step = self.internals.registered.wrapped, self.parallel.step
         has_shares = self.world.is_distributed or bool(source.num_shards)
-        is_divided = has_shares and isinstance(source, self.feed.divided_source)
+        is_divided = has_shares and source.is_divided
         is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
@@ -364,6 +367,10 @@ class TorchHosted(hosted.Hosted):
         finally:
             modes.give_back()
 
+    def num_updates(self) -> int:
+        models = self.internals.registered.original_models
+        return sum(parameter._version for model in models for parameter in model.parameters())
+
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:
         drawn = rng.capture()
@@ -392,7 +399,7 @@ class TorchHosted(hosted.Hosted):
         return stack.close
 
     def _data(self, name: str) -> Any:
-        """What is registered under "train" or "validation"."""
+        """Returns what is registered under "train" or "validation"."""
         if self.operator is None:  # it is still being set up
             return None
         data = self.internals.data
@@ -420,14 +427,14 @@ def _device(use_gpu: bool) -> torch.device:
 
 
 def _is_open_class(kind: type) -> bool:
-    """Whether to look into objects of this class: of PyTorch those that hold tensors, of raysgd what leads to them."""
+    """Tells whether to look into objects of this class: PyTorch's that hold tensors, raysgd's that lead to them."""
     if kind in (TorchInternals, Internals, Registered):
         return True
     return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
 
 
 def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
-    """What puts a small tensor back; None for a large one, and for what is no tensor."""
+    """Returns what puts a small tensor back; None for a large one, and for what is no tensor."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
         return None
     return partial(value.detach().copy_, value.detach().clone())

@@ -20,7 +20,8 @@ from raysgd.torch.operator.added_groups import AddedGroups
 from raysgd.torch.operator.registrar import Registered
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+from raysgd.worker.state.copies import StateCopy
+from raysgd.worker.state.replica_state import RESUME, ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class TorchState(ReplicaState):
             return StateCopy(part, part.num_bytes, is_part=True)
         if rank:
             return None
-        whole = self._encoder.encode(self.read())
-        return StateCopy(whole, whole.num_bytes)
+        whole, fill = self._encoder.begin(self.read())
+        return StateCopy(whole, whole.num_bytes, fill=fill)
 
     def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
@@ -92,7 +93,7 @@ class TorchState(ReplicaState):
         rng.restore(own)
 
     def _read_flags(self) -> list[dict[str, bool]]:
-        """For each model, and the criterion, which parameters are frozen."""
+        """Reads, for each model and the criterion, which parameters are frozen."""
         trained = self._internals.registered.trained
         return [{name: not each.requires_grad for name, each in part.named_parameters()} for part in trained]
 
@@ -127,7 +128,7 @@ class TorchState(ReplicaState):
 
     @property
     def registered(self) -> Registered:
-        """What `register` was given.
+        """The arguments of `register`.
 
         Raises:
             NotRegisteredError: It was never called.
@@ -198,7 +199,7 @@ class TorchState(ReplicaState):
 
     def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
         if saved is None:
-            logger.warning("the state has none of the criterion, whose parameters stay as they are")
+            logger.warning("the state has no parameters of the criterion, so they stay unchanged")
         else:
             self._parallel.load_model(criterion, with_names_of(criterion, saved))
 

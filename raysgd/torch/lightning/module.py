@@ -237,7 +237,7 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(scheduler, "step"):
         raise ValueError(f'`{given!r}` in what `configure_optimizers` returned: need a scheduler under "scheduler".')
     if part.get("frequency", 1) != 1:
-        logger.warning('"frequency" of an optimizer has no effect, only that of a scheduler')
+        logger.warning('"frequency" of an optimizer has no effect; a scheduler may have one')
     entry = {
         "interval": "epoch",
         "frequency": 1,

@@ -46,7 +46,7 @@ class LightningProgress:
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """What a new worker has to know, and cannot tell from the number of batches; empty if that is nothing."""
+        """Returns what a new worker has to know and cannot tell from the number of batches; may be empty."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}

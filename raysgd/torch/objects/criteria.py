@@ -15,7 +15,7 @@ IGNORED = -100
 """The label that the losses of PyTorch ignore, unless they are told otherwise."""
 
 Reading = Literal["classes", "logits", "probabilities", "values"]
-"""What outputs are to a criterion."""
+"""The kinds of outputs, as a criterion takes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class CountedLabels:
 
     @property
     def are_chosen(self) -> bool:
-        """Whether the user said that some count less than others."""
+        """True if the user said that some count less than others."""
         return self.class_weights is not None or self.ignored != IGNORED
 
     def counting(self, target: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def amount(self) -> Any:
-        """What its mean is over: a number or a tensor; None for samples."""
+        """The amount that its mean is over: a number or a tensor; None for samples."""
         return self.labels.amount(self.target) if self.labels is not None and self.is_mean else None
 
 

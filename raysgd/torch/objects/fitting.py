@@ -23,7 +23,7 @@ def check_model(model: torch.nn.Module, saved: Any) -> None:
     Raises:
         ValueError: It has other entries or other shapes.
     """
-    require(isinstance(saved, Mapping), f"that of a model is a `{type(saved).__name__}` and no dict")
+    require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
     missing, extra = sorted(own.keys() - saved.keys()), sorted(map(str, saved.keys() - own.keys()))
     shapes = [
@@ -56,9 +56,11 @@ def _check_versions(metadata: Any) -> None:
     """PyTorch keeps the versions of layers beside a model's state, and compares them while it loads."""
     if metadata is None:
         return
-    require(isinstance(metadata, Mapping), "the versions of a model's layers are no dict")
+    require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
     for entry in metadata.values():
-        require(isinstance(entry, Mapping) and is_integer(entry.get("version") or 0), "a layer's version is no number")
+        require(
+            isinstance(entry, Mapping) and is_integer(entry.get("version") or 0), "a layer's version is not a number"
+        )
 
 
 def check_optimizer(optimizer: Any, saved: Any) -> None:
@@ -67,10 +69,10 @@ def check_optimizer(optimizer: Any, saved: Any) -> None:
     Raises:
         ValueError: Its groups, its settings or its tensors are others.
     """
-    require(isinstance(saved, Mapping), f"that of an optimizer is a `{type(saved).__name__}` and no dict")
+    require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
     groups, saved_groups = own.get("param_groups", ()), saved.get("param_groups", ())
-    require(isinstance(saved_groups, Sequence), "the groups of an optimizer are no list")
+    require(isinstance(saved_groups, Sequence), "the groups of an optimizer are not a list")
     for group in saved_groups:
         is_group = isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
         require(is_group and all(map(is_integer, group["params"])), "a group of an optimizer has no parameters")
@@ -104,16 +106,16 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """What an optimizer keeps for each parameter: a fused one reads it without a look at its size."""
+    """Check what an optimizer keeps for each parameter: a fused one reads it without a look at its size."""
     slots = saved.get("state", {})
-    require(isinstance(slots, Mapping), "what an optimizer keeps for its parameters is no dict")
+    require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     require(len(set(indices)) == len(indices), "an optimizer has a parameter twice")
     is_by_element = "fused" in getattr(optimizer, "defaults", {})
     for index, parameter in zip(indices, parameters, strict=True):
         entry = slots.get(index, {})
-        require(isinstance(entry, Mapping), "what an optimizer keeps for a parameter is no dict")
+        require(isinstance(entry, Mapping), "the state of an optimizer's parameter is not a dict")
         for name, value in entry.items():
             if is_by_element and isinstance(value, torch.Tensor) and value.numel() != 1:
                 is_alike = value.shape == parameter.shape and value.layout == torch.strided and not value.is_meta
@@ -150,17 +152,17 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
     Raises:
         ValueError: There are more or fewer, or one is of another kind.
     """
-    require(isinstance(states, list | tuple), "that of the schedulers is no list")
+    require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
     if strangers or len(states) != len(schedulers):
         raise ValueError(
             f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
-            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is no state' if strangers else ''}."
+            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is not a state' if strangers else ''}."
         )
     for scheduler, saved in zip(schedulers, states, strict=True):
         own = scheduler.state_dict()
         foreign = [str(name)[:50] for name in saved if name not in own and hasattr(scheduler, str(name))]
-        require(not foreign, f"that of a scheduler would replace its {foreign}")
+        require(not foreign, f"the state of a scheduler would replace its {foreign}")
         _check_kinds(own, saved, "the scheduler's")
 
 
@@ -170,10 +172,10 @@ def check_precision(own: Mapping[str, Any], saved: Any) -> None:
     Raises:
         ValueError: It lacks something, or is of another kind.
     """
-    require(isinstance(saved, Mapping), "that of mixed precision is no dict")
+    require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
     if saved:
         missing = sorted(own.keys() - saved.keys())
-        require(not missing, f"that of mixed precision lacks {missing}")
+        require(not missing, f"the state of mixed precision lacks {missing}")
         _check_kinds(own, saved, "mixed precision's")
 
 

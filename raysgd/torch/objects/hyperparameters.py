@@ -174,7 +174,7 @@ def rate_setter(optimizers: Iterable[Any], chosen: Iterable[Hyperparameters]) ->
 
 @contextmanager
 def put_back_on_errors(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Iterator[None]:
-    """If the body fails, all numbers are what they were."""
+    """Puts all numbers back if the body fails."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _EXTRA_STATE = "_extra_state"
-"""How the keys end under which modules keep what `get_extra_state` returned: their owners may hold on to it."""
+"""The end of the keys under which modules keep what `get_extra_state` returned: their owners may hold on to it."""
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:

@@ -24,9 +24,9 @@ class OptimizerChoice:
         self._default = default
         self._acting: Any = None
 
-    def acting_on_usual(self, optimizer: Any) -> AbstractContextManager[None]:
+    def acting_on_usual(self) -> AbstractContextManager[None]:
         """Says the same of `self.optimizer`, which is the one anyway where it is the only one."""
-        return self.acting_on(optimizer) if len(self.registered) > 1 else _NOTHING
+        return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:

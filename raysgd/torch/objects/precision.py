@@ -1,4 +1,4 @@
-"""In which number format a model is trained: one object, asked nowhere else.
+"""The number format in which a model is trained: one object, asked nowhere else.
 
 `Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flags
 into an object, and reports a bad one.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.worker.parts import RegisteredParts
+from raysgd.worker.parts import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
@@ -17,17 +17,8 @@ def models_of(given: Any) -> RegisteredParts:
     Raises:
         InvalidRegistrationError: If anything in it is no module, or there is none.
     """
-    # A module before an iterable: `nn.Sequential` is both, and is one model.
-    parts = RegisteredParts([given], None) if isinstance(given, torch.nn.Module) else _several("models", given)
-    strangers = [item for item in parts.items if not isinstance(item, torch.nn.Module)]
-    if strangers or not parts.items:
-        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
-        raise InvalidRegistrationError(
-            f"`register(models=...)` got {found}: pass a `torch.nn.Module`, or a list or tuple of them. Criteria "
-            "go into "
-            "`criterion`, loaders into `register_data`."
-        )
-    return parts
+    what = "a `torch.nn.Module` (criteria go into `criterion`, loaders into `register_data`)"
+    return parts_of("models", given, lambda item: isinstance(item, torch.nn.Module), what)
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
@@ -36,15 +27,7 @@ def optimizers_of(given: Any) -> RegisteredParts:
     Raises:
         InvalidRegistrationError: If anything in it cannot step.
     """
-    single = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
-    parts = RegisteredParts([given], None) if single else _several("optimizers", given)
-    strangers = [item for item in parts.items if not hasattr(item, "step")]
-    if strangers:
-        raise InvalidRegistrationError(
-            f"`register(optimizers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass an "
-            "optimizer, or a "
-            "list or tuple of them."
-        )
+    parts = parts_of("optimizers", given, _steps, "an optimizer, which has a `step`", may_be_empty=True)
     for optimizer in parts.items:
         _check_parameters(optimizer)
     return parts
@@ -91,14 +74,11 @@ def schedulers_of(given: Any) -> RegisteredParts | None:
     """One scheduler or several; None when none were given. An empty container counts as given."""
     if given is None or given is False:
         return None
-    parts = _several("schedulers", given) if isinstance(given, Iterable) else RegisteredParts([given], None)
-    strangers = [item for item in parts.items if not hasattr(item, "step")]
-    if strangers:
-        raise InvalidRegistrationError(
-            f"`register(schedulers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass a scheduler, "
-            "or a list or tuple of them."
-        )
-    return parts
+    return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
+
+
+def _steps(item: Any) -> bool:
+    return hasattr(item, "step")
 
 
 def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -134,11 +114,3 @@ def _named(parameter: Any, owner: Any) -> str | None:
             if each is parameter:
                 return f"`self.{name}.{inner}`"
     return None
-
-
-def _several(name: str, given: Any) -> RegisteredParts:
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor | Mapping):
-        raise InvalidRegistrationError(
-            f"`register({name}=...)` got `{type(given).__name__}`: pass one object, or a list or tuple of them."
-        )
-    return RegisteredParts(list(given), tuple if isinstance(given, tuple) else list)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 RNG = "rng"
@@ -49,7 +47,7 @@ def capture() -> dict[str, Any]:
     """Return the state of torch's, Python's and numpy's global generators in this process.
 
     Covers torch's CPU generator; the current CUDA device's, if this process uses CUDA; the `random` module;
-    and `numpy.random`'s legacy global generator, if numpy is loaded. Entries of a generator that is not there
+    and `numpy.random`'s legacy global generator. Entries of a generator that is not there
     are None, as are numpy's when its global generator was exchanged for another kind than the Mersenne
     Twister it comes with.
     """
@@ -60,17 +58,15 @@ def capture() -> dict[str, Any]:
         "python_version": version,
         "python_words": _PYTHON_WORDS.pack(*words),
         "python_gauss": gauss,
-        **_capture_numpy(sys.modules.get("numpy")),
+        **_capture_numpy(),
     }
 
 
 def seed_alike(seed: int) -> None:
     """Seed torch's, Python's and numpy's global generators, so that models begin equal on all ranks."""
-    import numpy
-
     torch.manual_seed(seed)  # CUDA too
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 def part_ways(seed: int, rank: int) -> None:
@@ -89,7 +85,7 @@ def fork(state: Mapping[str, Any], number: int) -> None:
     torch.manual_seed(_seed_of(state["torch"], number))  # CUDA too
     random.seed(_seed_of(state["python_words"], number))
     if state["numpy_words"] is not None:
-        sys.modules["numpy"].random.seed(_seed_of(state["numpy_words"], number) % 2**32)
+        np.random.seed(_seed_of(state["numpy_words"], number) % 2**32)
 
 
 def _seed_of(origin: bytes, number: int) -> int:
@@ -109,42 +105,70 @@ def check(state: Any) -> None:
 def restore(state: Any) -> None:
     """Make every generator that `state` covers go on where it was when `capture` returned `state`.
 
-    A generator that this process lacks (numpy not loaded, no CUDA device) is left out.
+    That of a CUDA device is left out where there is none.
 
     Raises:
         ValueError: As in `check`; no generator has changed.
     """
-    checked = _checked(state)
-    torch.set_rng_state(checked.of_cpu)
-    if checked.of_cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(checked.of_cuda)
-    random.setstate(checked.of_python)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and checked.of_numpy is not None:
-        numpy.random.set_state(checked.of_numpy)
+    for name, own in _checked(state).items():
+        if own is not None:
+            _, write = _GENERATORS[name]
+            write(own)
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """States as their generators take them; None for one that is not covered."""
+class GeneratorCopies:
+    """Copies of the states of the global generators, but only of those that are drawn from: reading all takes long."""
 
-    of_cpu: torch.Tensor
-    of_cuda: torch.Tensor | None
-    of_python: tuple[Any, ...]
-    of_numpy: tuple[Any, ...] | None
+    def __init__(self) -> None:
+        self._whole: dict[str, Any] = {}
+        self._used: list[tuple[Callable[[], Any], Callable[[Any], Any]]] | None = None
+        self._states: list[Any] = []
+
+    def take(self) -> None:
+        """Copy them: all of them until `learn` was called."""
+        if self._used is None:
+            self._whole = capture()
+        else:
+            self._states = [read() for read, _ in self._used]
+
+    def learn(self) -> None:
+        """Copy only those from now on that were drawn from since the last copy."""
+        if self._used is None and self._whole:
+            now = capture()
+            changed = {key for key in now if now[key] != self._whole[key]}
+            drawn = {key if key == "torch_cuda" else key.partition("_")[0] for key in changed}
+            self._used = [functions for name, functions in _GENERATORS.items() if name in drawn]
+
+    def put_back(self) -> None:
+        """Give them the states that they had."""
+        if self._used is None:
+            restore(self._whole)
+            return
+        for (_, write), state in zip(self._used, self._states, strict=True):
+            write(state)
 
 
-def _checked(state: Any) -> _Checked:
+_GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+    "torch_cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+    "python": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+}
+"""The functions that read and write the state of each generator."""
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """The states as their generators take them, by the name of the generator; None for one that is not covered."""
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
     try:
-        return _Checked(
-            _checked_torch(state["torch"]),
-            _checked_cuda(state["torch_cuda"]),
-            _checked_python(state["python_version"], state["python_words"], state["python_gauss"]),
-            _checked_numpy(*(state[key] for key in _KEYS if key.startswith("numpy_"))),
-        )
+        return {
+            "torch": _checked_torch(state["torch"]),
+            "torch_cuda": _checked_cuda(state["torch_cuda"]),
+            "python": _checked_python(state["python_version"], state["python_words"], state["python_gauss"]),
+            "numpy": _checked_numpy(*(state[key] for key in _KEYS if key.startswith("numpy_"))),
+        }
     except (RuntimeError, TypeError, ValueError, IndexError, struct.error) as error:
         raise ValueError(
             "`restore(state)`: `state` does not fit this process's random number generators: it is damaged, "
@@ -166,8 +190,9 @@ def _checked_cuda(content: Any) -> torch.Tensor | None:
         return None
     state = _bytes_to_tensor(content)
     _require(len(content) == _CUDA_BYTES, f"{len(content)} bytes for CUDA")
-    if torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state)
+    if not torch.cuda.is_available():
+        return None
+    torch.Generator("cuda").set_state(state)
     return state
 
 
@@ -193,9 +218,9 @@ def _require(holds: bool, finding: str) -> None:
         raise ValueError(finding)
 
 
-def _capture_numpy(numpy: ModuleType | None) -> dict[str, Any]:
-    state: dict[str, Any] = numpy.random.get_state(legacy=False) if numpy is not None else {}
-    if state.get("bit_generator") != _MERSENNE_TWISTER:
+def _capture_numpy() -> dict[str, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != _MERSENNE_TWISTER:
         return dict.fromkeys([key for key in _KEYS if key.startswith("numpy_")])
     return {
         "numpy_words": state["state"]["key"].astype("<u4").tobytes(),

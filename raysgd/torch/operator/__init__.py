@@ -1,1 +1,1 @@
-"""What the library keeps about an operator, and what `register` does."""
+"""The library's record of an operator, and the work of `register`."""

@@ -76,7 +76,7 @@ def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
 
 def _check(names: Any, parameters: Mapping[Any, torch.Tensor], optimizer: Any) -> None:
     are_lists = isinstance(names, list) and all(isinstance(group, list) for group in names)
-    require(are_lists, "the groups that were added to an optimizer are no lists of names")
+    require(are_lists, "the groups that were added to an optimizer are not lists of names")
     flat = [str(name or "no name") for group in names for name in group]
     strangers = [name for name in flat if name not in parameters]
     require(not strangers, f"an optimizer has parameters that are not registered here ({', '.join(strangers)[:300]})")

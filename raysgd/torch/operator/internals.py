@@ -1,4 +1,4 @@
-"""What the library keeps about an operator of PyTorch: the record of what it registered, and what its methods use."""
+"""The library's record of an operator of PyTorch: what it registered, and what its methods use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd._numbers.weights import BATCH_WEIGHT
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
@@ -19,7 +20,7 @@ from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import CheckedRegistration, Registered, RegisteredData, Registrar
+from raysgd.torch.operator.registrar import Registered, RegisteredData, Registrar
 from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
 from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, step_with
@@ -32,7 +33,7 @@ _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and mo
 
 
 class Evaluated(NamedTuple):
-    """What `forward` made of a batch.
+    """The result of `forward` for a batch.
 
     Attributes:
         output: The predictions.
@@ -93,17 +94,17 @@ class TorchInternals(Internals):
 
     @property
     def fp16(self) -> bool | str:
-        """What operators find as `use_fp16`."""
+        """The value that operators find as `use_fp16`."""
         return self.precision.flag if self.registered.original_models else False
 
     @property
     def amp(self) -> Any:
-        """What operators find as `_amp`."""
+        """The object that operators find as `_amp`."""
         return self.precision.namespace if self.registered.original_models else None
 
     @property
     def scaler(self) -> Any:
-        """What operators find as `_amp_scaler`."""
+        """The scaler that operators find as `_amp_scaler`."""
         return self.precision.scaler if self.registered.original_models else None
 
     @property
@@ -111,10 +112,9 @@ class TorchInternals(Internals):
         """The one that stock methods use; None without one."""
         return getattr(self._operator, "criterion", self.registered.criterion)
 
-    def register(self, given: CheckedRegistration) -> tuple[Any, ...]:
+    def register(self, **given: Any) -> tuple[Any, ...]:
         """Makes the record of what `register` was given; returns what that returns."""
-        registrar = Registrar(self._operator, self.context, self._keep)
-        self._keep(registrar.register(given, self.registered))
+        Registrar(self._operator, self.context, self._keep).register(given, self.registered)
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
 
@@ -132,7 +132,7 @@ class TorchInternals(Internals):
 
     @contextmanager
     def setting_rates(self) -> Iterator[Callable[[float], None]]:
-        """What gives the first group of parameters a learning rate, and all others theirs in proportion to it."""
+        """Returns a function that sets the rate of the first parameter group, and the others in proportion."""
         yield hyperparameters.rate_setter(self.registered.optimizers, self.chosen)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
@@ -194,9 +194,11 @@ class TorchInternals(Internals):
 
     def counted_by_stock_loop(self) -> tuple[Mapping[str, Any] | None, Any]:
         """Return what the stock loop will count of this batch, and its samples; nothing where that is unknown."""
-        if self.coming is None or (self.place is not None and self.place.is_padding):
+        if self.coming is None or self.place is None or self.place.is_padding:
             return None, 0
-        metrics = self._weighted({**self.logged, **self.coming})
+        metrics: Mapping[str, Any] = {**self.logged, **self.coming}
+        if self.place.amounts:
+            metrics = self._weighted(metrics)
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
 
     def note_amount(self, comparison: Comparison) -> None:
@@ -206,15 +208,16 @@ class TorchInternals(Internals):
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         metrics = super().completed(metrics, batch)
-        return self._weighted(metrics) if isinstance(metrics, Mapping) else metrics
+        if self.place is None or not self.place.amounts or not isinstance(metrics, Mapping):
+            return metrics
+        return self._weighted(metrics)
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
-        amounts = [] if self.place is None else self.place.amounts
-        if not amounts or BATCH_WEIGHT in metrics:
+        if BATCH_WEIGHT in metrics:
             return metrics
-        losses = [name for name in _LOSSES if name in metrics]
-        return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(amounts))), **metrics}
+        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean_amount(self.place.amounts))
+        return {**weights_of(metrics, **amounts), **metrics}
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
         """Count the metrics of a training batch, once its step is done."""
@@ -225,7 +228,7 @@ class TorchInternals(Internals):
         count(values, num_samples)
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
-        """What the library adds to the `batch_info` of a training batch."""
+        """Returns what the library adds to the `batch_info` of a training batch."""
         step = self.parallel.step
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
 
@@ -233,7 +236,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """What the stock `predict_batch` returns."""
+        """Returns what the stock `predict_batch` returns."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():

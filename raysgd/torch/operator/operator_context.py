@@ -1,4 +1,4 @@
-"""What one operator works with."""
+"""The context of one operator."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class OperatorContext:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether the trainer requested a GPU and there is one."""
+        """True if the trainer requested a GPU and there is one."""
         return self.device.type == "cuda"
 
     @property
     def wrap_ddp(self) -> bool:
-        """Whether models are wrapped in `DistributedDataParallel`."""
+        """True if models are wrapped in `DistributedDataParallel`."""
         return isinstance(self.parallel, DDP)
 
     @property
     def device_ids(self) -> list[int] | None:
-        """What `DistributedDataParallel` wants as `device_ids`: None on a CPU."""
+        """The `device_ids` for `DistributedDataParallel`: None on a CPU."""
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `register` and `register_data` do: they check, place, prepare and wrap, and make the record of it all.
+"""The work of `register` and `register_data`: they check, place, prepare and wrap, and make the record of it all.
 
 The record is what the library trains, saves and restores. Nothing else says what is registered, whatever other
 attributes an operator has.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class Registered:
 
     @property
     def trained(self) -> list[torch.nn.Module]:
-        """What is trained and saved, without wrappers: the models, and a criterion with parameters behind them."""
+        """The modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
         return [*self.original_models, *_present(self.original_criterion)]
 
     @property
@@ -84,7 +84,7 @@ class RegisteredData:
 
     @property
     def ray_batches(self) -> dict[str, RayBatches]:
-        """What is of Ray Data and is to be divided, as the driver needs it: "train", "validation", both or neither."""
+        """The batches of Ray Data to divide, as the driver needs them: "train", "validation", both or neither."""
         return ray_batches_of({"train": self.train_loader, "validation": self.validation_loader})
 
     @property
@@ -98,59 +98,6 @@ class RegisteredData:
         return None if self.validation is None else self.validation.loader
 
 
-class OperatorHooks(Protocol):
-    """What subclasses of an operator may override."""
-
-    def _configure_ddp(
-        self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
-    ) -> list[torch.nn.Module]: ...
-
-    def _configure_apex_amp(
-        self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
-    ) -> tuple[Any, Any]: ...
-
-
-@dataclass(frozen=True)
-class CheckedRegistration:
-    """What `register` was given, checked.
-
-    Attributes:
-        models: At least one.
-        optimizers: Maybe none.
-        criterion: None without one.
-        schedulers: None where none were given, which is not the same as an empty container.
-        ddp_args: Options of the wrapper.
-        apex_args: Options of Apex.
-    """
-
-    models: RegisteredParts
-    optimizers: RegisteredParts
-    criterion: Any
-    schedulers: RegisteredParts | None
-    ddp_args: dict[str, Any]
-    apex_args: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any
-    ) -> CheckedRegistration:
-        """Checks what users pass.
-
-        Raises:
-            InvalidRegistrationError: Something is of the wrong kind.
-            ValueError: Options are no dict.
-        """
-        ddp_args, apex_args = _options("ddp_args", ddp_args), _options("apex_args", apex_args)
-        return cls(
-            registration.models_of(models),
-            registration.optimizers_of(optimizers),
-            registration.criterion_of(criterion),
-            registration.schedulers_of(schedulers),
-            ddp_args,
-            apex_args,
-        )
-
-
 class Registrar:
     """Makes the record of one operator.
 
@@ -160,50 +107,72 @@ class Registrar:
         keep: Called with the record, also while it is being made: the hooks may look at it.
     """
 
-    def __init__(self, operator: OperatorHooks, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
+    def __init__(self, operator: Any, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
         self._operator = operator
         self._context = context
         self._parallel = context.parallel
         self._keep = keep
 
-    def register(self, given: CheckedRegistration, before: Registered) -> Registered:
-        """Places, prepares and wraps.
+    def register(self, given: Mapping[str, Any], before: Registered) -> Registered:
+        """Checks, places, prepares and wraps.
+
+        Args:
+            given: The arguments of the operator's `register`, by name.
+            before: What was registered before.
 
         Raises:
-            InvalidRegistrationError: An optimizer of several workers has parameters that nothing else has.
+            InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
+                that nothing else has.
+            ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
         """
         context, parallel = self._context, self._parallel
-        if any(map(is_empty, given.models.items)):
-            refuse_states(given.optimizers.items)
-        placed = [self._build(context.place(model)) for model in given.models.items]
-        criterion = context.place(given.criterion) if given.criterion is not None else None
-        self._check_parameters(given.optimizers.items, [*placed, criterion])
+        ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
+        models = registration.models_of(given["models"])
+        optimizers = registration.optimizers_of(given["optimizers"])
+        criterion = registration.criterion_of(given["criterion"])
+        schedulers = registration.schedulers_of(given["schedulers"])
+        self._check_schedulers(schedulers)
+        placed = self._placed(models.items, optimizers.items)
+        criterion = context.place(criterion) if criterion is not None else None
+        self._check_parameters(optimizers.items, [*placed, criterion])
         own_of_criterion = registration.own_parameters(criterion, placed)
-        prepared, optimizers = context.precision.prepare(
-            placed,
-            given.optimizers.items,
-            lambda amp, models, optimizers: self._operator._configure_apex_amp(
-                amp, models, optimizers, given.apex_args
-            ),
+        prepared, stepped = context.precision.prepare(
+            placed, optimizers.items, lambda *parts: self._operator._configure_apex_amp(*parts, apex_args)
         )
         _warn_of_models_left_out(prepared, before.original_models)
-        optimizers = [parallel.wrap_optimizer(optimizer) for optimizer in optimizers]
-        record = Registered(prepared, prepared, optimizers, criterion)
+        stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
+        record = Registered(prepared, prepared, stepped, criterion)
         self._keep(record)
-        record = replace(record, models=self._wrapped(prepared, given.ddp_args))
-        record = self._with_criterion(record, own_of_criterion, given.ddp_args)
-        parallel.rebind_optimizers(optimizers)
-        if given.schedulers is not None:
-            record = replace(record, schedulers=given.schedulers.items, has_schedulers=True)
-        record = replace(record, returned=_returned(record, given))
+        record = replace(record, models=self._wrapped(prepared, ddp_args))
+        record = self._with_criterion(record, own_of_criterion, ddp_args)
+        parallel.rebind_optimizers(stepped)
+        returned = [models.mirror(record.models), optimizers.mirror(stepped)]
+        returned += [] if record.criterion is None else [record.criterion]
+        if schedulers is not None:
+            returned.append(schedulers.mirror(schedulers.items))
+            record = replace(record, schedulers=schedulers.items, has_schedulers=True)
+        record = replace(record, returned=tuple(returned))
         self._keep(record)
         self._compile(record.models)
         return record
 
+    def _placed(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[torch.nn.Module]:
+        if any(map(is_empty, models)):
+            refuse_states(optimizers)
+        return [self._build(self._context.place(model)) for model in models]
+
+    def _check_schedulers(self, schedulers: RegisteredParts | None) -> None:
+        if schedulers is not None and self._operator.scheduler_step_freq is None:
+            raise ValueError(
+                '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" to '
+                'have the library step `self.scheduler`, or "manual" to step it yourself.'
+            )
+
     def _wrapped(self, prepared: list[torch.nn.Module], ddp_args: dict[str, Any]) -> list[torch.nn.Module]:
         device_ids = self._context.device_ids
         if self._context.wrap_ddp:
-            return self._operator._configure_ddp(prepared, device_ids, ddp_args)
+            wrapped: list[torch.nn.Module] = self._operator._configure_ddp(prepared, device_ids, ddp_args)
+            return wrapped
         return [self._parallel.wrap(model, device_ids, {}) for model in prepared]
 
     def _with_criterion(
@@ -245,7 +214,7 @@ class Registrar:
         logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
 
     def _build(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What is done to a model before it is wrapped. The names in its state stay as they are."""
+        """Returns what is done to a model before it is wrapped. The names in its state stay as they are."""
         options = self._context.settings.step_options
         if options.sync_batchnorm and self._context.world.is_distributed:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -277,7 +246,7 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
 
 
 def joint_batches(settings: TorchSettings) -> JointBatches | None:
-    """How loaders are divided by joint batches; None where the size of a worker's batch is given."""
+    """Returns how loaders are divided by joint batches; None where the size of a worker's batch is given."""
     options = settings.batch_options
     if not options.is_joint:
         return None
@@ -312,19 +281,14 @@ def _divided(
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
     """A stream, which all workers read together."""
-    settings, world = context.settings, context.world
-    joint = joint_batches(settings)
-    if joint is None or settings.batch_options.balance is not None or not settings.add_dist_sampler:
-        raise InvalidRegistrationError(
-            f"`register_data({name}_loader=...)` got a stream, whose `batch(size)` is always the joint batch of all "
-            'workers, in even shares: pass `joint_batch="constant"` to the trainer, and neither `balance` nor '
-            "`add_dist_sampler=False`."
-        )
-    return stream_data(stream, name, replace(joint, multiple=1).division, world.rank, world.size)
+    joint, reason = joint_batches(context.settings), context.settings.obstacle_of_streams
+    if joint is None or reason is not None:
+        raise InvalidRegistrationError(f"`register_data({name}_loader=...)` got {reason}")
+    return stream_data(stream, name, joint.of_streams, context.world.size)
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> UndividedLoader:
-    """What the driver divides with the help of Ray Data, unless every worker is to read all of it."""
+    """Returns what the driver divides with the help of Ray Data, unless every worker is to read all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:
@@ -338,22 +302,12 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
     return UndividedLoader(loader, "Ray Data divides it, and keeps no position", warn=False)
 
 
-def _returned(record: Registered, given: CheckedRegistration) -> tuple[Any, ...]:
-    """What the user gets back, each in the container it was given in."""
-    result = [given.models.mirror(record.models), given.optimizers.mirror(record.optimizers)]
-    if record.criterion is not None:
-        result.append(record.criterion)
-    if given.schedulers is not None:
-        result.append(given.schedulers.mirror(record.schedulers))
-    return tuple(result)
-
-
 def _warn_of_models_left_out(prepared: Sequence[torch.nn.Module], before: Sequence[torch.nn.Module]) -> None:
     kept = {id(unwrap(model)) for model in prepared}
     if any(id(unwrap(model)) not in kept for model in before):
         logger.warning(
-            "`register` was called again: what it was given before is not trained together, saved or restored any "
-            "more. Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
+            "`register` was called again, so the models of the first call are no longer averaged, saved or restored. "
+            "Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
         )
 
 

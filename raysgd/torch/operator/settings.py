@@ -1,4 +1,4 @@
-"""What `TorchTrainer` tells its replicas: checked once, in the driver, and passed whole to runner and operator."""
+"""Settings of the replicas of a `TorchTrainer`: checked once, in the driver, passed whole to runner and operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from raysgd._arguments.checks import check_kind, check_seed, refuse_text
 from raysgd._imports.optional import require
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.messages.settings import ReplicaSettings
+from raysgd.messages.settings import STREAMS_NEED, ReplicaSettings
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
 from raysgd.torch.objects.precision import choose_precision
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
@@ -15,7 +15,7 @@ from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings(ReplicaSettings):
-    """What every replica is made from. The docstring of `TorchTrainer` says what each field means.
+    """The settings that every replica is made from. The docstring of `TorchTrainer` explains each field.
 
     Raises:
         ValueError: A value cannot work.
@@ -46,6 +46,10 @@ class TorchSettings(ReplicaSettings):
         choose_precision(self.use_fp16, self.precision)
         if self.use_tqdm:
             _check_tqdm()
+
+    @property
+    def obstacle_of_streams(self) -> str | None:
+        return super().obstacle_of_streams if self.add_dist_sampler else STREAMS_NEED
 
 
 def _check_tqdm() -> None:

@@ -1,1 +1,1 @@
-"""How the copies of a model are kept equal: DDP, FSDP, Horovod, and what they exchange."""
+"""Ways to keep the copies of a model equal: DDP, FSDP, Horovod, and what they exchange."""

@@ -45,7 +45,7 @@ class _Wrapping:
     covered: tuple[torch.nn.Parameter, ...]
 
     def fits(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether it does for what the model trains now; else it must be made again.
+        """Tells whether it does for what the model trains now; else it must be made again.
 
         It waits for gradients of parameters that were frozen since, unless it was told to look for unused ones. One
         around a model that is all frozen waits for nothing: models are frozen for a part of each batch, too.
@@ -64,7 +64,7 @@ class DDP(NoParallel):
         tells_rows: See `NoParallel`.
     """
 
-    synchronizes = True
+    synchronizes = fails_quietly = True
 
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
@@ -74,12 +74,15 @@ class DDP(NoParallel):
         self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
         self._uncovered: list[torch.nn.Parameter] = []
 
-    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
+    def wrap(
+        self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
+    ) -> torch.nn.Module:
+        """Puts a model into the wrapper; without `init_sync` it takes over nothing from the first rank."""
         covered = trainable(model)
         if not covered:
             return self._leave_out(model, options.get("process_group"))
         options = {"device_ids": device_ids, **options}
-        wrapped = DistributedDataParallel(model, **ddp_hooks.without_hook(options))
+        wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
         self._register_hook(wrapped, options)
         self._wrapped.append(_Wrapping(wrapped, options, covered))
         return wrapped
@@ -181,10 +184,23 @@ class DDP(NoParallel):
         super().arm(models, weight_in_hook, window)
         self.step.check = partial(self._check_step, self.step.check)
         self.weights_in_hook = self.weights_in_hook or weight_in_hook
+        if self.exchanges.fail_quietly:
+            for model in wrapped:
+                model.broadcast_buffers = False
+            self.step.refresh = partial(self._refresh_between, wrapped, self.step.refresh)
         for model in wrapped:
             self._armed.add(id(model))
             if not model._comm_hooks:
                 self._register_hook(model, {})
+
+    def _refresh_between(self, models: Sequence[DistributedDataParallel], refresh: Callable[[], None]) -> None:
+        """Exchanges between two batches what wrappers exchange in forward passes, where user code would fail."""
+        refresh()
+        for model in models:
+            model.reducer._rebuild_buckets()
+            options = next((each.options for each in self._wrapped if each.model is model), {})
+            if options.get("broadcast_buffers", True):
+                repeat_first(model.module.buffers(), model.process_group)
 
     def _start_sum(self, number: float) -> Callable[[], float]:
         # In the group of the gradients: there it comes right before those of the same backward pass, on every rank. Or
@@ -206,6 +222,7 @@ class DDP(NoParallel):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
+        self.step.exchanges()
         has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=_reachable())
         with self.exchanges.noting():
             self.all_sum(has_gradient)
@@ -266,12 +283,12 @@ def _something_to_train(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _reachable() -> torch.device | None:
-    """Where numbers have to be that the default group adds up; None for the CPU."""
+    """Returns where numbers have to be that the default group adds up; None for the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
 
 
 def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:
-    """What `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+    """Returns what `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
 
     def defer(is_deferred: bool) -> None:
         for model in models:

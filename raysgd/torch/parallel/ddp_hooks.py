@@ -8,6 +8,7 @@ where it weights gradients, takes the time, or sends them faster than gloo does.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once
+from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 
@@ -28,7 +30,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class _HookState:
-    """What our communication hook is called with.
+    """The state that our communication hook is called with.
 
     PyTorch keeps it in the model. A copy of the model shares it, and a pickled one goes without: neither is trained.
 
@@ -65,20 +67,20 @@ def register(
     if hook is not None:
         state, function = _hook_of_user(hook)
         theirs = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
-        model.register_comm_hook(theirs, _weight_and_call)
+        model.register_comm_hook(theirs, _exchange)
     elif is_armed:
         # Only this decides, not the number of ranks or what was before: all ranks must do the same.
         goes_at_once = _goes_at_once(model)
         if parallel.weights_in_hook or parallel.times_exchanges or parallel.rows.is_used or goes_at_once:
-            model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _average)
+            model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _exchange)
 
 
 def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
-    """Why the communication hook of a model does not work in a new wrapper; None when it does."""
+    """Returns why the communication hook of a model does not work in a new wrapper; None when it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
-    if any(hook not in (_average, _weight_and_call) for hook, _ in model._comm_hooks):
-        return "a model has a communication hook that was registered by hand"
+    if any(hook is not _exchange for hook, _ in model._comm_hooks):
+        return "a model has a communication hook that you registered yourself"
     return None
 
 
@@ -87,32 +89,37 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != COMM_HOOK}
 
 
-def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    parallel = state.parallel
-    _record(state, bucket)
+def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Weights gradients if need be, and sends them: as the user's hook does, at once, or as PyTorch does."""
+    parallel, gradients = state.parallel, bucket.buffer()
+    if parallel.exchanges.has_failed:
+        return completed(gradients)
+    if bucket.is_last():
+        parallel.exchanged.add(id(bucket.parameters()[0]))
+        parallel.note_exchange(state.work)
     if parallel.weights_in_hook:
-        _weight(parallel.step, bucket.buffer())
+        _weight(parallel.step, gradients)
+    if state.function is not None:
+        return _tracked(parallel, partial(state.function, state.state), bucket)
     group = exchanges_at_once() if state.goes_at_once else None
-    if group is not None and group.is_quick_for(bucket.buffer().nbytes):
+    if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    future = allreduce_hook(state.process_group or dist.group.WORLD, bucket)  # type: ignore[arg-type]
-    tracked = parallel.exchanges.track(future, bucket.is_last())
-    _exchange_rows_beside(parallel, bucket)
-    return tracked
+    average = partial(allreduce_hook, state.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+    return _tracked(parallel, average, bucket)
 
 
-def _exchange_rows_beside(parallel: NoParallel, bucket: Any) -> None:
-    if bucket.is_last():
-        with parallel.exchanges.noting():
+def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
+    """Begins an exchange of gradients, and that of rows beside it."""
+    exchanges, is_last, gradients = parallel.exchanges, bucket.is_last(), bucket.buffer()
+    try:
+        future = exchanges.track(begin(bucket), is_last, gradients)
+        if is_last:
             parallel.rows.exchange_beside_gloo()
-
-
-def _record(state: _HookState, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-    if bucket.is_last():
-        state.parallel.exchanged.add(id(bucket.parameters()[0]))
-        state.parallel.record.note(state.work)
+    except Exception as error:
+        return exchanges.end_broken(error, gradients)
+    return future
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
@@ -124,12 +131,9 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
             else:
                 group.add_up(gradients.numpy())
     except Exception as error:
-        parallel.exchanges.note(error)
-        raise
+        return parallel.exchanges.end_broken(error, gradients)
     parallel.exchanges.count(bucket.is_last())
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(gradients.div_(group.size))
-    return future
+    return completed(gradients.div_(group.size))
 
 
 def _group_of_user(model: DistributedDataParallel) -> Any:
@@ -137,7 +141,7 @@ def _group_of_user(model: DistributedDataParallel) -> Any:
 
 
 def _goes_at_once(model: DistributedDataParallel) -> bool:
-    """Whether the gradients are so few that their exchange begins when the backward pass is over, but for a first MiB.
+    """Tells whether the gradients are so few that, but for a first MiB, their exchange begins after the backward pass.
 
     Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
     """
@@ -169,24 +173,8 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Whether a user's hook may remember something: a group, what it sent before, a counter."""
+    """Tells whether a user's hook may remember something: a group, what it sent before, a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)
     return state is not None or not isinstance(function, FunctionType)
-
-
-def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Does what a user's hook does."""
-    function, parallel = state.function, state.parallel
-    assert function is not None
-    _record(state, bucket)
-    if parallel.weights_in_hook:
-        _weight(parallel.step, bucket.buffer())
-    elif not parallel.times_exchanges:
-        future = function(state.state, bucket)
-        _exchange_rows_beside(parallel, bucket)
-        return future
-    future = parallel.exchanges.track(function(state.state, bucket), bucket.is_last())
-    _exchange_rows_beside(parallel, bucket)
-    return future

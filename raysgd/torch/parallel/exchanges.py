@@ -1,4 +1,4 @@
-"""Whether a step's exchanges with the other ranks came through, also where user code catches what they raise.
+"""The fate of a step's exchanges with the other ranks, also where user code catches what they raise.
 
 A `train_batch` that continues after any exception also continues after a lost connection. Each later step would have no
 exchange and perhaps no update, and still count as done. So this is looked at before a step counts.
@@ -10,11 +10,14 @@ rank that was lost *after* the step's exchanges leaves the step valid, with the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch.distributed import DistNetworkError
 
 from raysgd.connections.group import Group
@@ -31,6 +34,9 @@ class Exchanges:
         is_broken: Whether a connection of the group has ended.
 
     Attributes:
+        fail_quietly: Whether one that breaks raises nothing in user code. Then the batch has failed: its later ones are
+            left out, and `check` raises.
+        has_failed: Whether the batch has failed so.
         ledger: Is told when exchanges begin and end.
         clock: The same, where it is needed how long a GPU computes in between.
     """
@@ -42,6 +48,7 @@ class Exchanges:
     ) -> None:
         self._is_lost = is_lost
         self._is_broken = is_broken
+        self.fail_quietly = False
         self.ledger: Ledger | None = None
         self.clock: StreamClock | None = None
         self.forget()
@@ -49,6 +56,7 @@ class Exchanges:
     def forget(self) -> None:
         """Starts over, in another group."""
         self._error: BaseException | None = None
+        self.has_failed = False
         self._num_made = 0
         self._num_usual = 1
         if self.clock is not None:
@@ -59,13 +67,25 @@ class Exchanges:
         if self.clock is not None:
             self.clock.begin()
 
-    def track(self, future: Any, is_last: bool) -> Any:
+    def end_broken(self, error: Exception, gradients: torch.Tensor) -> Any:
+        """Stands for an exchange that raised.
+
+        Raises:
+            Exception: It does not do so quietly.
+        """
+        self.note(error)
+        if not self.has_failed:
+            raise error
+        return completed(gradients)
+
+    def track(self, future: Any, is_last: bool, gradients: Any = None) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
         if is_last and self.clock is not None:
             self.clock.end()
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
         received = partial(self._received_last, is_awaited) if is_last else self._received
+        received = partial(received, gradients)
         return future.then(received)  # not a callback beside it, which the backward pass would not wait for
 
     def own_s(self) -> float:
@@ -82,8 +102,8 @@ class Exchanges:
         """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
 
-    def _received_last(self, is_awaited: bool, future: Any) -> Any:
-        received = self._received(future)
+    def _received_last(self, is_awaited: bool, gradients: Any, future: Any) -> Any:
+        received = self._received(gradients, future)
         if is_awaited:
             assert self.ledger is not None
             self.ledger.end_exchange()
@@ -91,11 +111,13 @@ class Exchanges:
             self.clock.begin()
         return received
 
-    def _received(self, future: Any) -> Any:
+    def _received(self, gradients: Any, future: Any) -> Any:
         try:
             return future.value()
         except Exception as error:
             self.note(error)
+            if self.has_failed:
+                return gradients
             raise
 
     @contextmanager
@@ -110,7 +132,7 @@ class Exchanges:
     def note(self, error: BaseException) -> None:
         """Keeps the first exception that an exchange raised because the group is broken."""
         if self._error is None and self._is_lost(error):
-            self._error = error
+            self._error, self.has_failed = error, self.fail_quietly
 
     def check(self) -> None:
         """Ends a step; raises if it cannot count because the group broke in it.
@@ -124,3 +146,28 @@ class Exchanges:
         if num_made < self._num_usual and self._is_broken():
             raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
         self._num_usual = max(self._num_usual, num_made)
+
+
+def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return what a communication hook returns where nothing is under way."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
+    """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it.
+
+    Args:
+        optimizer: The optimizer; other objects with a `step` will do.
+        counts: Is given the closure; returns whether to step.
+    """
+    own: Any = optimizer.step  # perhaps that of a scheduler, or one with scaled gradients
+
+    @functools.wraps(getattr(own, "__func__", own))
+    def step(_: Any, closure: Any = None) -> Any:
+        if not counts(closure):
+            return None
+        return own() if closure is None else own(closure)
+
+    optimizer.step = MethodType(step, optimizer)  # schedulers wrap methods only

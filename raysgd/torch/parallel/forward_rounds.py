@@ -14,31 +14,46 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 # Takes the maximum of a tensor over the ranks, in place.
 Maximum = Callable[[torch.Tensor], object]
 
 
-class ModelPart(Protocol):
-    """A part of a model that is put together and taken apart as a whole; all ranks have the same ones."""
+@dataclass(frozen=True, eq=False)
+class ShardedModule:
+    """A part of a model that `fully_shard` puts together at once.
+
+    Attributes:
+        module: What it was called with.
+        owner: The module that holds one of its parameters.
+        name: The name of that parameter there.
+    """
+
+    module: Any
+    owner: torch.nn.Module
+    name: str
 
     @property
     def is_held(self) -> bool:
-        """Whether it is put together on this rank."""
+        """True if it is put together on this rank."""
+        return not isinstance(getattr(self.owner, self.name), DTensor)
 
     def put_together(self) -> None:
         """Takes all ranks."""
+        self.module.unshard()
 
     def take_apart(self) -> None:
         """Frees what belongs to others."""
+        self.module.reshard()
 
 
 @dataclass(frozen=True)
 class ForwardRound:
-    """What all ranks said in a round.
+    """The answers of all ranks in a round.
 
     Attributes:
         wanted: For each part, whether any rank needs it next.
@@ -81,12 +96,12 @@ class ForwardRounds:
         is_open: Whether there are rounds at all: in an evaluation.
     """
 
-    parts: Sequence[ModelPart] = ()
+    parts: Sequence[ShardedModule] = ()
     maximum: Maximum = field(default=lambda tensor: None)
     is_open: bool = False
 
     @contextmanager
-    def opened(self, parts: Sequence[ModelPart], maximum: Maximum) -> Iterator[None]:
+    def opened(self, parts: Sequence[ShardedModule], maximum: Maximum) -> Iterator[None]:
         """An evaluation; ends on all ranks at the same time.
 
         A rank whose code raises stays for the others, so that they can finish.
@@ -104,7 +119,7 @@ class ForwardRounds:
             for part in parts:
                 part.take_apart()
 
-    def enter(self, part: ModelPart) -> None:
+    def enter(self, part: ShardedModule) -> None:
         """Puts a part together that this rank needs."""
         if not self.is_open or part.is_held or part not in self.parts:
             return
@@ -156,8 +171,8 @@ class ForwardRounds:
         return ForwardRound(heard[:count], heard[count:-1], heard[-1])
 
 
-def hook_of(rounds: ForwardRounds, part: ModelPart) -> Callable[..., None]:
-    """What to call ahead of each forward pass of a part, compiled or not."""
+def hook_of(rounds: ForwardRounds, part: ShardedModule) -> Callable[..., None]:
+    """Returns what to call ahead of each forward pass of a part, compiled or not."""
     enter = partial(rounds.enter, part)
 
     def hook(module: Any, args: Any) -> None:

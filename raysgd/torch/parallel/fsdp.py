@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from raysgd._state.host_buffers import return_large_blocks
 from raysgd.connections.torch import new_group_beside
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
-from raysgd.torch.parallel.forward_rounds import ForwardRounds, hook_of
+from raysgd.torch.parallel.forward_rounds import ForwardRounds, ShardedModule, hook_of
 from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.step import BatchStep, never_defer
@@ -51,7 +50,7 @@ class FSDP(NoParallel):
         self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
         self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
         self._skeletons: dict[int, torch.nn.Module] = {}
-        self._parts: list[_ShardedModule] = []
+        self._parts: list[ShardedModule] = []
         self._rounds = ForwardRounds()
         self._group_beside: Any = None
         if device.type == "cpu":
@@ -151,7 +150,7 @@ class FSDP(NoParallel):
                 part.module.set_reshard_after_forward(not keeps, recurse=False)
 
     def await_others(self) -> None:
-        """In evaluation: returns when no rank has a batch left."""
+        """Waits in evaluation until no rank has a batch left."""
         self._rounds.pause()
 
     def _maximum(self, numbers: torch.Tensor) -> None:
@@ -240,39 +239,14 @@ def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
 
 
-@dataclass(frozen=True, eq=False)
-class _ShardedModule:
-    """What `fully_shard` puts together at once.
-
-    Attributes:
-        module: What it was called with.
-        owner: The module that holds one of its parameters.
-        name: The name of that parameter there.
-    """
-
-    module: Any
-    owner: torch.nn.Module
-    name: str
-
-    @property
-    def is_held(self) -> bool:
-        return not isinstance(getattr(self.owner, self.name), DTensor)
-
-    def put_together(self) -> None:
-        self.module.unshard()
-
-    def take_apart(self) -> None:
-        self.module.reshard()
-
-
-def _parts_of(model: torch.nn.Module) -> list[_ShardedModule]:
+def _parts_of(model: torch.nn.Module) -> list[ShardedModule]:
     """The parts of a model that have parameters, in the order of its modules."""
-    found: dict[str, _ShardedModule] = {}
+    found: dict[str, ShardedModule] = {}
     divided = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for path, owner in model.named_modules():
         for name, _ in owner.named_parameters(recurse=False):
             owner_of = max((each for each in divided if _is_inside(path, each)), key=len)
-            found.setdefault(owner_of, _ShardedModule(model.get_submodule(owner_of), owner, name))
+            found.setdefault(owner_of, ShardedModule(model.get_submodule(owner_of), owner, name))
     return [found[name] for name in divided if name in found]
 
 
@@ -320,7 +294,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
+    """Returns what of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -332,7 +306,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """What an optimizer keeps for a parameter, divided as the parameter is."""
+    """Returns what an optimizer keeps for a parameter, divided as the parameter is."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

@@ -40,7 +40,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """What `source` sends to `takers`; tensors are on the CPU and not shared."""
+    """Returns what `source` sends to `takers`; tensors are on the CPU and not shared."""
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -112,5 +112,5 @@ def _tensor(piece: Bytes) -> torch.Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Where tensors have to be for the group's transport."""
+    """Returns where tensors have to be for the group's transport."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

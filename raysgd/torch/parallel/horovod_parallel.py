@@ -178,7 +178,7 @@ class HorovodParallel(HorovodByHand):
 
 
 class _Outgoing:
-    """What becomes of a gradient before it is sent: Horovod has a place for that, which it calls compression."""
+    """A gradient's way before it is sent: Horovod has a place for it, which it calls compression."""
 
     def __init__(self, step: BatchStep) -> None:
         self._step = step

@@ -2,8 +2,8 @@
 
 A rank that makes another number of exchanges than the others pairs its own with other ones of theirs. Nothing in an
 exchange tells, unless the sizes differ. So each rank records what it does, the driver compares the records once the
-call is over, and the ranks do where an exchange fails. A rank that has ended the call tells the others: who is at an
-exchange beyond that would wait for ever, and breaks the group instead.
+call is over, and the ranks do where an exchange fails. A rank that has ended the call a while ago tells the others: who
+is at an exchange beyond that would wait for ever, and breaks the group instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATIENCE_S = 2.0
 
 
 class JointRecord:
-    """What this rank does in the calls of one group that all ranks have to do alike.
+    """This rank's record of what all ranks have to do alike in the calls of one group.
 
     Args:
         find_words: Returns what the ranks of the group say to each other through; None where they cannot.
@@ -58,12 +58,12 @@ class JointRecord:
 
     @property
     def work(self) -> JointWork | None:
-        """What was done in the last call of this group; None where there was none."""
+        """The work of the last call of this group; None where there was none."""
         return None if self._call is None else self._call.work(is_over=True)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Compare, if an exchange fails in the block, what the ranks did; tell them when it ends.
+        """Compare, if an exchange fails in the block, what the ranks did; tell them some time after it ends.
 
         Raises:
             UnevenStepsError: They did different things.
@@ -74,7 +74,7 @@ class JointRecord:
             return
         try:
             yield
-            call.say(is_over=True)
+            call.say_later()
         except Exception as error:
             words = call.difference() if isinstance(error, NotAligned) or is_connection_error(error) else ""
             self.has_parted = bool(words)
@@ -113,12 +113,12 @@ class _Call:
 
     def hear(self, word: bytes) -> None:
         """Called in another thread, with the word of another rank."""
-        if not self.is_open:  # as nearly always: all ranks end at one time
-            return
         work = _decoded(word)
-        if work.is_over:
+        if self.is_open and work.is_over:
             self._ended = work
             self._compare_with(work)
+        elif self.words is not None and not (self.is_open or work.is_over):  # that rank waits to hear it
+            self.words.say_last()
 
     def _compare_with(self, ended: JointWork) -> None:
         """Break the group where this rank is at an exchange that one which has ended its call did not make."""
@@ -129,13 +129,18 @@ class _Call:
         """Return what the ranks did that cannot become the same, once they have all said what they did."""
         if self.words is None:
             return ""
-        self.say(is_over=False)
+        self.words.say(_encoded(self.work()))
         others = self.words.await_all(_PATIENCE_S)
         return difference({self.words.rank: self.work()} | {rank: _decoded(word) for rank, word in others.items()})
 
-    def say(self, is_over: bool) -> None:
+    def say_later(self) -> None:
+        """Tell the others what this rank did if they are still in the call after a while."""
         if self.words is not None:
-            self.words.say(json.dumps(vars(self.work(is_over))).encode())
+            self.words.say_later(_encoded(self.work(is_over=True)))
+
+
+def _encoded(work: JointWork) -> bytes:
+    return json.dumps(vars(work)).encode()
 
 
 def _decoded(word: bytes) -> JointWork:

@@ -11,7 +11,7 @@ from raysgd._arguments.checks import check_count, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What a step does beside forward and backward pass.
+    """Options of a step beyond forward and backward pass.
 
     Pass it as `step_options` to `TorchTrainer`.
 
@@ -60,13 +60,13 @@ class StepOptions:
 
     @property
     def clips(self) -> bool:
-        """Whether there is a bound."""
+        """True if there is a bound."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """What `TorchTrainer(fsdp_args=...)` may hold.
+    """The options that `TorchTrainer(fsdp_args=...)` may hold.
 
     Attributes:
         min_block_parameters: A block of the model with fewer parameters is not a separate group.

@@ -1,4 +1,4 @@
-"""Where a replica is: in which joint batch, and where that is among the batches of one optimizer step.
+"""The place of a replica: in which joint batch, and where that is among the batches of one optimizer step.
 
 A batch counts by an *amount*: its samples, or the weight that user code gave to its backward pass. The gradient of a
 step is to be the mean over the amounts of all its batches, on all ranks:
@@ -28,7 +28,7 @@ from raysgd.worker.data.drawn_ahead import DrawnAhead
 
 
 def accept() -> None:
-    """Does nothing: like `BatchStep.check` where any step counts, and `BatchStep.refresh` where nothing is to do."""
+    """Does nothing, where any step counts or nothing is to do at a place."""
 
 
 def never_defer(is_deferred: bool) -> None:
@@ -36,7 +36,7 @@ def never_defer(is_deferred: bool) -> None:
 
 
 def by_itself() -> int:
-    """How many ranks a replica by itself averages over, as an answer to `BatchStep.count_ranks`."""
+    """Returns how many ranks a replica by itself averages over, as an answer to `BatchStep.count_ranks`."""
     return 1
 
 
@@ -46,7 +46,7 @@ def no_sum(number: float) -> Callable[[], float]:
 
 
 class _Terms(NamedTuple):
-    """By how much a batch counts, and what is to be done on it."""
+    """The weight of a batch, and what is to be done on it."""
 
     weight: float = 1.0
     num_samples: int | None = None
@@ -54,7 +54,7 @@ class _Terms(NamedTuple):
     is_boundary: bool = True
 
     def are_alike(self, other: _Terms, by_samples: bool) -> bool:
-        """Whether it makes no difference which of two batches a loss comes from."""
+        """Tells whether it makes no difference which of two batches a loss comes from."""
         kinds = [(terms.is_boundary, terms.num_samples == 0) for terms in (self, other)]
         amounts = [(terms.weight, terms.total) for terms in (self, other)]
         return kinds[0] == kinds[1] and (not by_samples or amounts[0] == amounts[1])
@@ -62,7 +62,7 @@ class _Terms(NamedTuple):
 
 @dataclass
 class _Tally:
-    """What the waiting gradients of an optimizer were divided by, and what is known about what they should be.
+    """The divisor of the waiting gradients of an optimizer, and what is known about the right one.
 
     Attributes:
         is_weighted: Whether user code says how much each batch counts.
@@ -89,7 +89,7 @@ class _Tally:
 
 
 class ShardGradients(Protocol):
-    """What keeps the gradients of logical shards."""
+    """The interface of whatever keeps the gradients of logical shards."""
 
     def begin_batch(self, is_first: bool, seed: int) -> None:
         """Begins a shard."""
@@ -121,6 +121,8 @@ class BatchStep:
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
         check: Called before a step counts as done; raises if it cannot.
         refresh: Called before the first batch of each joint batch of a call, on all ranks.
+        opens: Called before the first batch of each step of the optimizers.
+        exchanges: Called when gradients of a model are exchanged.
         start_sum: Starts to add a number up over those ranks, and returns what waits for the sum.
         began_at: When this rank asked for the batch; 0 once its first backward pass follows.
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
@@ -128,7 +130,7 @@ class BatchStep:
             methods cannot accumulate.
         weights: What the backward passes of this batch count by, if not by samples.
         amounts: What the criterion's means in this batch are over, if not samples.
-        has_compared: Whether a loss of PyTorch was called in this batch.
+        has_compared: Whether a loss of PyTorch that may leave labels out was called in this batch.
         is_padding: Whether the batch is only there to take part in the collectives.
         left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
     """
@@ -138,6 +140,8 @@ class BatchStep:
         self.count_ranks: Callable[[], int] = by_itself
         self.defer: Callable[[bool], None] = never_defer
         self.check: Callable[[], None] = accept
+        self.opens: Callable[[], None] = accept
+        self.exchanges: Callable[[], None] = accept
         self.start_sum: Callable[[float], Callable[[], float]] = no_sum
         self._is_confirmed = False
         self.began_at = 0.0
@@ -183,6 +187,8 @@ class BatchStep:
         """Begins a batch."""
         if self.is_last_part and self.refresh is not accept:  # the batch before was
             self.refresh()
+        if self.is_boundary:  # the batch before was
+            self.opens()
         is_boundary = True
         if self.window > 1:
             assert total is not None
@@ -268,7 +274,7 @@ class BatchStep:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients of earlier batches wait for their optimizer step.
+        """True if gradients of earlier batches wait for their optimizer step.
 
         While they do, a training cannot resume from this position in the data, only from the last one without them.
         """
@@ -301,7 +307,7 @@ class BatchStep:
         return is_further
 
     def waiting(self, optimizer: Any) -> _Tally | None:
-        """What gradients wait for a step of `optimizer`, so that a backward pass adds to them.
+        """Returns what gradients wait for a step of `optimizer`, so that a backward pass adds to them.
 
         Without accumulation these are only those that this batch has computed.
         """
@@ -318,19 +324,19 @@ class BatchStep:
         self._ended_in[id(optimizer)] = self._num_batches
 
     def protects(self, optimizer: Any) -> bool:
-        """Whether the gradients of `optimizer` are not user code's to clear: earlier batches made them."""
+        """Tells whether the gradients of `optimizer` are not user code's to clear: earlier batches made them."""
         tally, now = self._tallies.get(id(optimizer)), self._num_batches
         return (
             self.window > 1 and tally is not None and (tally.used_in != now or self._ended_in.get(id(optimizer)) == now)
         )
 
     def _guess(self, optimizer: Any, weight: float | None) -> float | None:
-        """What a window will hold that begins with this batch; None where there is nothing to go by."""
+        """Returns what a window will hold that begins with this batch; None where there is nothing to go by."""
         amount = self._terms.total if weight is None else self._usual.get(id(optimizer))
         return self.window * amount if amount else None
 
     def factor_of(self, optimizer: Any, weight: float | None = None) -> float:
-        """What to multiply this batch's loss with, after `note_backward`. With a weight all ranks have to ask."""
+        """Returns the factor of this batch's loss, after `note_backward`. With a weight all ranks have to ask."""
         tally = self._tallies.get(id(optimizer))
         if weight is not None:
             assert tally is not None
@@ -383,22 +389,22 @@ class BatchStep:
         tally.sums.append(self.start_sum(own))
 
     def _hear(self, tally: _Tally) -> float:
-        """What has come together so far."""
+        """Returns what has come together so far."""
         sums, tally.sums = tally.sums, []
         tally.seen += sum(wait() for wait in sums)
         return tally.seen
 
     def waits_for(self, optimizer: Any) -> bool:
-        """Whether gradients wait for a step of `optimizer`."""
+        """Tells whether gradients wait for a step of `optimizer`."""
         return self.waiting(optimizer) is not None
 
     def is_unexchanged(self, optimizer: Any) -> bool:
-        """Whether the gradients that wait for `optimizer` are this rank's own, because their exchange was put off."""
+        """Tells whether gradients that wait for `optimizer` are this rank's own, because their exchange was put off."""
         tally = self._tallies.get(id(optimizer))
         return tally is not None and tally.is_unexchanged
 
     def correction(self, optimizer: Any) -> float:
-        """What to multiply the complete gradients of a step with: 0 where nothing in them counts."""
+        """Returns what to multiply the complete gradients of a step with: 0 where nothing in them counts."""
         tally = self._tallies.get(id(optimizer))
         if tally is None or not tally.num_batches:
             return 1.0
@@ -431,7 +437,7 @@ class BatchStep:
             self._is_weighting = False
 
     def outgoing_weight(self) -> float:
-        """What to multiply gradients with on their way to the other ranks, where the loss was not weighted."""
+        """Returns what to multiply gradients with on their way to the other ranks, where the loss was not weighted."""
         if self.window > 1 or self._is_weighting:
             return 1.0
         self.use()

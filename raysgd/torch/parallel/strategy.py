@@ -1,4 +1,4 @@
-"""How the replicas of a model are kept equal: one object, asked nowhere else. Here: what all ways have in common.
+"""The way in which the replicas of a model are kept equal: one object, asked nowhere else. Here: what all ways share.
 
 The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
@@ -57,11 +57,13 @@ class NoParallel:
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         rows: What the ranks tell each other in each step.
         record: What was done in the call that all ranks have to do alike.
+        fails_quietly: Whether exchanges that break can do so without an exception in user code.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
     synchronizes = False
     is_sharded = False
+    fails_quietly = False
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.step = BatchStep()
@@ -155,7 +157,7 @@ class NoParallel:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the models cannot go on in a new group; None when they can."""
+        """The reason why the models cannot go on in a new group; None when they can."""
         return "the replicas are not kept equal by `DistributedDataParallel`"
 
     def reform(self) -> None:
@@ -207,11 +209,16 @@ class NoParallel:
         with step.weighting(), nullcontext() if weight else _silenced(parameters):
             yield loss * factor
 
+    def note_exchange(self, work: str) -> None:
+        """Notes that gradients are exchanged."""
+        self.record.note(work)
+        self.step.exchanges()
+
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether no gradient of earlier batches is left to add to."""
+        """Tells whether no gradient of earlier batches is left to add to."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
@@ -226,7 +233,7 @@ class NoParallel:
         yield
 
     def await_others(self) -> None:
-        """In evaluation: called when this rank has no batch left."""
+        """Waits for the others in evaluation, when this rank has no batch left."""
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
@@ -234,7 +241,7 @@ class NoParallel:
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """What this rank has of the state; where parts are sharded, with a part of each tensor."""
+        """Returns what this rank has of the state; where parts are sharded, with a part of each tensor."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -282,7 +289,7 @@ class NoParallel:
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """What such a tensor is added up through; None where PyTorch is quicker."""
+    """Returns what such a tensor is added up through; None where PyTorch is quicker."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
@@ -324,11 +331,16 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
 
 def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     """Do the same where it is known that the tensors have one shape on all ranks."""
+    is_default = group is None  # then not over gloo, whose broadcast may hang where its connections are ended
     group = _group_or_all(group)
     first = dist.get_global_rank(group, 0)
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
-        dist.broadcast(flat.view(torch.uint8), first, group=group)
+        at_once = quick_group(flat) if is_default else None
+        if at_once is not None:
+            at_once.from_first(flat.view(torch.uint8).numpy())
+        else:
+            dist.broadcast(flat.view(torch.uint8), first, group=group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.reshape(tensor.shape))
 

@@ -1,27 +1,14 @@
-"""How long a GPU computes between two exchanges of gradients: `balance="speed"` divides the data by it."""
+"""The time that a GPU computes between two exchanges of gradients: `balance="speed"` divides the data by it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class StreamEvent(Protocol):
-    """What a clock needs of a `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Marks the place that the present stream has come to."""
-
-    def synchronize(self) -> None:
-        """Waits until the stream has passed that place."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to another one of its kind."""
-
-
-def _timed_event() -> StreamEvent:
+def _timed_event() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 
@@ -36,15 +23,15 @@ class StreamClock:
         make_event: Makes an event that knows its time.
     """
 
-    def __init__(self, make_event: Callable[[], StreamEvent] = _timed_event) -> None:
+    def __init__(self, make_event: Callable[[], Any] = _timed_event) -> None:
         self._make_event = make_event
         self._seconds = 0.0
-        self._intervals: list[tuple[StreamEvent, StreamEvent]] = []
+        self._intervals: list[tuple[Any, Any]] = []
         self.forget()
 
     def forget(self) -> None:
         """The exchange that was to end the present interval does not come."""
-        self._began: StreamEvent | None = None
+        self._began: Any = None
 
     def begin(self) -> None:
         """An exchange is over: called where the present stream has waited for it."""
@@ -64,7 +51,7 @@ class StreamClock:
         self._intervals.clear()
         return self._seconds
 
-    def _recorded(self) -> StreamEvent:
+    def _recorded(self) -> Any:
         event = self._make_event()
         event.record()
         return event

@@ -1,4 +1,4 @@
-"""What PyTorch says of a mistake, with what to do about it here: its own words name things that users never see."""
+"""Advice for mistakes that PyTorch reports: its own words name things that users never see."""
 
 from __future__ import annotations
 

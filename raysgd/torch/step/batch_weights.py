@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
+from raysgd._numbers.meters import NUM_SAMPLES
+from raysgd._numbers.weights import BATCH_WEIGHT, as_weight, weight_of
 from raysgd._text.once import Once
 from raysgd.torch.objects.criteria import Comparison, CountedLabels, are_classes, means_over_labels
 from raysgd.torch.parallel.strategy import NoParallel
@@ -139,7 +140,7 @@ class BatchWeights:
         logger.warning(
             "some labels are ignored, or count more than others, and batches counted by their samples: gradients are "
             "not those of one process. Say how much each batch counts: pass `weight=` to `self.backward`, or return it "
-            "from `forward` behind the loss%s",
+            "from `forward` after the loss%s",
             obstacle,
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import BATCH_WEIGHT, as_weight
+from raysgd._numbers.weights import BATCH_WEIGHT, as_weight
 from raysgd._text.once import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.strategy import NoParallel
@@ -124,7 +124,7 @@ class Gradients:
         if not step.is_padding:
             step.shards.keep(parameters)
         if step.is_boundary:
-            self._parallel.record.note("gradients were exchanged")
+            self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 self._parallel.rows.exchange()
                 step.shards.add_up(parameters, step.seed_of_step)
@@ -168,6 +168,8 @@ class Gradients:
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Steps optimizers, if all their gradients are there."""
         step = self._parallel.step
+        if self._parallel.exchanges.has_failed:
+            return
         for optimizer in optimizers:
             if step.window > 1:
                 step.end_batch(optimizer)

@@ -21,7 +21,7 @@ from raysgd.torch.objects import rng
 
 
 class LogicalShards:
-    """What a rank has computed of a joint batch, and the sum over all ranks.
+    """A rank's part of a joint batch's gradients, and the sum over all ranks.
 
     Args:
         num_shards: How many there are in a joint batch.

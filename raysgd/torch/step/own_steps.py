@@ -19,7 +19,7 @@ from raysgd.torch.step.closures import Closures
 
 
 class GradientBounds(Protocol):
-    """How gradients are clipped; an operator, whose methods users override."""
+    """The clipping of gradients by an operator, whose methods users override."""
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
         """Clips the norm of all of them together."""
@@ -106,7 +106,7 @@ class OwnSteps:
         self._unprotect = []
 
     def sees(self, optimizer: Any) -> bool:
-        """Whether each step of an optimizer is noted here."""
+        """Tells whether each step of an optimizer is noted here."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     @contextmanager
@@ -134,7 +134,7 @@ class OwnSteps:
 
     @property
     def misses_clipping(self) -> bool:
-        """Whether a bound was not used in this call, and user code may have stepped past it."""
+        """True if a bound was not used in this call, and user code may have stepped past it."""
         return self._clips and not self._has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
@@ -205,7 +205,7 @@ class OwnSteps:
 
 
 def tells_of_steps(optimizer: Any) -> bool:
-    """Whether an optimizer has hooks for its steps, as those of PyTorch do."""
+    """Tells whether an optimizer has hooks for its steps, as those of PyTorch do."""
     return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 

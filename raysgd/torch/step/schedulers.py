@@ -1,4 +1,4 @@
-"""Which learning-rate schedulers the library steps, when, and by what."""
+"""The learning-rate schedulers that the library steps, when, and by what."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class CheckpointTaker(ABC):
 
     @property
     def restart_point(self) -> Any:
-        """What a function that is started again goes on from: the newest checkpoint, or what the run started from."""
+        """The checkpoint that a function is started again from: the newest one, or what the run started from."""
         self.flush()
         return self._restart_point
 

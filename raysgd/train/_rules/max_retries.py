@@ -54,7 +54,7 @@ class MaxRetries:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Where the engine raises the last loss that is allowed, says what allows more."""
+        """Returns where the engine raises the last loss that is allowed, says what allows more."""
         num_refused = self.budget.num_refused
         try:
             yield
@@ -81,8 +81,9 @@ class RenewingPolicy(FailurePolicy):
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
-        """Return what to do next."""
-        if self.take_landing():
+        """Return what to do next. Where survivors go on, that does not wait for a checkpoint on its way."""
+        is_needed = budget.is_spent or not (self.rejoins and can_rejoin)
+        if is_needed and self.take_landing():
             budget.renew()
         return super().decide(diagnosis, budget, can_rejoin)
 

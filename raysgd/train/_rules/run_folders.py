@@ -89,7 +89,7 @@ class RunFolders:
 
     @property
     def latest_checkpoints(self) -> Path | Folder | None:
-        """Where the checkpoints of the latest run are, or would be; None before the first one."""
+        """The folder of the checkpoints of the latest run; None before the first one."""
         return self.latest / constants.TRAIN_CHECKPOINT_SUBDIR if self.latest is not None else None
 
     def _of(self, run_id: int) -> Path | Folder:

@@ -136,15 +136,17 @@ def describe_process() -> tuple[str, Any]:
     return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
-def describe(group: WorkerGroup) -> list[Worker]:
-    """The workers of a started group, with where they live."""
-    processes = gather([group.submit(rank, "execute", describe_process) for rank in range(len(group))])
+def describe(group: WorkerGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
+    """The workers of a group, or those of some ranks, with where they live; raises as `gather`."""
+    asked = range(len(group)) if ranks is None else ranks
+    processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
+    infos = [group.infos[rank] for rank in asked]
     return [
         Worker(
             WorkerHandle(group, rank, ray_actor),
             WorkerMetadata(info.node_id, info.node_ip, host, [int(g) if g.isdigit() else g for g in info.gpu_ids]),
         )
-        for rank, (info, (host, ray_actor)) in enumerate(zip(group.infos, processes, strict=True))
+        for rank, info, (host, ray_actor) in zip(asked, infos, processes, strict=True)
     ]
 
 
@@ -170,13 +172,3 @@ def make_objects(worker_object: WorkerObject, workers: Sequence[Worker]) -> None
     gather(
         [worker.actor.group.submit(worker.actor.rank, "host", make_worker_object, worker_object) for worker in workers]
     )
-
-
-class NoWorkers:
-    """Stands where there are no workers."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise InactiveWorkerGroupError("There are no workers: call `start` first.")
-
-    def __len__(self) -> int:
-        raise InactiveWorkerGroupError("There are no workers: call `start` first.")

@@ -18,9 +18,10 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
     Raises:
         StepMismatchError: Some ask, and others do not, or ask for something else.
     """
-    names = [message.name if isinstance(message, Question) else None for message in messages]
-    if len(set(names)) > 1:
-        said = ", ".join(f"rank {rank}: {name or type(messages[rank]).__name__}" for rank, name in enumerate(names))
+    told = {rank: message for rank, message in enumerate(messages) if message is not None}
+    names = {rank: message.name if isinstance(message, Question) else None for rank, message in told.items()}
+    if len(set(names.values())) > 1:
+        said = ", ".join(f"rank {rank}: {name or type(messages[rank]).__name__}" for rank, name in names.items())
         raise StepMismatchError(
             "The functions are out of step: all workers have to call the functions of `raysgd.train.collective`, "
             f"`{PREEMPTION}` and `{REPORTED}` at the same place. What they did: {said}."

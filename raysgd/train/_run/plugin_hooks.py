@@ -10,8 +10,9 @@ from typing import Any
 from raysgd.engine.decisions.failures import Diagnosis
 from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
-from raysgd.engine.shared.types import GroupReport, Resources
-from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject
+from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo
+from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, describe, make_objects
+from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import WorkerGroup
 
@@ -23,6 +24,12 @@ _ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even that
 
 class PluginHooks(GroupHooks):
     """Connects each group with a plug-in, and knows the workers that run now.
+
+    Attributes:
+        num_started: How many groups were started.
+        num_changes: How many groups were formed of others in place.
+        joined: Of workers that stepped in, that number right behind it.
+        replicas: Makes the replicas of the workers.
 
     Args:
         backend: The plug-in.
@@ -42,6 +49,7 @@ class PluginHooks(GroupHooks):
         worker_object: WorkerObject | None = None,
         tell_failure: Callable[[Diagnosis], None] = lambda diagnosis: None,
     ) -> None:
+        self.replicas = FunctionReplicas()
         self._backend, self._config = backend, config
         self._resources = resources
         self._await_checkpoint = await_checkpoint
@@ -49,7 +57,10 @@ class PluginHooks(GroupHooks):
         self._tell_failure = tell_failure
         self._group: EngineGroup | None = None
         self._workers: WorkerGroup | None = None
+        self._infos: list[WorkerInfo] = []
         self._may_wait = True
+        self.num_started = self.num_changes = 0
+        self.joined: dict[WorkerInfo, int] = {}
 
     @property
     def group(self) -> EngineGroup:
@@ -62,11 +73,6 @@ class PluginHooks(GroupHooks):
         """The same as plug-ins and developers see it."""
         assert self._workers is not None, "no group was started"
         return self._workers
-
-    @property
-    def actors(self) -> list[Any]:
-        """Ray's handles on the workers, by rank."""
-        return [worker.actor.ray_actor for worker in self.workers.workers]
 
     def store(self, value: Any) -> Any:
         """Puts a value where workers can take it from; returns Ray's reference."""
@@ -82,7 +88,26 @@ class PluginHooks(GroupHooks):
         except LostDuringCallError as lost:
             return lost.report
         self._group, self._workers, self._may_wait = group, workers, True
+        self._infos = list(group.infos)
+        self.num_started += 1
         return None
+
+    def on_change(self, group: EngineGroup) -> None:
+        """Follows the ranks of those that are left, and takes in those that are new."""
+        known = dict(zip(self._infos, self.workers.workers, strict=True))
+        new = [rank for rank, info in enumerate(group.infos) if info not in known]
+        self.num_changes += 1
+        for rank in new:
+            self.joined.setdefault(group.infos[rank], self.num_changes)
+        try:
+            made = describe(group, new)
+            if self._worker_object is not None:
+                make_objects(self._worker_object, made)
+            known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
+        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
+            logger.warning("%s, which stepped in", lost)
+        self.workers.follow([known.get(info) for info in group.infos])
+        self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
         """Tells the plug-in that a function is about to start."""
@@ -100,6 +125,7 @@ class PluginHooks(GroupHooks):
 
     def on_end(self, group: EngineGroup) -> None:
         """Lets a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""
+        self.replicas.start = ()
         if not self._may_wait:
             return
         self._may_wait = False

@@ -42,7 +42,7 @@ class FunctionStep:
 
     Attributes:
         kind: Metrics or a checkpoint; None when all functions have ended.
-        data: The encoded metrics of all workers, or what the functions returned, by rank.
+        data: The encoded metrics of all workers that report, or what the functions returned, by rank.
         checkpoint_ref: The checkpoint, if there is one. Of one that travels and one that is stored, that which travels.
         source: The rank that has it.
         refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
@@ -57,14 +57,14 @@ class FunctionStep:
     stored: Mapping[int, CheckpointRef] = field(default_factory=dict)
 
 
-def check_step(messages: Sequence[FunctionMessage | FunctionEnded | Question]) -> FunctionStep:
-    """One step out of the workers' messages.
+def check_step(messages: Sequence[FunctionMessage | FunctionEnded | Question | None]) -> FunctionStep:
+    """One step out of the workers' messages; None of those that do not report yet.
 
     Raises:
         StepMismatchError: They are not of the same kind.
     """
     ended = [message for message in messages if isinstance(message, FunctionEnded)]
-    if len(ended) == len(messages):
+    if len(ended) == sum(message is not None for message in messages):
         return FunctionStep(None, tuple(end.value for end in ended))
     if ended:
         ranks = [rank for rank, message in enumerate(messages) if isinstance(message, FunctionEnded)]
@@ -73,21 +73,21 @@ def check_step(messages: Sequence[FunctionMessage | FunctionEnded | Question]) -
             f"{named(ranks)}, and still report or save on the others. Every worker has to call `report` and "
             "`save_checkpoint` equally often."
         )
-    found = [message for message in messages if isinstance(message, FunctionMessage)]
-    kinds = {message.kind for message in found}
+    found = {rank: message for rank, message in enumerate(messages) if isinstance(message, FunctionMessage)}
+    kinds = {message.kind for message in found.values()}
     if len(kinds) > 1:
-        saving = [rank for rank, message in enumerate(found) if message.kind is TrainingResultType.CHECKPOINT]
+        saving = [rank for rank, message in found.items() if message.kind is TrainingResultType.CHECKPOINT]
         raise StepMismatchError(
             f"The functions are out of step: {named(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker must make the same calls in the same order."
         )
-    refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
+    refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
     source = min(sent or stored, default=0)
     refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
     return FunctionStep(
-        kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused, stored
+        kinds.pop(), tuple(message.data for message in found.values()), refs.get(source), source, refused, stored
     )
 
 
@@ -138,6 +138,7 @@ class FunctionRun:
         self._on_wait = on_wait
         self._next_check = float("-inf")
         self._once = Once()
+        self._joined_attempt: int | None = None
         self.may_restart = True
         self.returned: list[Any] | None = None
         self.is_over = False
@@ -167,7 +168,15 @@ class FunctionRun:
                 self.is_over = True
                 self.returned = list(step.data)
                 self._checkpoints.flush()
+                self._end_those_that_wait()
         return step
+
+    def _end_those_that_wait(self) -> None:
+        """Ends the workers that would have stepped in: those beside the group, and those in it that came too late."""
+        if self._launch.is_elastic:
+            self._launch.end()
+            if not self._ahead.are_all_there:
+                self._controller.kill_group()
 
     def _taken_step(self) -> FunctionStep:
         messages = self._next_messages()
@@ -179,10 +188,12 @@ class FunctionRun:
             return step
         return self._taken_step()  # the functions were started again, and come to this one once more
 
-    def _next_messages(self) -> Sequence[FunctionMessage | FunctionEnded | Question]:
-        """The next message of each rank."""
-        if not self._ahead.has_step(self._launch.started_on):
+    def _next_messages(self) -> Sequence[FunctionMessage | FunctionEnded | Question | None]:
+        """The next message of each rank that reports."""
+        self._ahead.begin(self._launch.attempt, self._launch.members)
+        while not self._ahead.has_step:
             self._ahead.add(self._call(FunctionReplica.take, self._told))
+            self.may_restart = self.may_restart and self._ahead.has_step  # else steps were taken since the checkpoint
         return self._ahead.take_step()
 
     def _answer(self, answer: bytes) -> None:
@@ -235,16 +246,20 @@ class FunctionRun:
         if self.is_over:
             return
         self.is_over = True
-        if self._launch.started_on is not None and not self._can_be_kept(error):
+        if self._launch.attempt is None:
+            return
+        if not self._can_be_kept(error):
             self._controller.kill_group()
+        elif self._launch.is_elastic:
+            self._launch.end()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
+        """Tells whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
 
         Where some ranks failed and others did not, the others may be in the middle of a collective, and the
         next collective would get the answers of that one.
         """
-        size = len(self._launch.started_on or ())
+        size = len(self._launch.members)
         if isinstance(error, WorkerError) and len(error.faults) == size:
             return True
         if size > 1 or self._controller.num_workers != size:
@@ -256,22 +271,49 @@ class FunctionRun:
             return False
 
     def _told(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """What the workers get: the number of a checkpoint in their next step, and whether a message is needed."""
-        starts = self._launch(worlds)
-        self._ahead.begin(worlds)
-        index = self._checkpoints.next_index
-        # Where ranks start alike they get one object: the engine then packs it once.
-        told = {id(start): [(index, is_needed, *start) for is_needed in (False, True)] for start in starts}
-        return [told[id(start)][self._ahead.is_needed(rank)] for rank, start in enumerate(starts)]
+        """Returns the workers' arguments: the number of their next checkpoint, and whether a message is needed."""
+        starts, ahead = self._launch(worlds), self._ahead
+        ahead.begin(self._launch.attempt, self._launch.members)
+        index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
+        # Ranks that are told the same get one object: the engine then packs it once.
+        return [
+            told.setdefault(key, (index, *key[:2], *start))
+            for rank, start in enumerate(starts)
+            for key in [(ahead.is_needed(rank), ahead.num_taken(rank) if self._launch.is_elastic else 0, id(start))]
+        ]
 
     def _call(
-        self, function: Callable[..., Any], args_for: Callable[..., list[tuple[Any, ...]]] | None = None
+        self,
+        function: Callable[..., Any],
+        args_for: Callable[..., list[tuple[Any, ...]]] | None = None,
+        may_rejoin: bool = True,
     ) -> list[Any]:
-        may_grow = self.may_restart and self._controller.num_workers < self._max_workers and self._is_due()
+        may_grow = self._controller.num_workers < self._max_workers and self._may_grow()
         if may_grow:
             self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
-        call = Call(function, args_for or self._launch, changes_state=may_grow, on_wait=self._on_wait)
-        return self._controller.run(call, budget=self._retries.budget)
+        call = Call(
+            function, args_for or self._launch, changes_state=may_grow, on_wait=self._on_wait, may_rejoin=may_rejoin
+        )
+        values = self._controller.run(call, budget=self._retries.budget)
+        if self._launch.can_be_joined and self._launch.attempt != self._joined_attempt:
+            self._joined_attempt = self._launch.attempt
+            self._controller.stand_by()
+        return values
+
+    def _may_grow(self) -> bool:
+        """Return whether to start the function again on more workers, where there is room and nothing is lost by that.
+
+        Where it can be joined, workers are started that step in when they are ready.
+        """
+        may_join = self._launch.can_be_joined and self._launch.has_started
+        if not (may_join or self.may_restart) or not self._is_due():
+            return False
+        if may_join and self._controller.admits_others():
+            self._controller.stand_by()
+            return False
+        if not self.may_restart:
+            self._next_check = float("-inf")
+        return self.may_restart
 
     def _is_due(self) -> bool:
         """Return whether it is time to look for room again."""
@@ -298,7 +340,8 @@ class FunctionRun:
         waiting = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
         for is_taken in (False, True):
             tokens = {rank: token for rank, token in waiting.items() if bool(taken[rank]) is is_taken}
-            moved = self._call(FunctionReplica.store, self._told_to_store(tokens, taken)) if tokens else []
+            told = self._told_to_store(tokens, taken)
+            moved = self._call(FunctionReplica.store, told, may_rejoin=False) if tokens else []
             if None in moved:
                 return False
             self._warn_of({rank: names for rank, names in enumerate(moved) if names})
@@ -307,11 +350,11 @@ class FunctionRun:
     def _told_to_store(
         self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
     ) -> Callable[[Sequence[World]], list[tuple[Any, ...]]]:
-        group = self._launch.started_on
+        attempt = self._launch.attempt
 
         def told(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
             starts = self._launch(worlds)
-            waiting = tokens if worlds is group else {}
+            waiting = tokens if self._launch.attempt == attempt else {}
             return [(waiting.get(rank), taken.get(rank, ()), *start) for rank, start in enumerate(starts)]
 
         return told

@@ -13,6 +13,7 @@ from raysgd.air._running import RunningSession, running_session
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.train._torch.joint_steps import JointSteps
 
 
 class Accelerator:
@@ -21,11 +22,15 @@ class Accelerator:
     Attributes:
         seed: What random numbers start from; None for anything.
         parallel: How states are gathered and taken over.
+        steps: The steps that all ranks take together; None where a loss of workers ends the function.
     """
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: Precision, device: torch.device, steps: JointSteps | None = None) -> None:
         self.precision = precision
         self.device = device
+        self.steps = steps
+        if steps is not None and precision.scaler is not None:
+            steps.share(precision.scaler)
         self.seed: int | None = None
         self.parallel = NoParallel()
         self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
@@ -58,7 +63,7 @@ def accelerate(amp: bool = False) -> None:
         raise RuntimeError("call `accelerate` once, and before all other helpers of `raysgd.train.torch`.")
     device = _device_of(session)
     precision = NativeAmp(torch.float16, device, enabled=device.type == "cuda") if amp else Precision()
-    session.accelerator = Accelerator(precision, device)
+    session.accelerator = Accelerator(precision, device, _steps_of(session))
 
 
 def get_device() -> torch.device:
@@ -98,9 +103,13 @@ def accelerator_of(helper: str) -> Accelerator:
     """Return what the helpers share in this run; raises as `running_session`."""
     session = running_session(helper)
     if session.accelerator is None:
-        session.accelerator = Accelerator(Precision(), _device_of(session))
+        session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
     accelerator: Accelerator = session.accelerator
     return accelerator
+
+
+def _steps_of(session: RunningSession) -> JointSteps | None:
+    return JointSteps(session) if session.membership is not None else None
 
 
 def _device_of(session: RunningSession) -> torch.device:

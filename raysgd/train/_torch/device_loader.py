@@ -16,11 +16,15 @@ class DeviceLoader(DataLoader[Any]):
         loader: The other one.
         device: Where the batches go.
         ahead: Whether to copy the next batch while the last one is worked on; GPUs only.
+
+    Attributes:
+        epoch: The passes that have come to their end, those without gradients aside.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, ahead: bool) -> None:
         self.__dict__.update(loader.__dict__)
         self._loader, self._device = loader, device
+        self.epoch = 0
         self._stream = torch.cuda.Stream(device) if ahead and device.type == "cuda" else None
 
     def __len__(self) -> int:
@@ -30,8 +34,14 @@ class DeviceLoader(DataLoader[Any]):
         """The batches, on the device."""
         batches = iter(self._loader)
         if self._stream is None:
-            return (moved(batch, self._device) for batch in batches)
-        return self._ahead(batches, self._stream)
+            found: Iterator[Any] = (moved(batch, self._device) for batch in batches)
+        else:
+            found = self._ahead(batches, self._stream)
+        return self._counted(found, torch.is_grad_enabled())
+
+    def _counted(self, batches: Iterator[Any], counts: bool) -> Iterator[Any]:
+        yield from batches
+        self.epoch += counts
 
     def _ahead(self, batches: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
         """Each batch while the one after it is on its way."""

@@ -21,9 +21,16 @@ from torch.utils.data import (
 
 from raysgd.air._running import running_session
 from raysgd.engine.shared.types import World
-from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
+from raysgd.streams.stream import Stream
+from raysgd.torch.data.batches import TensorCollate
+from raysgd.torch.data.sample_order import Indices, SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ranks import Ranks
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.device_loader import DeviceLoader
+from raysgd.train._torch.joint_batches import JointBatches, JointStream
+from raysgd.train._torch.repeating_loader import RepeatingLoader
+from raysgd.train._worker.stream_part import StreamPart
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +51,60 @@ def prepare_data_loader(
     `exact` is set.
 
     Args:
-        data_loader: The loader.
+        data_loader: The loader. Or a stream, or a part of one from `get_dataset_shard`: workers then tell each other
+            where it ends, and `loader.state_dict()` is the position for any number of workers.
         add_dist_sampler: Whether to divide a map-style dataset over the workers.
         move_to_device: Whether to move the batches.
         auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only.
         exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
             numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
+            With `elastic=True` all get the same number: a joint batch has `batch_size` samples for each worker that the
+            function begins with, is divided over those that are left, and each counts by its samples. That of a stream
+            has the size of the stream.
 
     Raises:
         SessionMisuseError: Outside of a training function.
-        ValueError: The loader has a `batch_sampler` of a class that cannot be divided, or a sampler without a length.
+        ValueError: The loader has a `batch_sampler` of a class that cannot be divided, or a sampler without a length;
+            or `elastic=True`, and its batches could not be repeated.
     """
     accelerator = accelerator_of("prepare_data_loader")
-    if add_dist_sampler:
-        data_loader = divided(data_loader, running_session("prepare_data_loader").world, accelerator.seed, exact)
-    return DeviceLoader(data_loader, accelerator.device, auto_transfer) if move_to_device else data_loader
+    world = running_session("prepare_data_loader").world
+    data: Any = data_loader
+    is_stream = isinstance(data, Stream | StreamPart)
+    is_joint = is_stream or (add_dist_sampler and exact and is_divisible(data))
+    steps = accelerator.steps if is_joint else None
+    if is_stream:
+        data = of_stream(data, world, exact, goes_on=steps is not None)
+    elif steps is not None:
+        data = over_joint_batches(data, world, accelerator.seed)
+    elif add_dist_sampler:
+        data = divided(data, world, accelerator.seed, exact)
+    if move_to_device:
+        data = DeviceLoader(data, accelerator.device, auto_transfer)
+    return data if steps is None else RepeatingLoader(data, steps)
+
+
+def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: bool = False) -> Any:
+    """Return this rank's part of a stream, as batches of tensors.
+
+    Args:
+        stream: The stream.
+        world: The place of this worker.
+        exact: See `prepare_data_loader`.
+        goes_on: Whether the function goes on where it is when other workers are lost.
+
+    Raises:
+        ValueError: It does, and batches of this stream could not be repeated then.
+    """
+    part = StreamPart(stream, world.size) if isinstance(stream, Stream) else stream
+    if goes_on and not (exact and part.is_known):
+        raise ValueError(
+            "`elastic=True` needs a stream whose rows are counted before they are read, so that a batch can be "
+            'repeated: its shards say their lengths, and it has no `filter` and no `on_error="skip"`. Pass it as '
+            "`prepare_data_loader(stream, exact=True)`, or leave `elastic` out."
+        )
+    joined = part.joined(Ranks(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
+    return JointStream(joined) if goes_on else joined
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
@@ -73,18 +119,48 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
     Raises:
         ValueError: The batches come from a batch sampler that cannot be divided, or the sampler has no length.
     """
-    sampler = _sampler_of(loader)
-    if divides_data(sampler) or isinstance(loader.dataset, IterableDataset):
+    if not is_divisible(loader):
         return loader
     if world.size == 1:
         _accept_epochs(loader.sampler)
         return loader
     _check_batches(loader)
-    made = _over(loader, _divided_sampler(sampler, world, exact))
+    return _seeded(_over(loader, _divided_sampler(_sampler_of(loader), world, exact)), seed)
+
+
+def is_divisible(loader: DataLoader[Any]) -> bool:
+    """Return whether there are samples that are not divided over the workers yet."""
+    return not divides_data(_sampler_of(loader)) and not isinstance(loader.dataset, IterableDataset)
+
+
+def over_joint_batches(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
+    """A loader over this rank's part of each joint batch, however many ranks that is divided over.
+
+    Args:
+        loader: Any loader.
+        world: The place of this worker, when there are as many as the batch size is meant for.
+        seed: As for `divided`.
+
+    Raises:
+        ValueError: As for `divided`; or the loader has no batches.
+    """
+    _check_batches(loader)
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler):
+        raise ValueError("`elastic=True` needs a loader with batches: pass `batch_size` to the loader.")
+    whole = _divided_sampler(_sampler_of(loader), World(0, 1), exact=True)
+    assert isinstance(whole, DrawnSampler), "parts are exact"
+    made = copy.copy(loader)
+    joint = JointBatches(whole, batches.batch_size * world.size, batches.drop_last)
+    vars(made).update(sampler=whole, batch_sampler=joint, _iterator=None)
+    return _seeded(made, seed)
+
+
+def _seeded(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
     if seed is not None:
-        made.generator, made.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
-        made.generator.manual_seed(seed)
-    return made
+        loader.generator, loader.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
+        loader.generator.manual_seed(seed)
+    return loader
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
@@ -160,8 +236,12 @@ class DrawnSampler(DistributedSampler[Any]):
         self.total_size = self._with_repeats(len(sampler))
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
+    def drawn(self) -> Indices:
+        """Return what the other sampler draws in this epoch."""
+        return self._order.indices(self.seed, self.epoch)
+
     def __iter__(self) -> Iterator[Any]:
-        drawn = self._order.indices(self.seed, self.epoch)
+        drawn = self.drawn()
         return islice(cycle(drawn), self.rank, self._with_repeats(len(drawn)), self.num_replicas)
 
     def _with_repeats(self, num_samples: int) -> int:

@@ -44,7 +44,7 @@ def prepare_model(
 
     Raises:
         SessionMisuseError: Outside of a training function.
-        ValueError: Another strategy, or options that it does not have.
+        ValueError: Another strategy, or options that it does not have, or that do not work with `elastic=True`.
     """
     strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
     accelerator = accelerator_of("prepare_model")
@@ -56,12 +56,14 @@ def prepare_model(
         model = model.to(device)
     if accelerator.precision.is_mixed:
         model.forward = ForwardInContext(model, accelerator.precision.forward)
-    if world.size == 1 or strategy is None:
+    if (world.size == 1 and accelerator.steps is None) or strategy is None:
         return model
+    if strategy == "fsdp" and accelerator.steps is not None:
+        raise ValueError('`elastic=True` does not work with "fsdp", where each worker has a part of the model only.')
     if strategy == "fsdp":
         return accelerator.divide(model, world.size, FSDPOptions(**options))
     device_ids = [device.index or 0] if device.type == "cuda" else None
-    return DDP().wrap(model, device_ids, options)
+    return (accelerator.steps or DDP()).wrap(model, device_ids, options)
 
 
 def _strategy_of(

@@ -16,6 +16,8 @@ _SCALED = "_goes_through_scaler"
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Gets an optimizer ready, in place: with mixed precision its `step` goes through the gradient scaler.
 
+    With `elastic=True`, `step` does nothing in a batch that failed because a worker was lost; the batch is repeated.
+
     Schedulers may be attached to it before or after that.
 
     Raises:
@@ -29,7 +31,30 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
         )
     if accelerator.precision.scaler is not None and not hasattr(optimizer.step, _SCALED):
         _step_by_way_of(accelerator.precision, optimizer)
+    if accelerator.steps is not None:
+        accelerator.steps.take(optimizer)
     return optimizer
+
+
+def prepare_state(*parts: Any) -> None:
+    """Lets workers that step in later take over the states of these, beside those of what you have prepared.
+
+    Schedulers, averages of weights, counters: anything with `state_dict` and `load_state_dict`. All workers have to
+    name the same parts, in the same order.
+
+    Args:
+        parts: The parts.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        TypeError: Something else.
+    """
+    for part in parts:
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise TypeError(f"`prepare_state({part!r:.200})`: need something with `state_dict` and `load_state_dict`.")
+    steps = accelerator_of("prepare_state").steps
+    if steps is not None:
+        steps.share(*parts)
 
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:

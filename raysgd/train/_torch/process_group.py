@@ -47,9 +47,14 @@ class TorchConfig(BackendConfig):
         check_seconds("form_timeout_s", self.form_timeout_s, may_be_least=False)
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
-        transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
-        group = TorchConnection(transport, float(self.timeout_s), float(self.form_timeout_s))
+        group = TorchConnection(self._transport(num_gpus_per_worker), float(self.timeout_s), float(self.form_timeout_s))
         return PlacedConnection(group, names_address=self.init_method == "env", names_place=True)
+
+    def can_regroup(self, num_gpus_per_worker: float) -> bool:
+        return self._transport(num_gpus_per_worker) == "gloo"
+
+    def _transport(self, num_gpus_per_worker: float) -> str:
+        return self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
 
 
 class TorchBackend(Backend):

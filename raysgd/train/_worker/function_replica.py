@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._state.state_codec import decode
 from raysgd.air._running import close_session, open_session
 from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import Heartbeat, World
+from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import TrainBackendError
-from raysgd.train._worker.ahead import is_mere_report
+from raysgd.train._worker.ahead import Message, is_mere_report
 from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, FunctionSpec, Question
+from raysgd.train._worker.membership import Membership
+from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
 from raysgd.train._worker.session import Session
 
@@ -24,19 +26,51 @@ _NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when i
 class FunctionReplica:
     """Runs one function after the other; each gives the driver one message at a time.
 
+    Args:
+        world: This worker's place.
+        start: What starts the function that the worker is to step in with; as for `start`.
+
     Attributes:
         worker_object: The object of the user's class in this worker; None without one.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, start: Sequence[Any] = ()) -> None:
         self.world = world
+        self._start_later = start
         self._session: Session | None = None
         self._pending_checkpoints = PendingCheckpoints()
         self._num_messages = 0
+        self._unconfirmed: list[Message] = []
+        self._membership: Membership | None = None
+        self._obstacle: str | None = "no function was started here"
         self.worker_object: Any = None
 
     def setup(self) -> None:
         """Nothing: there is nothing to build before there is a function."""
+
+    def warm_up(self) -> None:
+        """Runs the function of the others until it asks for its place.
+
+        Raises:
+            RuntimeError: It does not.
+            Exception: What it raised.
+        """
+        import ray
+
+        spec, *shared = self._start_later
+        found = [ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in shared]
+        self.start(replace(spec, steps_in=True), *found)
+        assert self._membership is not None, "only functions that go on are run in advance"
+        self._membership.await_rest()
+        self._check_is_waiting()
+
+    def _check_is_waiting(self) -> None:
+        """Raises what the function has raised, or an error if it has ended."""
+        mailbox = self._session.mailbox if self._session is not None else None
+        if mailbox is not None and mailbox.error is not None:
+            raise mailbox.error
+        if mailbox is None or mailbox.is_over:
+            raise RuntimeError("the function ended without a batch, so no worker can step in where it is")
 
     def begin(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
         """Starts a function.
@@ -47,12 +81,14 @@ class FunctionReplica:
         if self._session is not None:
             raise TrainBackendError("a function is running in this worker already")
         self._pending_checkpoints.clear()
+        self._num_messages, self._unconfirmed = 0, []
         make_session = spec.make_session or Session
         self._session = make_session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
+        self._membership, self._obstacle = self._session.membership, None
         open_session(self._session)
         self._session.mailbox.start()
 
-    def next(self, index: int | None = None) -> FunctionMessage | FunctionEnded | Question:
+    def next(self, index: int | None = None) -> Message:
         """The function's next message, waiting for it.
 
         Args:
@@ -72,36 +108,55 @@ class FunctionReplica:
         except SystemExit:
             _leave_process()
             raise
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            if not session.mailbox.is_broken_off:
+                self._obstacle = f"the function of rank {self.world.rank} raised {error!r}"
+                self._close()
             raise
         self._num_messages += 1
         if isinstance(message, FunctionEnded):
             self._close()
-        assert isinstance(message, FunctionMessage | FunctionEnded | Question)
+        assert isinstance(message, Message)
+        if self._membership is not None:
+            self._unconfirmed.append(message)
         return message
 
     def start(self, *start: Any) -> None:
-        """Starts a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data."""
+        """Starts a function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data.
+
+        One that runs goes on in the group that this worker is in, if it has joined another one.
+        """
+        if self._membership is not None and not start:
+            self._membership.go_on()
         if start:
             spec, checkpoint, shard = start
             self.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
-    def take(self, index: int | None, is_needed: bool, *start: Any) -> list[FunctionMessage | FunctionEnded | Question]:
-        """The messages that there are, at least one, and none behind a checkpoint; as `next`.
+    def take(self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any) -> list[Message] | HeldAtStep:
+        """The messages that there are, at least one, and none behind a checkpoint; as `next`. Or it was held.
 
         Args:
             index: The number of the next checkpoint that workers store themselves.
             is_needed: Whether to wait for one; else there are none, because the driver has some of this worker already.
+            num_taken: How many messages the driver has got, where functions go on when other workers are lost: what it
+                has not got went down with the answers of those.
             start: What starts the function first, where it does not run yet.
         """
         self.start(*start)
-        messages = [self.next(index)] if is_needed else []
+        num_lost = self._num_messages - num_taken
+        self._unconfirmed = self._unconfirmed[max(0, len(self._unconfirmed) - num_lost) :]
+        if self._unconfirmed:
+            return list(self._unconfirmed)
+        try:
+            messages = [self.next(index)] if is_needed else []
+        except _Held:
+            assert self._membership is not None, "only functions that go on are held"
+            return HeldAtStep(self._membership.num_done, None)
         while messages and self._has_more_behind(messages):
             messages.append(self.next(index))
         return messages
 
-    def _has_more_behind(self, messages: Sequence[FunctionMessage | FunctionEnded | Question]) -> bool:
+    def _has_more_behind(self, messages: Sequence[Message]) -> bool:
         """Return whether to add a message that is there already. A function may well report as fast as it is read."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
@@ -141,6 +196,9 @@ class FunctionReplica:
         """A checkpoint that was too large to travel with its message."""
         return self._pending_checkpoints.fetch(token)
 
+    def finish_copies(self) -> None:
+        """Nothing: `capture` leaves nothing to be copied."""
+
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> list[str] | None:
         """Stores the folder that waits under a token, if there is one, where lower ranks use some of its names too.
 
@@ -163,6 +221,48 @@ class FunctionReplica:
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Nothing: the next call starts the function from the newest checkpoint."""
 
+    def replica_progress(self) -> ReplicaProgress:
+        """Returns how many steps the function has taken; it has to be able to go on where it is.
+
+        Nothing is taken over from one that has not met the others.
+        """
+        membership = self._membership
+        if membership is None:
+            return ReplicaProgress(obstacle=self._obstacle or "the function began on a single worker")
+        obstacle = self._obstacle or membership.obstacle
+        if self._session is not None and self._session.mailbox.error is not None:
+            obstacle = f"the function of rank {self.world.rank} raised {self._session.mailbox.error!r}"
+        return ReplicaProgress(
+            membership.num_done,
+            is_whole=not membership.is_new,
+            obstacle=obstacle,
+            words=f"after step {membership.num_done}",
+            admits=membership.admits or membership.is_new,
+        )
+
+    def regroup(self, world: World, handover: StateHandover) -> None:
+        """Takes a place in another group. A rank that is behind has the gradients of the step that it lacks.
+
+        Raises:
+            RuntimeError: The function was to step in, and has not come to its first batch.
+            Exception: What it raised on its way there.
+        """
+        self.world = world
+        if self._session is None:
+            return
+        self._session.regroup(world, world.rank in handover.takers)
+        membership = self._session.membership
+        if membership is not None and membership.is_new:
+            self._check_is_waiting()
+            if not membership.is_at_first_batch:
+                raise RuntimeError("a function that was to step in does not come to its first batch")
+
+    def hold(self) -> None:
+        """Ends a call that waits for a message, so that others can step in. The function goes on meanwhile."""
+        session = self._session
+        if session is not None and not session.mailbox.is_broken_off:
+            session.mailbox.break_off(_Held())
+
     def heartbeat(self) -> Heartbeat:
         """A sign of life."""
         session = self._session
@@ -173,6 +273,24 @@ class FunctionReplica:
     def shutdown(self) -> None:
         """Abandons the function; its thread ends with the process."""
         self._close()
+
+
+class _Held(BaseException):
+    """Ends the wait for a message, so that others can step in."""
+
+
+@dataclass
+class FunctionReplicas:
+    """Makes replicas; those of workers that are to step in run a function in advance.
+
+    Attributes:
+        start: What starts it, as for `FunctionReplica.start`; empty as long as there is none.
+    """
+
+    start: tuple[Any, ...] = ()
+
+    def __call__(self, world: World) -> FunctionReplica:
+        return FunctionReplica(world, self.start)
 
 
 def _leave_process() -> None:

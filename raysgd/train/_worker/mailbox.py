@@ -48,6 +48,8 @@ class Mailbox:
         self._is_wanted = False
         self._told: Any = None
         self._answers: list[Any] = []
+        self._is_asking = self._is_holding = False
+        self._broken: BaseException | None = None
         self._ended: FunctionEnded | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -82,9 +84,22 @@ class Mailbox:
             self._num_offered += 1
             enough = self._num_offered - (self.num_ahead if may_wait else 0)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_cancelled or self._num_taken >= enough)
-            if self._is_cancelled:
-                raise RunCancelled
+            self._hold_until(lambda: self._num_taken >= enough)
+
+    def note(self, message: Any) -> None:
+        """From the function: leaves a message, and does not wait for it to be taken."""
+        with self._changed:
+            self._messages.append(message)
+            self._num_offered += 1
+            self._changed.notify_all()
+
+    def _hold_until(self, is_over: Callable[[], bool]) -> None:
+        """Holds the function until something is so."""
+        self._is_holding = True
+        self._changed.wait_for(lambda: self._is_cancelled or is_over())
+        self._is_holding = False
+        if self._is_cancelled:
+            raise RunCancelled
 
     def await_request(self) -> Any:
         """From the function: waits until the driver wants the next message; returns what it said with that.
@@ -93,9 +108,7 @@ class Mailbox:
             RunCancelled: It will not be asked for.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_cancelled or (self._is_wanted and not self._messages))
-            if self._is_cancelled:
-                raise RunCancelled
+            self._hold_until(lambda: self._is_wanted and not self._messages)
             return self._told
 
     def ask(self, question: Any) -> Any:
@@ -104,18 +117,20 @@ class Mailbox:
         Raises:
             RunCancelled: There will be none.
         """
+        with self._changed:
+            self._is_asking = True
         self.offer(question)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_cancelled or self._answers)
-            if self._is_cancelled:
-                raise RunCancelled
+            self._hold_until(lambda: bool(self._answers))
             return self._answers.pop()
 
     def answer(self, value: Any) -> None:
-        """Answers the question that was taken last."""
+        """Answers the question that was taken last; where that was answered already, it does nothing."""
         with self._changed:
-            self._answers.append(value)
-            self._changed.notify_all()
+            if self._is_asking:
+                self._is_asking = False
+                self._answers.append(value)
+                self._changed.notify_all()
 
     def take(self, told: Any = None) -> Any:
         """Waits for the next message and returns it; an `FunctionEnded` if the function has returned.
@@ -124,12 +139,12 @@ class Mailbox:
             told: What the function may have to know to make its message; see `await_request`.
 
         Raises:
-            BaseException: What the function raised.
+            BaseException: What the function raised, or `break_off` was given.
         """
         with self._changed:
             self._is_wanted, self._told = True, told
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._messages or self.is_over)
+            self._changed.wait_for(lambda: self._messages or self.is_over or self._broken)
             if self._messages:
                 message = self._messages.popleft()
                 self._num_taken += 1
@@ -138,17 +153,45 @@ class Mailbox:
                 return message
             if self._error is not None:
                 raise self._error
+            if self._ended is None and self._broken is not None:
+                raise self._broken
             return self._ended
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends all waiting for messages that are not there yet, until `mend`: the function cannot go on by itself."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+
+    def mend(self) -> None:
+        """The function goes on."""
+        with self._changed:
+            self._broken = None
+
+    @property
+    def is_broken_off(self) -> bool:
+        """True if that is so."""
+        return self._broken is not None and not self.is_over
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception of the function; None where it raised none."""
+        return self._error
+
+    @property
+    def is_held(self) -> bool:
+        """True if the function waits here, or is over."""
+        return self._is_holding or self.is_over
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would return something at once."""
+        """True if `take` would return something at once."""
         with self._changed:
             return bool(self._messages) or self._ended is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether the function has returned or raised."""
+        """True if the function has returned or raised."""
         return self._ended is not None or self._error is not None
 
     def cancel(self, timeout_s: float) -> bool:

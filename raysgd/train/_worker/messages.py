@@ -47,7 +47,7 @@ class CheckpointRef:
 
     @property
     def is_stored(self) -> bool:
-        """Whether its worker stores it."""
+        """True if its worker stores it."""
         return self.files is not None
 
 
@@ -62,7 +62,7 @@ class FunctionMessage:
 
 @dataclass(frozen=True)
 class Question:
-    """What all functions ask the driver in step.
+    """A question that all functions ask the driver in step.
 
     Attributes:
         name: What they ask for.
@@ -71,6 +71,17 @@ class Question:
 
     name: str
     data: bytes = b""
+
+
+@dataclass(frozen=True)
+class RanksMet:
+    """From here on all ranks of a group report, also those that have stepped in.
+
+    Attributes:
+        number: How many groups there were before, since the function began.
+    """
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ class FunctionSpec:
         explain: Turns an exception of the function into the one to raise.
         make_session: Makes the session in which the function runs, of what `Session` takes; None for a `Session`.
         num_ahead: How many reports may wait for the driver while the function goes on.
+        is_elastic: Whether the function goes on where it is when other workers are lost.
+        steps_in: Whether it begins in a worker that is to step in where others are in the middle.
+        has_parts: Whether its data were divided at the start: a part is lost with its worker.
     """
 
     function: Callable[[], Any]
@@ -96,6 +110,9 @@ class FunctionSpec:
     explain: Callable[[Exception], Exception] | None = None
     make_session: Callable[..., Any] | None = None
     num_ahead: int = 0
+    is_elastic: bool = False
+    steps_in: bool = False
+    has_parts: bool = False
 
     def run(self) -> Any:
         """Runs the function."""

@@ -18,15 +18,18 @@ from raysgd.air.metrics import node_ip
 from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (
     CheckpointRef,
     FunctionMessage,
     FunctionSpec,
     Question,
+    RanksMet,
     TrainingResultType,
 )
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
 from raysgd.train._worker.shards import with_to_torch
+from raysgd.train._worker.stream_part import StreamPart
 from raysgd.train.constants import (
     DATE,
     HOSTNAME,
@@ -51,6 +54,9 @@ class Session:
         checkpoint: What the function starts from.
         shard: This worker's part of the data, or a dict of such parts.
         pending: Where large checkpoints wait.
+
+    Attributes:
+        membership: The function's place in a group that may be formed again while it runs; None where it may not.
     """
 
     def __init__(
@@ -61,7 +67,7 @@ class Session:
         shard: Any = None,
         pending: PendingCheckpoints | None = None,
     ) -> None:
-        self.world = world
+        self._world = world
         self.checkpoint = checkpoint
         self.shard = with_to_torch(shard)
         self.accelerator: Any = None
@@ -75,6 +81,29 @@ class Session:
         # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
+        self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
+
+    def _membership_of(self, world: World) -> Membership | None:
+        spec, mailbox = self._spec, self.mailbox
+        if not spec.is_elastic:
+            return None
+        membership = Membership(
+            world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.note(RanksMet(n))
+        )
+        if spec.has_parts:
+            membership.flaw = "the dataset was divided at the start, and the part of a lost worker is lost"
+        return membership
+
+    @property
+    def world(self) -> World:
+        """This worker's place. A function that is to step in waits here until it has one."""
+        if self.membership is not None:
+            self.membership.await_place()
+        return self._world
+
+    def _part_of(self, shard: Any) -> Any:
+        """Returns what the function gets of a shard: of a stream, its part follows from its place."""
+        return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
         """Runs the function, in a separate thread."""
@@ -92,6 +121,8 @@ class Session:
         """
         if options is not None:
             raise TypeError(f"`{options}`: how a checkpoint is stored is said in functions that `fit` runs only.")
+        if self.is_repeating:
+            return
         if checkpoint is not None:
             self.checkpoint = checkpoint = content_of(checkpoint)
         if self.is_muted and checkpoint is None:
@@ -102,13 +133,30 @@ class Session:
         else:
             self._send(data, checkpoint)
 
+    @property
+    def is_repeating(self) -> bool:
+        """True if the function is in a batch that failed and is repeated, and with it all that it reports now."""
+        return self.membership is not None and self.membership.has_failed
+
+    def regroup(self, world: World, is_behind: bool) -> None:
+        """Takes a place in another group, which this process has joined; see `Membership.join`."""
+        assert self.membership is not None, "the function cannot continue in another group"
+        self._world = world
+        self.membership.join(world, is_behind)
+        self.mailbox.mend()
+
     def ask(self, name: str, data: Any = None) -> Any:
         """Returns what the driver answers, the same on all ranks; all of them have to ask.
 
         Args:
             name: The question.
             data: What this rank says with it.
+
+        Raises:
+            RuntimeError: The function is to step in where others are in the middle, and they have asked that before.
         """
+        if self.membership is not None and self.membership.is_new:
+            raise RuntimeError(f"`{name}` is asked before the first batch, so no worker can step in: ask it later.")
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
@@ -150,15 +198,17 @@ class Session:
             warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=3)
             return None
         if not isinstance(self.shard, dict):
-            return self.shard
+            return self._part_of(self.shard)
         if name is None:
             raise RuntimeError(f"There are several datasets: choose one of {sorted(self.shard)}, with `dataset_name`.")
         if name not in self.shard:
             raise KeyError(f"There is no dataset {name!r}: there are {sorted(self.shard)}.")
-        return self.shard[name]
+        return self._part_of(self.shard[name])
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
+        if self.is_repeating:
+            return
         self.checkpoint = checkpoint
         checkpoint_ref = self._checkpoint_ref(checkpoint) if self.world.rank == 0 else None
         self.mailbox.offer(FunctionMessage(TrainingResultType.CHECKPOINT, None, checkpoint_ref))

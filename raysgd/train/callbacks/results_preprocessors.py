@@ -158,7 +158,7 @@ class WeightedAverageResultsPreprocessor(_Aggregate):
         if weights and all(_is_number(weight) for weight in weights):
             return [float(weight) for weight in weights if weight is not None]
         logger.warning(
-            "Averaging weight `%s` is not reported by all workers, or is no number. Use equal weight instead.",
+            "Averaging weight `%s` is not reported by all workers, or is not a number. Use equal weight instead.",
             self._weight_key,
         )
         return [1.0] * len(results)

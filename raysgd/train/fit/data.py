@@ -1,18 +1,19 @@
 """The data of each worker in a `fit`: a part of what is divided, and all of what is not.
 
 The path of the data of a run: `merged_config` puts the configs of a trainer and of its user together, before anything
-runs. `prepared` calls what makes datasets and applies the preprocessor, once. `make_shards` divides the datasets, as
+runs. `prepared` calls what makes datasets and applies the preprocessor, once. `DatasetShards` divides the datasets, as
 often as workers start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from raysgd.air.config import DatasetConfig
 from raysgd.air.constants import TRAIN_DATASET_KEY, WILDCARD_KEY
 from raysgd.arrays.ray_data import are_cpus_free, is_of_ray, with_own_options
+from raysgd.streams.stream import Stream
 from raysgd.train._worker.shards import divided
 
 OWN_CONFIG: Mapping[str, DatasetConfig] = {
@@ -23,7 +24,7 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
 
 
 class DataConfig:
-    """Which datasets are divided over the workers, and how Ray Data reads them.
+    """The datasets that are divided over the workers, and how Ray Data reads them.
 
     Derive from it and override `configure` to divide them in another way.
 
@@ -108,36 +109,46 @@ class DataConfig:
 
 
 class DatasetShards:
-    """Divides the datasets of a run whenever workers start.
+    """Divides the datasets of a run whenever workers start: makes their parts again at each call.
 
     Args:
-        datasets: The datasets, by name, ready to be read.
-        config: Who gets which.
-        place: Puts what one worker gets where the worker can take it from.
-        workers: The workers that run now, by rank.
+        datasets: What `prepared` returned.
+        config: What `merged_config` returned; None for what a trainer does by itself.
+
+    Raises:
+        TypeError: A dataset is to be divided and cannot be.
     """
 
-    def __init__(
-        self,
-        datasets: Mapping[str, Any],
-        config: DataConfig,
-        place: Callable[[Any], Any],
-        workers: Callable[[], Sequence[Any]],
-    ) -> None:
+    def __init__(self, datasets: Mapping[str, Any], config: Any = None) -> None:
+        config = merged_config(config, datasets)
+        if not is_data_config(config):
+            config = DataConfig([name for name in datasets if _config_of(name, config).split])
+        if isinstance(config, DataConfig) and type(config).configure is DataConfig.configure:
+            for name, dataset in datasets.items():
+                _check_can_be_divided(name, dataset, config)
         self._datasets = dict(datasets)
         self._config = config
-        self._place = place
-        self._workers = workers
         self._has_warned = False
 
-    def of(self, num_workers: int) -> list[Any]:
-        """Return what each worker gets, by rank, made again at each call.
+    @property
+    def is_whole(self) -> bool:
+        """See `raysgd.train._run.launch.DivideData`."""
+        config = self._config
+        if not isinstance(config, DataConfig) or type(config).configure is not DataConfig.configure:
+            return False
+        return all(isinstance(dataset, Stream) or not config.splits(name) for name, dataset in self._datasets.items())
+
+    def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> list[Any]:
+        """Return what each worker gets, by rank.
+
+        Args:
+            num_workers: How many there are.
+            workers: The workers, by rank, each a `raysgd.train.worker_group.Worker`.
 
         Raises:
             ValueError: `configure` of a config of the user's returned something for another number of workers.
         """
         self._warn_if_starved()
-        workers = self._workers()
         handles = [worker.actor.ray_actor for worker in workers] or None
         nodes = [worker.metadata.node_id for worker in workers] or None
         parts = self._config.configure(dict(self._datasets), num_workers, handles, nodes)
@@ -146,7 +157,7 @@ class DatasetShards:
                 f"`{type(self._config).__name__}.configure` returned {len(parts)} dicts for {num_workers} workers: "
                 "return one for each."
             )
-        return [self._place(part) for part in parts]
+        return list(parts)
 
     def _warn_if_starved(self) -> None:
         if not self._has_warned and any(map(is_of_ray, self._datasets.values())):
@@ -219,33 +230,6 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
     if preprocessor is not None:
         made = _transformed(made, preprocessor, by_name)
     return {name: _shuffled(dataset, by_name[name]) for name, dataset in made.items()}
-
-
-def make_shards(
-    datasets: Mapping[str, Any],
-    config: Any = None,
-    *,
-    place: Callable[[Any], Any] = lambda part: part,
-    workers: Callable[[], Sequence[Any]] = tuple,
-) -> DatasetShards:
-    """Return what divides datasets over workers.
-
-    Args:
-        datasets: What `prepared` returned.
-        config: What `merged_config` returned; None for what a trainer does by itself.
-        place: Puts what one worker gets where the worker can take it from.
-        workers: The workers that run now, by rank, each a `raysgd.train.worker_group.Worker`.
-
-    Raises:
-        TypeError: A dataset is to be divided and cannot be.
-    """
-    if not is_data_config(config):
-        filled = DatasetConfig.validated(OWN_CONFIG if config is None else config, datasets)
-        config = DataConfig([name for name in datasets if _config_of(name, filled).split])
-    if isinstance(config, DataConfig) and type(config).configure is DataConfig.configure:
-        for name, dataset in datasets.items():
-            _check_can_be_divided(name, dataset, config)
-    return DatasetShards(datasets, config, place, workers)
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:

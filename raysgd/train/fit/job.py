@@ -21,6 +21,7 @@ from raysgd.train.fit.restore import save_trainer
 from raysgd.train.fit.session import checkpoint_at
 
 if TYPE_CHECKING:
+    from raysgd.air.reports import ValidationConfig
     from raysgd.air.result import Result
     from raysgd.storage import Folder
 
@@ -36,6 +37,7 @@ class FitTrainer(Protocol):
     scaling_config: ScalingConfig
     metadata: dict[str, Any]
     resume_from_checkpoint: Checkpoint | None
+    validation_config: ValidationConfig | None
     _arguments: dict[str, Any]
     _job: FitJob | None
 
@@ -158,6 +160,7 @@ def facts_of(folder: TrialFolder, trainer: FitTrainer) -> TrialFacts:
         metadata=trainer.metadata,
         workdir=str(folder.local_path) if chdir else None,
         keeps_files=trainer.run_config.checkpoint_config.num_to_keep != 0,
+        validates=trainer.validation_config is not None,
     )
 
 

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.air.reports import ReportedCheckpoint
+from raysgd.air.reports import VALIDATION_KEY, ReportedCheckpoint, ValidationConfig
 from raysgd.engine.decisions.failures import Diagnosis, words
 from raysgd.engine.processes.resources import Reservation, ensure_ray
 from raysgd.engine.shared.types import Resources
@@ -30,9 +31,10 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
-from raysgd.train.fit.data import make_shards
+from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.session import FitSession
+from raysgd.train.fit.validation import Validations
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class FitPlan:
         datasets: The datasets, ready to be divided.
         dataset_config: How they are divided.
         preprocessor: What dict checkpoints are to hold as their preprocessor.
+        validation: How checkpoints are validated; None where none is.
     """
 
     function: Callable[[], Any]
@@ -73,6 +76,7 @@ class FitPlan:
     datasets: Mapping[str, Any] = field(default_factory=dict)
     dataset_config: Any = None
     preprocessor: Any = None
+    validation: ValidationConfig | None = None
 
 
 class FitRun:
@@ -102,10 +106,13 @@ class FitRun:
             words=WORDS,
             retry_advice="",
             num_ahead=job.num_ahead,
+            is_elastic=plan.scaling.elastic,
+            num_spares=plan.scaling.spare_workers,
         )
         self._executor = _executor(plan, job.run_config, rules)
         self._own_room: Reservation | None = None
         self._run: FunctionRun | None = None
+        self._validations = Validations(plan.validation, lambda *settled: self._recorder.settle(*settled))
         self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._failure: Exception | None = None
@@ -120,14 +127,19 @@ class FitRun:
             WorkersLostError: Workers were lost, once more than is allowed.
             StepMismatchError: The functions did not report equally often.
         """
+        end_validations = self._validations.finish
         try:
             while self.step():
                 pass
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
             self._too_late, self._reports = self._reports, deque()
+        except BaseException:
+            end_validations = self._validations.cancel
+            raise
         finally:
             self.end()
+            end_validations()  # with the room that the workers had
 
     def step(self) -> bool:
         """Lets the workers do the next step, after starting them if need be; returns False when they have ended.
@@ -176,14 +188,9 @@ class FitRun:
             plan, executor = self._plan, self._executor
             events = executor.history.events
             self._recorder.watch(lambda: events)
-            shards = (
-                make_shards(plan.datasets, plan.dataset_config, place=executor.place, workers=lambda: executor.workers)
-                if plan.datasets
-                else None
-            )
             self._run = executor.launch(
                 plan.function,
-                shards,
+                DatasetShards(plan.datasets, plan.dataset_config) if plan.datasets else None,
                 partial(FitSession, facts=self._facts),
                 on_wait=self._hand_over,
                 answers={REPORTED: self._reported},
@@ -215,11 +222,21 @@ class FitRun:
         """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
         while self._reports and (is_end or _is_complete(self._reports[0][1])):
             metrics, landing = self._reports.popleft()
-            if self._recorder.take(metrics, landing.checkpoint if landing is not None else None):
+            if self._take(metrics, landing.checkpoint if landing is not None else None):
                 raise StopConditionMet
+        self._validations.poll()
+
+    def _take(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
+        """Hands over a report, and has its checkpoint validated if the report says so."""
+        wanted = metrics.pop(VALIDATION_KEY, None)
+        if wanted is None or checkpoint is None:
+            return self._recorder.take(metrics, checkpoint)
+        is_met = self._recorder.take(metrics, checkpoint, is_pending=True)
+        self._validations.add(checkpoint, wanted)
+        return is_met
 
     def _take_landing(self) -> bool:
-        """Whether a checkpoint has landed since the last failure. Not after an exception: it may come behind each."""
+        """Tell whether a checkpoint has landed since the last failure. Not after an exception: each may meet one."""
         return self._checkpoints.take_landing() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
@@ -260,7 +277,7 @@ def _executor(plan: FitPlan, run_config: RunConfig, rules: settings.ExecutorRule
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """What an executor takes for `ScalingConfig.placement_strategy`; of the strict ones it does as much as it can.
+    """Return what an executor takes for `placement_strategy`; of the strict ones it does as much as it can.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']

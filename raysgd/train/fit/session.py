@@ -19,7 +19,7 @@ import numpy as np
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.layout import checkpoint_name
-from raysgd.air.reports import UploadOptions
+from raysgd.air.reports import NO_VALIDATION, VALIDATION_KEY, UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
@@ -70,12 +70,17 @@ class FitSession(Session):
             try:
                 returned = self._spec.run()
                 self._await_upload()
-                return returned if self.world.rank == 0 and is_plain(returned) else None
+                return returned if self._may_be_first and is_plain(returned) else None
             except (UserWarning, RuntimeError) as error:
                 advised = _with_advice(error)
                 if advised is error:
                     raise
                 raise advised.with_traceback(error.__traceback__) from error
+
+    @property
+    def _may_be_first(self) -> bool:
+        """True if this is rank 0, or may be by the time that the driver reads: where others are lost, ranks move up."""
+        return self.world.rank == 0 or self.membership is not None
 
     def current_checkpoint(self) -> Checkpoint | None:
         """The checkpoint that was reported last, or the one that the function started from."""
@@ -98,20 +103,25 @@ class FitSession(Session):
         """Sends metrics, and perhaps a checkpoint with them.
 
         Raises:
-            ValueError: There is a tensor among the metrics.
+            ValueError: There is a tensor among the metrics, or a validation is requested that cannot be.
             TypeError: `checkpoint` is no checkpoint.
         """
         refuse_tensors(metrics)
         check_checkpoint(checkpoint)
+        if self.is_repeating:
+            return
+        options = options or UploadOptions()
+        if options.validation:
+            self._check_validation(checkpoint)
+            metrics = {**metrics, VALIDATION_KEY: options.validation}
         self._await_upload()
         self.iteration += 1
         # Only what rank 0 reports is written down.
-        data = self._packed(self._spec.encode({**metrics, **self._details()})) if self.world.rank == 0 else None
+        data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)
             return
         self._is_newest_stored = False
-        options = options or UploadOptions()
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
                 self._upload = in_thread(lambda: self._store(data, checkpoint, options))
@@ -122,6 +132,12 @@ class FitSession(Session):
         self._newest = Checkpoint.from_dict(content) if options.deletes else checkpoint
         self._send(data, {**content, **_metadata_of(checkpoint)})
         self._delete_local(checkpoint, options)
+
+    def _check_validation(self, checkpoint: Any) -> None:
+        if not self.facts.validates:
+            raise ValueError(NO_VALIDATION.format("This one was given no `validation_config`: pass one."))
+        if checkpoint is None:
+            raise ValueError("`validation` needs a checkpoint: `report(metrics, checkpoint=..., validation=...)`.")
 
     def _await_upload(self) -> None:
         """Waits until a folder that is stored while the function goes on is there, and raises what went wrong."""
@@ -161,10 +177,10 @@ class FitSession(Session):
         """This worker's part of a dataset; see `get_dataset_shard`."""
         shards = self.shard or {}
         if name is not None:
-            return shards.get(name)
+            return self._part_of(shards.get(name))
         if len(shards) > 1:
             raise RuntimeError(f"There are several datasets: choose one of {sorted(shards)}, with `dataset_name`.")
-        return next(iter(shards.values()), None)
+        return self._part_of(next(iter(shards.values()), None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses: a function that `fit` runs saves with its reports.

@@ -24,7 +24,7 @@ def check_space(trainer: FitTrainer, space: Mapping[str, Any]) -> None:
     known = _argument_names(type(trainer))
     for name in space:
         if known is not None and name not in known:
-            of_trainer = f"is no argument of `{type(trainer).__name__}`"
+            of_trainer = f"is not an argument of `{type(trainer).__name__}`"
             raise ValueError(f"`param_space` has `{name}`, which {of_trainer}.{did_you_mean(name, known)}")
     for scaling in _choices(space.get("scaling_config")):
         arguments.checked_scaling(_merged(trainer._arguments.get("scaling_config"), scaling))

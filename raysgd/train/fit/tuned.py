@@ -18,6 +18,7 @@ from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
 from raysgd.air.layout import TrialFolder, new_trial, storage_of
+from raysgd.air.reports import NO_VALIDATION
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train._worker.mailbox import FunctionEnded, Mailbox, RunCancelled
@@ -38,7 +39,8 @@ def make_trainable(trainer: FitTrainer) -> type[Any]:
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
-        ValueError: The workers cannot write to the storage, or are to be on nodes with certain labels.
+        ValueError: The workers cannot write to the storage, are to be on nodes with certain labels, or checkpoints are
+            to be validated beside the training.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
     check_is_shared(storage)
@@ -47,6 +49,8 @@ def make_trainable(trainer: FitTrainer) -> type[Any]:
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
             "and takes no labels. Use a custom resource in `resources_per_worker`."
         )
+    if trainer.validation_config is not None:
+        raise ValueError(NO_VALIDATION.format("In a trial, Ray Tune keeps the checkpoints."))
     # What Ray Tune calls stays in the driver: it may hold what cannot travel.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
@@ -82,7 +86,7 @@ class TrialRecorder:
         """An attempt starts."""
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """What happens to the workers is nothing that Ray Tune asks for."""
+        """Do nothing: Ray Tune does not ask what happens to the workers."""
 
     def reported(self) -> None:
         """Ray Tune keeps the checkpoints: there is nothing to tell."""
@@ -183,10 +187,6 @@ class FitTrial:
         copy = self._info.logdir / _FOLDER / f"{_BEGIN_FROM}-{secrets.token_hex(3)}"
         shutil.copytree(folder, copy)
         self._begin_from = Checkpoint.from_directory(copy)
-
-    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
-        """Nothing is kept of one run for another."""
-        return False
 
     def end(self) -> None:
         """Ends the run, wherever it is."""

@@ -1,4 +1,4 @@
-"""How shares of a joint batch follow the speed of the workers: decisions on numbers that all workers know.
+"""Shares of a joint batch that follow the speed of the workers: decisions on numbers that all workers know.
 
 A worker's time for a step is measured without what it waits for others. Shares change where times differ, so that each
 worker takes as long as the others. All of this is arithmetic on the same numbers, so all workers decide alike.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpeedRule:
-    """When and how far speeds are corrected.
+    """The rule that says when and how far speeds are corrected.
 
     Attributes:
         every: After how many steps at the earliest.
@@ -31,7 +31,7 @@ class SpeedRule:
     chance: float = 0.3
 
     def may_be_chance(self, seconds: Sequence[float]) -> bool:
-        """Whether times differ by so little that the next ones may be alike."""
+        """Tells whether times differ by so little that the next ones may be alike."""
         return max(seconds) <= min(seconds) * (1 + self.chance)
 
     def corrected(
@@ -64,7 +64,7 @@ def _with_fastest_1(speeds: Sequence[float]) -> list[float]:
 
 
 class SpeedPlan:
-    """Which speeds hold where in a pass. A change holds from a position that no worker has divided yet."""
+    """The speeds that hold in each part of a pass. A change holds from a position that no worker has divided yet."""
 
     def __init__(self) -> None:
         self.now: tuple[float, ...] = ()
@@ -78,7 +78,7 @@ class SpeedPlan:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a change was decided and does not hold everywhere yet."""
+        """True if a change was decided and does not hold everywhere yet."""
         return self._coming is not None
 
     def change(self, position: int, speeds: tuple[float, ...]) -> None:

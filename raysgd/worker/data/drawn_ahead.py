@@ -21,11 +21,11 @@ class _HandedOut(Generic[Terms]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether user code can still train on it, or on a part of it."""
+        """True if user code can still train on it, or on a part of it."""
         return any(part() is not None for part in self._parts)
 
     def is_same_as(self, other: _HandedOut[Terms]) -> bool:
-        """Whether both are one object, which a rank without another batch is given again."""
+        """Tells whether both are one object, which a rank without another batch is given again."""
         return self.is_alive and [id(part()) for part in self._parts] == [id(part()) for part in other._parts]
 
 
@@ -49,9 +49,10 @@ class DrawnAhead(Generic[Terms]):
     def note(self, terms: Terms, batch: Any) -> None:
         """Notes that a batch is handed out."""
         new = _HandedOut(terms, batch)
-        self._let_go()
-        if self._handed_out and self._handed_out[-1].is_same_as(new):
-            self._handed_out.pop()
+        if self._handed_out:
+            self._let_go()
+            if self._handed_out[-1].is_same_as(new):
+                self._handed_out.pop()
         self._handed_out.append(new)
 
     def use(self, is_alike: Callable[[Terms], bool]) -> list[Terms]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd._numbers.meters import AverageMeterCollection
+from raysgd._numbers.metric_summary import MetricSummary
 from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
 from raysgd._numbers.tally import Tally
+from raysgd.arrays.whole_data import DataPosition
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.worker.data.rank_rows import Part, RankRows
 
@@ -25,7 +27,7 @@ class HeldAtBoundary(BaseException):
 
 
 class Steps(Protocol):
-    """Where the steps of a run come from."""
+    """The source of the steps of a run."""
 
     @property
     def num_steps_completed(self) -> int:
@@ -33,11 +35,11 @@ class Steps(Protocol):
 
     @property
     def is_mid_pass(self) -> bool:
-        """Whether the next batch belongs to the pass that was begun last."""
+        """True if the next batch belongs to the pass that was begun last."""
 
 
 class Gate:
-    """Where all ranks have agreed to stop, seen from one of them.
+    """The place where all ranks have agreed to stop, seen from one of them.
 
     The training thread calls `stops` between two steps. Proposals come from a second thread.
     """
@@ -68,7 +70,7 @@ class Gate:
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
-        """Whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
+        """Tells whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
         if not self._is_proposed(completed):
             return False
         with self._changed:  # until now, another thread may have withdrawn the proposal and made one for a later step
@@ -83,7 +85,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RunState:
-    """What another process needs to continue a run.
+    """The state that another process needs to continue a run.
 
     Attributes:
         num_steps: Steps of the call completed.
@@ -95,6 +97,7 @@ class RunState:
         metrics: What it measured so far; None where that does not travel.
         others: What other ranks had measured by then, by name, as far as it knows; nothing where that does not travel.
         lost: What ranks had measured that are gone.
+        place: Where it is in data that only this call has; None for registered data.
     """
 
     num_steps: int
@@ -106,6 +109,7 @@ class RunState:
     metrics: MetricSummary | None = None
     others: Mapping[str, MetricSummary] = field(default_factory=dict)
     lost: Mapping[str, MetricSummary] = field(default_factory=dict)
+    place: DataPosition | None = None
 
     def __str__(self) -> str:
         return f"after {self.num_steps} steps"
@@ -124,6 +128,7 @@ class EpochRun:
         answer: Set once it is finished.
         is_finished: Whether nothing is left to do, though perhaps by another rank's account.
         is_exhausted: Whether no step is left, as of the last `detach`.
+        place: Where it is in data that only this call has, as of the last `detach`.
     """
 
     epoch_idx: int
@@ -134,6 +139,7 @@ class EpochRun:
     answer: EpochAnswer | None = None
     is_finished: bool = False
     is_exhausted: bool = False
+    place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
     _stream: Steps | None = None
     _began_at: int = 0
@@ -141,6 +147,11 @@ class EpochRun:
     def attach(self, stream: Steps) -> None:
         """Takes its batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
+
+    @property
+    def stream(self) -> Steps | None:
+        """The source of its batches; None where that was left."""
+        return self._stream
 
     @property
     def num_completed(self) -> int:
@@ -177,7 +188,7 @@ class EpochRun:
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """What another rank, or another process later, needs to go on.
+        """Returns what another rank, or another process later, needs to go on.
 
         Args:
             with_metrics: Whether this rank will be gone then. Else others go on beside it.
@@ -192,6 +203,7 @@ class EpochRun:
             metrics=self.meters.summary() if with_metrics else None,
             others={} if with_metrics else self._told,
             lost=dict(self.rows.lost),
+            place=self.place,
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
@@ -208,14 +220,14 @@ class EpochRun:
         self._stream = None
         self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
         self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
-        self.num_steps = state.num_requested
+        self.num_steps, self.place = state.num_requested, state.place
         self.answer = None
         self.meters.skip_to(state.num_steps)
         self.rows.lost.update(state.lost)
         self.rows.settle(state.num_steps, state.others, state.others)
 
     def part_of_row(self, coming: Mapping[str, Any] | None, num_samples: Any) -> Part:
-        """What this rank tells the others in a step: its running sums, and what it measured of the batch of the step.
+        """Returns this rank's row for the others in a step: its running sums, and what it measured of the step's batch.
 
         Args:
             coming: That, so far as it is known yet; None if it is not.
@@ -226,7 +238,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """What all ranks had measured as of the last completed step."""
+        """The sums that all ranks had measured at the last completed step."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
@@ -245,6 +257,8 @@ class EpochRun:
             return answer
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
+        if metrics is answer.metrics:  # of a loop of the user's
+            return answer
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 
     def _tell_what_is_missing(self, lost: Sequence[WorkerMetrics]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.arrays.whole_data import DataPosition
@@ -16,6 +17,28 @@ from raysgd.worker.data.streams import LeftoverBatches
 logger = logging.getLogger(__name__)
 
 
+class DividedSource(Protocol):
+    """The source of a stream's batches, where the library divides the data.
+
+    Attributes:
+        is_divided: Whether it does, so that a position means the same on any number of workers. Other sources have
+            nothing else of this.
+    """
+
+    is_divided: bool
+
+    def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """Return what a position also says: which data, in which order, and where in them.
+
+        Args:
+            consumed: The samples of the pass that all ranks have used.
+            is_mid_pass: Whether the pass goes on there.
+        """
+
+    def load_state(self, position: Mapping[str, Any]) -> bool:
+        """Take a saved position over; return whether a pass that stopped there can go on."""
+
+
 class Feed(ABC):
     """Hands out the streams of a replica and knows where they are.
 
@@ -24,10 +47,7 @@ class Feed(ABC):
         train_stream: The one over the registered train data, once a call has used it.
         validation: The streams to evaluate on.
         data_of_call: This worker's share of what a call of `train`, or of `validate`, brought along last.
-        divided_source: The class, or classes, of sources whose position means the same on any number of workers.
     """
-
-    divided_source: ClassVar[type | tuple[type, ...]]
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -38,13 +58,22 @@ class Feed(ABC):
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
 
+    @property
     @abstractmethod
-    def _open_training(self, request: EpochRequest) -> Any:
-        """A stream over the registered train data."""
+    def _ranks(self) -> Any:
+        """The group, as sources see it."""
 
     @abstractmethod
-    def _open_call(self, request: EpochRequest) -> Any:
-        """Return a stream over train data that the request has brought along."""
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
+        """Return the source of batches of what is registered under "train" or "validation"."""
+
+    @abstractmethod
+    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
+        """Return the source of batches of what the request has brought along under "train" or "validation"."""
+
+    @abstractmethod
+    def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
+        """Return a stream to train on; `begin_pass` returns the index of a pass that begins."""
 
     @abstractmethod
     def _make(self, name: str) -> Any:
@@ -56,23 +85,19 @@ class Feed(ABC):
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """Why the position in the data under "train" or "validation" is unknown; None where it is known."""
+        """The reason why the position in the data under "train" or "validation" is unknown; None where it is known."""
+
+    def obstacle_of_call(self, stream: Any) -> str | None:
+        """Returns why a call over data that only it has cannot go on in them; None for a call over registered data."""
+        return None
 
     @abstractmethod
     def ledger(self) -> DataLedger | None:
-        """What was used of the train data; None where that is not known."""
-
-    @abstractmethod
-    def _origin(self, stream: Any) -> dict[str, Any]:
-        """What a position in divided data also says: which data, in which order."""
-
-    @abstractmethod
-    def _go_to_position(self, stream: Any, position: Mapping[str, Any]) -> None:
-        """Continues at a saved position, where this stream over divided data can get there."""
+        """The record of what was used of the train data; None where that is not known."""
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
-        """What is registered under "train" or "validation", if it is of Ray Data."""
+        """The data registered under "train" or "validation", if they are of Ray Data."""
 
     def take_share(self, name: str, request: EpochRequest, share: Any) -> None:
         """Notes this worker's share of what the driver divides, if one came along.
@@ -93,20 +118,36 @@ class Feed(ABC):
     def training(self, request: EpochRequest) -> Any:
         """Return the stream to train on: over data of the request if it has some, else over the registered data."""
         if request.shard_key is not None:
-            return self._stream_of_call(request)
-        if self.train_stream is None:
-            self.train_stream = self._open_training(request)
-            self._resume(self.train_stream)
-        return self.train_stream
+            stream = self._stream_of_call(request)
+        elif self.train_stream is None:
+            source = self._source("train", request, training=True)
+            stream = self.train_stream = self._stream_over(source, self.begin_pass)
+            self._resume(stream)
+        else:
+            stream = self.train_stream
+        stream.source.join(self._ranks)
+        return stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
         """Return one that continues where the last call with the same data stopped."""
         self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
-            stream = self._open_call(request)
+            source = self._source_of_call("train", request, training=True)
+            stream = self._stream_over(source, lambda: self.epoch - 1)
+            self._go_to_place(stream)
             self._of_call = request.shard_key, stream
         return stream
+
+    def _go_to_place(self, stream: Any) -> None:
+        """Go on where the last call with the same data stopped, if the workers were given them again."""
+        share = self.data_of_call["train"]
+        place: DataPosition | None = getattr(share, "place", None)
+        if place is None or not has_divided_source(stream):
+            return
+        self.data_of_call["train"] = replace(share, place=None)
+        if stream.source.load_state(place.saved):
+            stream.resume(place.pass_index, place.consumed)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
         """Return what the share for a call makes, once for all calls that use it."""
@@ -117,14 +158,36 @@ class Feed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Whether a stream is over registered data that the library divides."""
-        return stream is self.train_stream and isinstance(stream.source, self.divided_source)
+        """Tells whether a stream's data is divided by the library, and its place known in a group of another size."""
+        return stream is self.train_stream and has_divided_source(stream)
+
+    def break_off(self) -> None:
+        """Forget the steps that broke off, if there are some; they will be repeated."""
+        for stream in (self.train_stream, self._of_call[1]):
+            if stream is not None:
+                stream.break_off()
+
+    def begin_again(self, request: EpochRequest, share: Any, place: DataPosition | None) -> None:
+        """Get ready to go on with a call in another group.
+
+        Args:
+            request: What is asked.
+            share: This worker's part of what the driver divides.
+            place: Where the call is in data that only it has.
+        """
+        if request.shard_key is not None:
+            self.take_share("train", request, share)
+            self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
+            self.epoch -= 1  # it is not another call
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Where a call stopped in data that only it had; None at the end of a pass, and where that is not known."""
-        if stream is self.train_stream or not isinstance(getattr(stream, "source", None), self.divided_source):
+        """Returns where a call stopped in data that only it had; None at the end of a pass, or where unknown."""
+        if stream is self.train_stream or not has_divided_source(stream):
             return None
-        return DataPosition(stream.pass_index, stream.completed) if stream.is_mid_pass else None
+        if not stream.is_mid_pass:
+            return None
+        consumed = stream.completed
+        return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
         """Counts a pass over the train data; returns its index."""
@@ -139,7 +202,7 @@ class Feed(ABC):
         return index
 
     def position(self) -> dict[str, Any] | None:
-        """Where in the train data the next batch is.
+        """Returns where in the train data the next batch is.
 
         Where each rank has its own data, a position inside a pass is unknown.
         """
@@ -149,11 +212,12 @@ class Feed(ABC):
         is_mid_pass = stream.is_mid_pass
         if not self.is_divided(stream):
             return {"is_unknown": True, "pass_index": stream.pass_index} if is_mid_pass else None
+        consumed = stream.completed if is_mid_pass else 0
         return {
             "pass_index": stream.pass_index,
-            "consumed": stream.completed if is_mid_pass else 0,
+            "consumed": consumed,
             "is_mid_pass": is_mid_pass,  # also before its first step is done
-            **self._origin(stream),
+            **stream.source.state(consumed, is_mid_pass),
         }
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
@@ -175,5 +239,10 @@ class Feed(ABC):
                 "unknown: reading it from the beginning",
                 position["pass_index"],
             )
-        elif position and self.is_divided(stream):
-            self._go_to_position(stream, position)
+        elif position and self.is_divided(stream) and stream.source.load_state(position) and position["is_mid_pass"]:
+            stream.resume(position["pass_index"], position["consumed"])
+
+
+def has_divided_source(stream: Any) -> bool:
+    """Return whether a stream is over data that the library divides."""
+    return getattr(getattr(stream, "source", None), "is_divided", False)

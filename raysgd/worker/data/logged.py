@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from raysgd._numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
+from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
+from raysgd._numbers.weights import BATCH_WEIGHT, is_weight
 from raysgd.worker.data.streams import PlaceInStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
@@ -85,7 +86,7 @@ def forget(internals: Any) -> None:
 
 
 def take_outside(internals: Any) -> dict[str, Any]:
-    """What was logged outside of any batch, for the result of the call."""
+    """Returns what was logged outside of any batch, for the result of the call."""
     set_apart(internals)
     taken: dict[str, Any] = dict(internals.logged_outside)
     forget(internals)

@@ -1,4 +1,4 @@
-"""What takes the steps of a training call, and tells about them: where they are, and whether one is half done."""
+"""The loop that takes the steps of a training call and tells where they are, and whether one is half done."""
 
 from __future__ import annotations
 
@@ -21,22 +21,33 @@ class Loop:
     Attributes:
         first_bin: What the time of a call is booked as before a batch is drawn, and where the library draws no batch.
         step: The step that the replica is in.
+        stray: What has changed this replica alone, so that it cannot be made equal to others; None if nothing has.
     """
 
     first_bin: ClassVar[str] = OTHER
     step: PlaceInStep
+    stray: str | None = None
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
 
     @property
     def is_whole(self) -> bool:
-        """Whether the state is that of a completed step."""
+        """True if the state is that of a completed step."""
         return True
 
     @property
     def completes_metrics(self) -> bool:
-        """Whether a loop of the library sees to what is missing in the metrics of its batches."""
+        """True if a loop of the library sees to what is missing in the metrics of its batches."""
+        return False
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the loop is user code that stands still in `next` while its group changes."""
+        return False
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return whether an exception means that the group is broken."""
         return False
 
     @property
@@ -46,11 +57,11 @@ class Loop:
 
     @property
     def joint_work(self) -> JointWork | None:
-        """What the training call did that all ranks have to do alike; None where that is not recorded."""
+        """The record of what all ranks have to do alike in the training call; None where there is none."""
         return None
 
     def new_meters(self) -> AverageMeterCollection:
-        """What a training call measures with."""
+        """Returns what a training call measures with."""
         return AverageMeterCollection()
 
     def plain(self, value: Any) -> Any:
@@ -70,7 +81,7 @@ class Loop:
         """Called when a training call has its answer."""
 
     def stream(self, request: EpochRequest) -> Any:
-        """Where the batches of a training call come from; a `Stream`."""
+        """Returns where the batches of a training call come from; a `Stream`."""
         return self._feed.training(request)
 
     def pass_index(self, stream: Any) -> int:
@@ -78,25 +89,24 @@ class Loop:
         return self._feed.pass_index(stream)
 
     def can_resume(self, stream: Any) -> bool:
-        """Whether a call with these batches can continue from inside."""
+        """Tells whether a call with these batches can continue from inside."""
         return self._feed.is_divided(stream)
 
     def break_off(self) -> None:
         """Forgets the step that broke off, if there is one; it will be repeated."""
-        if self._feed.train_stream is not None:
-            self._feed.train_stream.break_off()
+        self._feed.break_off()
 
     @property
     def order_obstacle(self) -> str | None:
-        """Why the rest of this pass cannot be repeated in its order by this process."""
+        """The reason why this process cannot repeat the rest of this pass in its order."""
         return None
 
     def ledger(self) -> DataLedger | None:
-        """What became of the samples; None where the library does not divide them. Called from a second thread, too."""
+        """Returns the fate of the samples; None where the library does not divide them. Called from two threads."""
         return self._feed.ledger()
 
     def progress_text(self) -> str:
-        """How far the training call is, in the user's terms."""
+        """Returns how far the training call is, in the user's terms."""
         data = self.ledger()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
@@ -105,13 +115,13 @@ class Loop:
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
-        """What an epoch returns that this rank has not completed, but others have."""
+        """Returns what an epoch returns that this rank has not completed, but others have."""
         return run.meters.summary()
 
     def extra_results(self) -> dict[str, Any]:
-        """What the library adds to the metrics of a training call."""
+        """Returns what the library adds to the metrics of a training call."""
         return {"epoch": self._feed.epoch}
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
-        """What the operator's `validate` is given besides batches and info."""
+        """Returns what the operator's `validate` is given besides batches and info."""
         return {}

@@ -30,7 +30,7 @@ _FIRST_CAPACITY = 512
 
 
 class Row(NamedTuple):
-    """What one rank told.
+    """A row of sums that one rank told.
 
     Attributes:
         parts: The name of each part, its layout, and how many numbers it has.
@@ -108,7 +108,7 @@ def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
 
 
 class RankRows:
-    """What the ranks of a call have told, by their names, whatever group they were in when they did.
+    """The rows that the ranks of a call have told, by their names, whatever group they were in then.
 
     Attributes:
         name: What this rank is known by.

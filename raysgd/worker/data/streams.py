@@ -21,19 +21,25 @@ _REDRAW_EVERY_S = 0.1
 
 
 class PlaceInStep(Protocol):
-    """Where a replica is in a step of all replicas."""
+    """The place of a replica in a step of all replicas.
+
+    Attributes:
+        began_at: When drawing its batch began.
+    """
+
+    began_at: float
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples of its batch count; None if that is not known."""
+        """The number of samples of its batch that count; None if that is not known."""
 
     @property
     def is_padding(self) -> bool:
-        """Whether its batch is only there to take part."""
+        """True if its batch is only there to take part."""
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the step of the optimizer ends with this batch."""
+        """True if the step of the optimizer ends with this batch."""
 
     def confirm(self) -> None:
         """Called when a step is done."""
@@ -103,7 +109,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
     @property
     def place(self) -> StepT:
-        """Where the batch is that was handed out last."""
+        """The place of the batch that was handed out last."""
         return self._step
 
     @property
@@ -126,7 +132,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
     @property
     def is_mid_pass(self) -> bool:
-        """Whether the next batch belongs to the pass that was begun last."""
+        """True if the next batch belongs to the pass that was begun last."""
         return self._live is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
@@ -170,7 +176,10 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
                 if num_steps is None and num_drawn:
                     break
                 self._live, just_opened = self._open(), True
-            item = self._draw()
+            self._step.began_at = time.perf_counter()
+            if not self._ahead:
+                self._ahead.append(next(self._live, None))
+            item = self._ahead[0]  # counts as drawn once it is handed out: a look ahead that fails does not lose it
             if item is None:
                 self._live = None
                 self._ahead.clear()
@@ -201,28 +210,21 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
 
-    def _draw(self) -> ItemT | None:
-        """The next item, which counts as drawn once it is handed out: a look ahead that fails does not lose it."""
-        assert self._live is not None
-        if not self._ahead:
-            self._ahead.append(next(self._live, None))
-        return self._ahead[0]
-
     def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
         is_last = self._is_last_of_pass(item)
+        batch = self._begin_step(item, is_last or is_last_of_call)  # a loss may be noticed here: it has not begun then
         self.num_steps_taken += self._is_first_of_step
-        batch = self._begin_step(item, is_last or is_last_of_call)
         if is_last:
             self._live = None  # the next call begins with a fresh pass
             self._ahead.clear()
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
+        """Tells whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
         return True, True
 
     def _is_last_of_pass(self, item: ItemT) -> bool:
-        """Whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
+        """Tells whether the pass ends with the item drawn last: here it draws the next one, which may not be there."""
         assert self._live is not None
         self._ahead = [next(self._live, None)]
         return self._ahead[0] is None
@@ -251,7 +253,7 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch drawn last repeats samples: other workers have some left, and this one has none."""
+        """True if the batch drawn last repeats samples: other workers have some left, and this one has none."""
         return self._step.is_padding
 
     def __iter__(self) -> Iterator[Any]:
@@ -261,6 +263,10 @@ class WatchedBatches:
     def __next__(self) -> Any:
         self.was_touched = True
         return next(self._batches)
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return what a loop over these batches returns."""
+        return body()
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:

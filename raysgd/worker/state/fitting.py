@@ -1,4 +1,4 @@
-"""Whether what a saved state says of the progress of a training can be. Looked at before anything is replaced."""
+"""Checks of what a saved state says about progress, made before anything is replaced."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def check_progress(epoch: Any, resume: Any) -> None:
     check_count("epoch", epoch)
     if resume is None:
         return
-    require(isinstance(resume, Mapping), f"what tells where to go on is a `{type(resume).__name__}` and no dict")
+    require(isinstance(resume, Mapping), f"`resume` is a `{type(resume).__name__}`, not a dict")
     check_count("global_step", resume.get("global_step", 0))
     if resume.get("position") is not None:
         _check_position(resume["position"])
 
 
 def _check_position(position: Any) -> None:
-    require(isinstance(position, Mapping), f"the position in the data is a `{type(position).__name__}` and no dict")
+    require(isinstance(position, Mapping), f"the position in the data is a `{type(position).__name__}`, not a dict")
     check_count("pass_index", position.get("pass_index"))
     if position.get("is_unknown"):
         return
     check_count("consumed", position.get("consumed"))
-    require(is_integer(position.get("seed")) and abs(position["seed"]) < 2**64, "the seed of the data is no number")
-    require(is_integer(position.get("order", 0)), "the order of the data is no number")
+    require(is_integer(position.get("seed")) and abs(position["seed"]) < 2**64, "the seed of the data is not a number")
+    require(is_integer(position.get("order", 0)), "the order of the data is not a number")
     require(isinstance(position.get("is_mid_pass"), bool), "the position does not say if it is inside an epoch")
     if "num_samples" in position:
         check_count("num_samples", position["num_samples"])
-        require(position["consumed"] <= position["num_samples"], "the position lies behind the end of the data")
+        require(position["consumed"] <= position["num_samples"], "the position is after the end of the data")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -56,7 +56,7 @@ def check_count(name: str, value: Any) -> None:
         ValueError: One of them is invalid.
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
-    require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found} and no count")
+    require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found}, not a count")
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:

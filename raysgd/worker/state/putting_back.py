@@ -19,7 +19,7 @@ MOST_BYTES = 2**20
 _MOST_OBJECTS = 10_000
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, range)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_OWN_MODULES = ("raysgd._numbers.meters", "raysgd._numbers.timers")  # what users make, too
+_OWN_ROOM = "raysgd._numbers."  # meters and timers, which users make, too
 
 Undo = Callable[[], object]
 """Puts one object back."""
@@ -43,7 +43,7 @@ def putting_back(
         undo_of: Notes how objects are that only the caller knows, such as tensors; None for any other.
         is_open: Whether to look into objects of a library's class, and of those derived from it.
     """
-    notes = _Notes({id(value) for value in apart}, undo_of, is_open)
+    notes = Notes({id(value) for value in apart}, undo_of, is_open)
     notes.take(owner)
     try:
         yield
@@ -60,19 +60,21 @@ def _try(undo: Undo) -> None:
 
 
 @dataclass
-class _Notes:
-    """How objects are now.
+class Notes:
+    """Notes of the state of objects, to put them back.
 
     Attributes:
         seen: Objects that need not be looked at again, by identity.
         undo_of: See `putting_back`.
         is_open: See `putting_back`.
+        most_objects: After so many no further one is looked into; None for all.
         undos: What puts them back.
     """
 
     seen: set[int]
     undo_of: Callable[[Any], Undo | None]
     is_open: Callable[[type], bool]
+    most_objects: int | None = _MOST_OBJECTS
     undos: list[Undo] = field(default_factory=list)
 
     def take(self, owner: Any) -> None:
@@ -80,7 +82,7 @@ class _Notes:
         self.undos.append(partial(_refill_attributes, vars(owner), dict(vars(owner))))
         self.seen.add(id(owner))
         waiting = deque(vars(owner).values())
-        while waiting and len(self.seen) < _MOST_OBJECTS:
+        while waiting and (self.most_objects is None or len(self.seen) < self.most_objects):
             value = waiting.popleft()
             if isinstance(value, _PLAIN_VALUES) or id(value) in self.seen:
                 continue
@@ -140,10 +142,10 @@ def _refill(value: Any, content: list[Any]) -> None:
 
 
 def _is_of_user(kind: type) -> bool:
-    """Whether no library defines the class. Those of libraries may be anything: an open file, a client, a thread."""
+    """Tells whether no library defines the class. A library's may be anything: an open file, a client, a thread."""
     name = kind.__module__
     root = name.partition(".")[0]
-    if name == "__main__" or name in _OWN_MODULES:
+    if name == "__main__" or name.startswith(_OWN_ROOM):
         return True
     if root in sys.stdlib_module_names or root == "raysgd":
         return False

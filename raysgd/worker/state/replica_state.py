@@ -5,29 +5,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd.exceptions import NotRegisteredError
 from raysgd.worker.data.feed import Feed
+from raysgd.worker.state.copies import StateCopy
 from raysgd.worker.state.fitting import check_progress
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
-
-
-@dataclass(frozen=True)
-class StateCopy:
-    """A copy of the state, or of this rank's part of a divided one.
-
-    Attributes:
-        content: What is copied.
-        num_bytes: Its size.
-        is_part: Whether every rank has a part.
-    """
-
-    content: Any
-    num_bytes: int
-    is_part: bool = False
 
 
 class ReplicaState(ABC):
@@ -51,7 +36,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """What else to keep under `RESUME`."""
+        """More entries to keep under `RESUME`."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
@@ -59,14 +44,14 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """What a rank keeps for the driver to fetch when all ranks copy the state: rank 0 the whole, others nothing.
+        """Begins to copy what the driver will fetch when all ranks copy the state: on rank 0 all, on others nothing.
 
         Of a divided state every rank keeps its part.
         """
 
     @abstractmethod
     def own(self) -> Any:
-        """What is this rank's own: its random states."""
+        """The part of the state that is this rank's own: its random states."""
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
@@ -150,7 +135,7 @@ class ReplicaState(ABC):
         operator._raysgd.callbacks.apply(state, operator)
 
     def not_registered(self) -> NotRegisteredError:
-        """What to raise where there is nothing to save."""
+        """Returns what to raise where there is nothing to save."""
         return NotRegisteredError(
             f"`{type(self._operator).__name__}.setup` never called `register`: register models and optimizers there, "
             "so that the library can save and restore them."

@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.engine.shared.replica import Capture
 from raysgd.worker.data.epoch_run import EpochRun
-from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies
+from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies, StateCopy
 from raysgd.worker.state.replica_state import ReplicaState
 from raysgd.worker.time.ledger import Ledger
 
@@ -27,26 +27,46 @@ class StateCopies:
         self._pending = PendingCopies()
         self.inside = MidCallSnapshots(snapshot_every_n_steps)
         self._ledger = ledger
+        self._usual_s: float | None = None
 
     def after_call(self, state: ReplicaState, rank: int, landed_token: int | None) -> Capture:
-        """Copies the state once, between two calls; the driver has that of `landed_token` by now."""
+        """Copies the state once, between two calls; the driver has that of `landed_token` by now.
+
+        A large copy is made when the driver fetches it, or by `finish`; but for the first one, which says how long they
+        take.
+        """
         with self._ledger.copying():
             self._pending.drop_landed(landed_token)
-            return self._pending.claimed(self._with_copy(Capture(state.own()), state, rank))
+            copy = state.copy_for_driver(rank)
+            if copy is not None and self._usual_s is None:
+                self._made(copy)
+            part = self._pending.claimed(self._with(copy, Capture(state.own())))
+            return part if copy is None or copy.is_made else replace(part, seconds=self._usual_s or 0.0)
 
     def inside_call(self, state: ReplicaState, rank: int, run: EpochRun) -> Capture:
-        """The same inside a call; a copy that was not fetched gives way to this one."""
+        """The same inside a call, and at once; a copy that was not fetched gives way to this one."""
         with self._ledger.copying():
             self._pending.drop_unclaimed()
-            return self._with_copy(Capture(state.own(), progress=run.state(with_metrics=True)), state, rank)
+            copy = state.copy_for_driver(rank)
+            if copy is not None:
+                self._made(copy)
+            return self._with(copy, Capture(state.own(), progress=run.state(with_metrics=True)))
 
-    def _with_copy(self, part: Capture, state: ReplicaState, rank: int) -> Capture:
-        copy = state.copy_for_driver(rank)
-        if copy is None:
-            return part
-        if copy.is_part:
-            return self._pending.add_apart(replace(part, is_part=True), copy.content)
-        return self._pending.add(part, copy.content, copy.num_bytes)
+    def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
+        return part if copy is None else self._pending.add(part, copy)
+
+    def _made(self, copy: StateCopy) -> Any:
+        content = copy.made()
+        self._usual_s = copy.seconds
+        return content
+
+    def finish(self) -> None:
+        """Makes what is still to be copied: the state is about to change."""
+        unmade = self._pending.unmade()
+        if unmade:
+            with self._ledger.copying():
+                for copy in unmade:
+                    self._made(copy)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken after `number` steps of the call, if it is still kept."""
@@ -57,7 +77,7 @@ class StateCopies:
 
     def fetch(self, token: int) -> Any:
         """The copy that `token` names."""
-        return self._pending.fetch(token)
+        return self._made(self._pending.fetch(token))
 
     def clear(self) -> None:
         """Drops everything."""

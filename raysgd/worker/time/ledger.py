@@ -53,7 +53,7 @@ class ExchangeWaits(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """In seconds, since it exists."""
+        """The seconds waited since it exists."""
 
 
 class Ledger:
@@ -235,12 +235,12 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ what it says
 
     def reading(self) -> TimeSpent:
-        """What the time was spent on, up to now; may be called from a second thread."""
+        """Returns what the time was spent on, up to now; may be called from a second thread."""
         seconds = self._shown()
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """What the running call has spent its time on so far, without bins that are empty."""
+        """Returns what the running call has spent its time on so far, without bins that are empty."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 

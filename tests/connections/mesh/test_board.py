@@ -13,7 +13,7 @@ from raysgd.connections.mesh.board import Board, BoardTimeout
 from raysgd.connections.mesh.meeting import Deadline, Endpoint
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.mesh.routes import neighbors
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
 LARGE = 2**22  # more than any buffer of a socket holds
@@ -116,16 +116,6 @@ def test_a_rank_that_counted_has_the_sum_itself(boards: list[Board]) -> None:
         return sums == [(number, number) for number in range(1, 51)]
 
     assert all(answer.result() for answer in on_all(boards, count))
-
-
-@pytest.mark.parametrize("boards", [3, 11], indirect=True)
-def test_only_one_of_several_takes_what_is_free(boards: list[Board]) -> None:
-    answers = on_all(boards, lambda rank, board: board.swap("who", b"", bytes([rank]), 20))
-    first = boards[0].get("who", 20)
-    assert {answer.result() for answer in answers} == {first}
-    assert boards[1].swap("who", b"somebody else", b"me", 20) == first
-    assert boards[1].swap("who", first, b"me", 20) == b"me"
-    assert boards[2].swap("nobody", b"expected", b"me", 20) == b"expected"
 
 
 def test_what_is_deleted_is_gone_for_all(boards: list[Board]) -> None:

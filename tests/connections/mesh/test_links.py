@@ -13,7 +13,7 @@ from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.mesh.routes import neighbors
 
 MESSAGES = [
-    PeerMessage(1, "key", b"first", b"second", 7),
+    PeerMessage(1, "key", b"first", 7),
     PeerMessage(0, "", b""),
     PeerMessage(2, "\N{SNOWMAN}", b"x" * 300_000),
 ]

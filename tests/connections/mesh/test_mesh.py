@@ -16,7 +16,7 @@ from raysgd.connections.mesh.meeting import Deadline, Endpoint
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.connections.mesh.routes import others
 from tests.connections.strangers import connect_to
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
 LARGE = 8 * 2**20  # more than any buffer of a socket holds

@@ -206,7 +206,7 @@ def test_many_ranks_hear_of_each_vote_through_few_messages(make: Any, num_ranks:
         votes = EarlyVotes(World(group.rank, num_ranks), group._mesh)
         votes.ask(True)  # and nobody waits for the answer
         wanted = [votes.ask(group.rank == yes) for yes in (0, num_ranks // 2, num_ranks)]
-        return [vote.result() for vote in wanted]
+        return [vote() for vote in wanted]
 
     assert ranks.each(asked) == [[True, True, False]] * num_ranks
     assert {mesh.num_messages for mesh in ranks.meshes} == {4 * (num_ranks - 1).bit_length()}

@@ -79,3 +79,18 @@ def test_a_word_for_a_piece_of_work_that_this_rank_has_not_begun_is_kept_until_t
     assert heard == [b"early"]
     for board in boards:
         board.close()
+
+
+def test_what_is_to_be_said_later_is_said_after_a_while_or_at_once_if_that_is_asked_for() -> None:
+    boards = boards_of(2)
+    ranks = [RankStatements(rank, 2, board, board.interrupt) for rank, board in enumerate(boards)]
+    for words in ranks:
+        words.begin(lambda word: None)
+    ranks[0].say_later(b"over")
+    assert ranks[1].await_all(0.1) == {}
+    assert ranks[1].await_all(20) == {0: b"over"}
+    ranks[1].say_later(b"over, too")
+    ranks[1].say_last()
+    assert ranks[0].await_all(20) == {1: b"over, too"}
+    for board in boards:
+        board.close()

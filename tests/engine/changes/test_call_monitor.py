@@ -15,7 +15,7 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
 from tests.engine.stepping_trainer import Trainer
-from tests.fakes import Lost, read
+from tests.helpers.fakes import Lost, read
 
 # -------------------------------------------------------------------------------------------- signs of life
 

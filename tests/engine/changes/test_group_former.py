@@ -13,7 +13,7 @@ from raysgd.engine.changes.group_former import CannotForm, GroupFormer, NextGrou
 from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.shared.types import GroupReport
 from tests.engine.stepping_trainer import Trainer
-from tests.fakes import Interrupted, Lost
+from tests.helpers.fakes import Interrupted, Lost
 
 
 class Scene:

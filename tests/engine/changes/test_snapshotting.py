@@ -15,7 +15,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.replica import Capture
 from raysgd.exceptions import WorkersLostError
-from tests.fakes import (
+from tests.helpers.fakes import (
     WORDS,
     CountingReplica,
     FakeClock,
@@ -115,7 +115,7 @@ def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so
     assert event.detail == "from the last snapshot, with 2 completed calls since run again"
     status = trainer.controller.glance({}, None)
     assert status.losses == (event.detail,)
-    assert "2 calls (2.0 s) since; every 5.0 s, for copies take 0.100 s" in str(status)
+    assert "2 calls (2.0 s) since; every 5 s, because a copy takes 0.1 s" in str(status)
 
 
 def test_what_was_run_again_is_run_again_after_the_next_loss_too() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd.engine.decisions.failures import classify, failed_alike, is_lack_of_memory, words
 from raysgd.engine.shared.types import Failure, FailureKind, GroupReport, Outcome
-from tests.fakes import failure, fault
+from tests.helpers.fakes import failure, fault
 
 
 def report(*kinds: FailureKind | None) -> GroupReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.engine.decisions.own_time import OwnTime
-from tests.fakes import FakeClock
+from tests.helpers.fakes import FakeClock
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from raysgd.engine.decisions.policies import (
     takers,
 )
 from raysgd.engine.shared.types import ClusterView, FailureKind, NodeView, ReplicaProgress, Resources
-from tests.fakes import fault
+from tests.helpers.fakes import fault
 
 
 def view(*free_cpus: float, total: float = 8, **more: float) -> ClusterView:

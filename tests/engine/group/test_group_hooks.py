@@ -12,7 +12,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
+from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 FAULT = WorkerFault(0, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, failure=Failure("died", FAULT)),))

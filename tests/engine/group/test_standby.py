@@ -6,6 +6,7 @@ Covers `raysgd.engine.group.startup`: which workers a start takes is decided by 
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,9 +14,10 @@ import pytest
 
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.worker import RemoteWorker, StandbyReady
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
-from tests.fakes import FakeClock, fault
+from tests.helpers.fakes import FakeClock, fault
 
 
 @dataclass(eq=False)
@@ -49,25 +51,27 @@ class Watch:
 
 
 class StartupScene:
-    """Starting workers, checked ten times a second."""
+    """Starting workers, checked ten times a second, and the platform that they start on."""
 
     def __init__(self, *processes: Process, heartbeat_s: float = 12.0) -> None:
         self.clock = FakeClock()
         self.ended: list[int] = []
         self.watch_begins_after_s = 0.0
         self.processes = {process.pid: process for process in processes}
-        self.startup = StartupCheck(
-            heartbeat_s,
-            self._poll,
-            lambda info: self.ended.append(info.pid),
-            self._find,
-            lambda info: Watch(self.processes[info.pid], self.clock.monotonic()),
-            self.clock.monotonic,
-        )
+        self.startup = StartupCheck(cast(Platform, self), heartbeat_s)
         for process in processes:
             self.startup.add(cast(RemoteWorker, process))
 
-    def _poll(self, rank: int, process: Any) -> Outcome:
+    def now(self) -> float:
+        return self.clock.monotonic()
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        self.ended.append(info.pid)
+
+    def watch_process(self, info: WorkerInfo) -> Watch:
+        return Watch(self.processes[info.pid], self.now())
+
+    def outcome(self, rank: int, process: Any) -> Outcome:
         if isinstance(process, Watch):
             works, watched_s = process.process.works, self.clock.monotonic() - process.began - self.watch_begins_after_s
             return Outcome(rank, works) if watched_s >= (not works) * WATCH_S else Outcome(rank, answered=False)
@@ -75,7 +79,7 @@ class StartupScene:
             return Outcome(rank, answered=False)
         return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
 
-    def _find(self, worker: Any) -> WorkerInfo | None:
+    def find_process(self, worker: Any) -> WorkerInfo | None:
         return WorkerInfo("node", "10.0.0.1", worker.pid) if worker.is_known else None
 
     def pass_time(self, seconds: float) -> None:
@@ -293,8 +297,7 @@ class DyingStarts(Spare):
         super().__init__(0.0)
         self.num_deaths, self.kind, self.num_started, self.num_free = num_deaths, kind, 0, 1
 
-    def sleep(self, seconds: float) -> None:
-        self.clock.sleep(seconds)
+    any_ready = Spare.ready
 
     def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
         taken = min(max(0, count), self.num_free)
@@ -343,6 +346,31 @@ def test_those_that_are_ready_are_ended_where_they_are_too_few() -> None:
     standby.start(2, world_size=3)
     assert standby.take_needed(3, 3) is None
     assert (machine.ended, standby.num_ready) == (["kill", "kill"], 0)
+
+
+class Watched(Spare):
+    """A machine on which another thread asks for the status while a thread asks what became of a start."""
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        asking = threading.Thread(target=lambda: self.counts.append(self.standby.num_ready))
+        if threading.current_thread() is threading.main_thread():
+            asking.start()
+            asking.join(10)
+        return super().outcome(rank, call)
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.counts: list[int] = []
+        self.standby: Any = None
+
+
+def test_a_worker_counts_once_when_two_threads_look_at_the_same_time() -> None:
+    machine: Any = Watched()
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None))
+    machine.standby = standby = StandbyWorkers(spec, machine, machine)
+    standby.start(2, world_size=2)
+    assert (standby.num_ready, max(machine.counts)) == (2, 1)
+    assert len(standby.take(3)) == 2
 
 
 def test_after_a_shutdown_no_worker_is_replaced() -> None:

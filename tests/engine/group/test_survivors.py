@@ -13,7 +13,7 @@ from raysgd.engine.group.members import Members
 from raysgd.engine.group.survivors import Survivors
 from raysgd.engine.processes.gathering import roll_call
 from raysgd.engine.shared.types import GroupReport, Outcome, WorkerInfo
-from tests.fakes import CountingReplica, FakeClock, NullConnection, failure
+from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure
 
 NEVER = float("inf")
 

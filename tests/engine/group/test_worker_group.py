@@ -16,13 +16,13 @@ from raysgd.engine.group.members import Members
 from raysgd.engine.group.standby import StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.local_worker import LocalWorker
-from raysgd.engine.processes.platform import RayPlatform
+from raysgd.engine.processes.platform import Platform
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
 from raysgd.exceptions import WorkerFault
-from tests.fakes import CountingReplica, FakeGroup, FakeSlots, FakeStandbyWorkers, NullConnection
+from tests.helpers.fakes import CountingReplica, FakeGroup, FakeSlots, FakeStandbyWorkers, NullConnection
 
 
 class Listens(NullConnection):
@@ -69,7 +69,7 @@ class DyingWorker:
         return Outcome(1, failure=died) if method == self._method else Outcome(1, 4711)
 
 
-class AnsweringPlatform(RayPlatform):
+class AnsweringPlatform(Platform):
     """One whose remote calls are over at once."""
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
@@ -85,9 +85,9 @@ class AnsweringPlatform(RayPlatform):
 @pytest.mark.parametrize(
     ("fake", "real", "not_needed"),
     [
-        (FakeGroup, WorkerGroup, {"is_on_one_node", "store", "submit"}),
-        (FakeStandbyWorkers, StandbyWorkers, {"cancel"}),
-        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_usable"}),
+        (FakeGroup, WorkerGroup, {"is_on_one_node", "store", "submit", "take_over", "to_keep"}),
+        (FakeStandbyWorkers, StandbyWorkers, {"cancel", "lend"}),
+        (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_over", "take_usable"}),
     ],
 )
 def test_each_public_method_has_a_stand_in_but_for_those_that_the_controller_does_not_use(

@@ -28,9 +28,9 @@ from raysgd.engine.processes import gathering, resources
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
 from raysgd.exceptions import worker_error
 from tests.conftest import NUM_CPUS
-from tests.failure_plan import FailurePlan
-from tests.fakes import CountingReplica, NullConnection, add, read
-from tests.processes import is_alive, is_stopped
+from tests.helpers.failure_plan import FailurePlan
+from tests.helpers.fakes import CountingReplica, NullConnection, add, read
+from tests.helpers.processes import is_alive, is_stopped
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0  # an answer that must not be waited for comes so late; that it came is what a test sees then

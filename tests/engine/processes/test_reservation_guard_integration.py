@@ -20,8 +20,8 @@ from raysgd.engine.processes.resources import Reservation
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Resources
 from tests.conftest import NUM_CPUS
-from tests.fakes import CountingReplica, NullConnection
-from tests.hygiene import RaySurroundings
+from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.hygiene import RaySurroundings
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 

@@ -13,14 +13,13 @@ def node(free: float, total: float = 8, name: str = "1") -> NodeView:
 
 
 def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None:
-    view = ClusterView(
-        (node(1), node(8, name="2")), (PlacementGroupHolder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),)
-    )
+    bundles = ({"CPU": 3.0}, *[{"CPU": 0.001}] * 1000)
+    view = ClusterView((node(1), node(8, name="2")), (PlacementGroupHolder("tune", "CREATED", bundles),))
     assert explain(NEED, 5, view).splitlines() == [
         "  requested:  5 x {'CPU': 2.0}",
         "  node 10.0.0.1:  free {'CPU': 1} of {'CPU': 8}",
         "  node 10.0.0.2:  free {'CPU': 8} of {'CPU': 8}",
-        "  held by placement group tune (CREATED):  [{'CPU': 3.0}, {'CPU': 1.0}]",
+        "  held by placement group tune (CREATED):  1 x {'CPU': 3.0}, 1000 x {'CPU': 0.001}",
         "  held by other tasks and actors:  3 CPU",
     ]
 
@@ -30,7 +29,7 @@ def test_a_group_that_waits_for_resources_does_not_hold_them(state: str) -> None
     view = ClusterView((node(6),), (PlacementGroupHolder("other", state, ({"CPU": 99.0},)),))
     lines = explain(NEED, 1, view).splitlines()
     assert lines[2:] == [
-        f"  waited for by placement group other ({state}):  [{{'CPU': 99.0}}]",
+        f"  waited for by placement group other ({state}):  1 x {{'CPU': 99.0}}",
         "  held by other tasks and actors:  2 CPU",
     ]
 

@@ -28,8 +28,8 @@ from raysgd.engine.processes.slots import Slots
 from raysgd.engine.shared.types import Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
-from tests.fakes import CountingReplica, NullConnection, add
-from tests.processes import is_stopped
+from tests.helpers.fakes import CountingReplica, NullConnection, add
+from tests.helpers.processes import is_stopped
 
 pytestmark = pytest.mark.integration
 
@@ -137,7 +137,7 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
     assert "did not grant 3 workers within 0.5 s" in message
     assert "requested:  3 x {'CPU': 2.0}" in message
     assert f"free {{'CPU': 1.0}} of {{'CPU': {NUM_CPUS}.0}}" in message
-    assert f"held by placement group somebody-else (CREATED):  [{{'CPU': {NUM_CPUS - 1}.0}}]" in message
+    assert f"held by placement group somebody-else (CREATED):  1 x {{'CPU': {NUM_CPUS - 1}.0}}" in message
     assert message.endswith("\n(words for resources not granted)")
     wait_until(nothing_is_reserved)
 

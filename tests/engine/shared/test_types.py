@@ -15,7 +15,7 @@ from raysgd.engine.shared.types import (
     World,
     hosts_of,
 )
-from tests.fakes import failure
+from tests.helpers.fakes import failure
 
 
 @pytest.mark.parametrize(

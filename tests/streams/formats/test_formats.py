@@ -22,13 +22,14 @@ from pyarrow import feather, ipc, parquet
 
 from raysgd.exceptions import StorageError, StreamError
 from raysgd.storage import Folder, open_folder
+from raysgd.streams.formats import tar_samples
 from raysgd.streams.formats.arrow import ArrowStream, ParquetStream
 from raysgd.streams.formats.files import FileStream
 from raysgd.streams.formats.iterables import IterableStream
 from raysgd.streams.formats.json_lines import JSONLinesStream
 from raysgd.streams.formats.tar_samples import TarStream
 from raysgd.streams.stream import Stream, check_shards
-from tests.s3_server import S3Server
+from tests.helpers.s3_server import S3Server
 from tests.streams.made import joint, pass_of, read_together
 
 Write = Callable[[Folder, str, list[int]], None]
@@ -277,3 +278,25 @@ def test_what_cannot_be_read_again_is_refused(rows: Any, words: str) -> None:
         IterableStream(rows)
     with pytest.raises(ValueError, match="`num_rows=-1`"):
         IterableStream([1], num_rows=-1)
+
+
+@pytest.mark.parametrize("name", ["lines", "tar"])
+def test_rows_of_a_shared_shard_that_no_lane_here_needs_are_not_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    if name == "lines":
+        loads = json.loads
+        monkeypatch.setattr(json, "loads", lambda line: [made.append(line), loads(line)][1])
+        (tmp_path / "a.jsonl").write_text("".join(f"{number}\n" for number in range(640)))
+        stream: Stream = JSONLinesStream(tmp_path)
+    else:
+        read = tar_samples._sample
+        monkeypatch.setattr(
+            tar_samples, "_sample", lambda tar, key, members: [made.append(key), read(tar, key, members)][1]
+        )
+        (tmp_path / "a.tar").write_bytes(as_tar(list(range(640))))
+        stream = TarStream(tmp_path)
+    steps = read_together(pass_of(stream.batch(64)), 4)
+    assert sum(len(joint(step)) for step in steps) == 640
+    assert 640 <= len(made) < 900  # those of neighboring lanes, too, and not four times all

@@ -22,6 +22,45 @@ def test_rows_are_those_of_the_dataset() -> None:
         stream.open("shard-1", 13)
 
 
+def test_a_process_that_has_read_a_row_gets_near_it_again_without_reading_the_shard(tmp_path: Any) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+
+    def rows(shards: list[int]) -> Any:
+        for shard in shards:
+            for number in range(2000):
+                yield {"number": 2000 * shard + number}
+
+    dataset = datasets.Dataset.from_generator(rows, gen_kwargs={"shards": [0, 1]}, cache_dir=str(tmp_path))
+    stream = HuggingFaceStream(dataset.to_iterable_dataset(num_shards=2))
+    first = stream.open("shard-1", 0)
+    for _ in range(1500):
+        next(first)
+    assert len(stream._states["shard-1"]) == 4
+    assert [row["number"] for row in stream.open("shard-1", 1490)] == list(range(3490, 4000))
+    assert [row["number"] for row in stream.open("shard-1", 3)] == list(range(2003, 4000))
+    with pytest.raises(ValueError, match="`start=2001`: the shard has 2000 rows only"):
+        stream.open("shard-1", 2001)
+
+
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got a `list`: need a `datasets\.IterableDataset`"):
         HuggingFaceStream([1])
+
+
+VALUES: dict[str, Any] = {
+    "number": list(range(90)),
+    "some missing": [None if number % 50 == 7 else number for number in range(90)],
+    "text": [f"row {number}" for number in range(90)],
+    "list": [[number] * (number % 4) for number in range(90)],
+    "list with a hole": [[number, None if number == 40 else 1] for number in range(90)],
+    "dict": [{"a": number, "b": [number]} for number in range(90)],
+}
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+@pytest.mark.parametrize("name", VALUES)
+def test_rows_of_tables_are_what_the_dataset_yields_one_by_one(name: str, form: str | None) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({name: VALUES[name]}).to_iterable_dataset().with_format(form)
+    rows = list(HuggingFaceStream(dataset).open("shard-0", 5))
+    assert [(type(row), repr(row)) for row in rows] == [(type(row), repr(row)) for row in dataset][5:]

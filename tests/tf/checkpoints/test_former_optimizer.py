@@ -125,7 +125,7 @@ def test_a_trainer_goes_on_from_a_file_of_the_old_library(
         assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(state["models"][0], old.get_weights(), strict=True))
         with caplog.at_level(logging.WARNING, logger="raysgd"):
             trainer.restore(tmp_path / "without")
-        assert "the optimizer was left as it is, because the file has none" in caplog.text
+        assert "The optimizer is unchanged, because the file has none" in caplog.text
         after = trainer.state_dict()
         assert np.array_equal(after["models"][0][0], file["weights"][0])
         assert all(np.array_equal(a, b) for a, b in zip(after["optimizers"][0], state["optimizers"][0], strict=True))

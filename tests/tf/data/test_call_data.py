@@ -106,7 +106,7 @@ def test_predictions_are_those_of_the_model(trainer: TFTrainer) -> None:
         assert np.abs(found - expected).max() < 1e-6
     assert np.abs(trainer.predict(FRAME[list("abcd")])["prediction"].to_numpy() - expected[:, 0]).max() < 1e-6
     assert [len(part) for part in trainer.predict(batched(), streaming=True)] == [4, 4, 4, 4, 4, 1]
-    with pytest.raises(ValueError, match=r"a `tf.data.Dataset` that is shuffled"):
+    with pytest.raises(ValueError, match=r"a shuffled `tf.data.Dataset`"):
         trainer.predict(batched().shuffle(3))
     with pytest.raises(TypeError, match="`predict` got a `int`"):
         trainer.predict(3)

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd.data import RayBatches
 from raysgd.tf import TFTrainer, TrainingOperator
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), RunIf(modules=["pandas", "pyarrow"])]
 

@@ -19,7 +19,7 @@ class Numbers:
     def __init__(self, total: int = 10) -> None:
         self.total = total
 
-    def open(self, consumed: int) -> Iterator[StreamItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         for number in range(consumed, self.total):
             yield StreamItem(number, 1, 1)
 
@@ -142,7 +142,7 @@ def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
 
 
 class WithPadding(Numbers):
-    def open(self, consumed: int) -> Iterator[StreamItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         yield StreamItem("real", 2, 3)
         yield StreamItem("padding", 0, 1)
 
@@ -170,12 +170,7 @@ class Votes:
     def ask(self, has_batch: bool) -> Any:
         self.others -= 1
         has_any = has_batch or self.others >= 0
-
-        class Vote:
-            def result(self) -> bool:
-                return has_any
-
-        return Vote()
+        return lambda: has_any
 
 
 @pytest.mark.parametrize(("own", "others"), [(3, 3), (3, 1), (1, 3), (0, 2), (0, 0)])
@@ -199,10 +194,10 @@ class Batch(list[int]):
 
 def test_a_rank_that_has_run_out_repeats_its_last_batch_with_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.tf.objects.datasets.num_samples", len)
-    items = list(OwnSource([Batch([1, 2])], Votes(2)).open(0))  # type: ignore[arg-type]
+    items = list(OwnSource([Batch([1, 2])], Votes(2)).open(0, 0))  # type: ignore[arg-type]
     assert [(item.batch, item.num_samples) for item in items] == [([1, 2], 2), ([1, 2], 0)]
 
 
 def test_a_rank_without_any_batch_says_so() -> None:
     with pytest.raises(ValueError, match="Give every rank at least one batch"):
-        list(OwnSource([], Votes(1)).open(0))  # type: ignore[arg-type]
+        list(OwnSource([], Votes(1)).open(0, 0))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.tf import TFTrainer
-from tests.lazily import imported
+from tests.helpers.lazily import imported
 
 example = imported("raysgd.tf.examples.tensorflow_train_example")
 pytestmark = pytest.mark.integration
@@ -44,7 +44,14 @@ def test_the_network_for_images_trains(ray_cluster: None) -> None:
     from raysgd.tf.examples import cifar_tf_example
 
     results = cifar_tf_example.main(smoke_test=True, num_replicas=1, augment_data=True)
-    assert set(results) == {"train_loss", "train_accuracy", "validation_loss", "validation_accuracy"}
+    assert set(results) == {
+        "loss",
+        "accuracy",
+        "train_loss",
+        "train_accuracy",
+        "validation_loss",
+        "validation_accuracy",
+    }
 
 
 @pytest.mark.soak  # the tests above have the same without new processes

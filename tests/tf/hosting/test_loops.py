@@ -47,7 +47,7 @@ def test_fit_counts_for_itself(keras_here: Any) -> None:
     assert loop.validation_options(REQUEST) == {"num_steps": 2}
     assert loop.progress_text() == "", "it is over"
     assert loop.fit_state().keys() == {"num_passes", "logs"}
-    with pytest.raises(ValueError, match="is no dict"):
+    with pytest.raises(ValueError, match="is not a dict"):
         loop.check_fit_state(5)
     loop.resume_fit({"num_passes": 4, "logs": {"loss": 1.0}})
-    assert loop.results(None) == {"train_loss": 1.0}
+    assert loop.results(None) == {"loss": 1.0, "train_loss": 1.0}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf.objects import datasets
-from tests.lazily import imported
+from tests.helpers.lazily import imported
 
 tf = imported("tensorflow")
 
@@ -199,7 +199,7 @@ def test_a_copy_that_was_not_used_begins_with_the_order_of_the_first_pass(kind: 
 
 def test_a_packed_dataset_comes_out_of_a_message_as_it_was() -> None:
     dataset = datasets.prepare_dataset_shard(tf.data.Dataset.from_tensor_slices((np.arange(5), np.eye(5))).batch(2))
-    came = pickle.loads(pickle.dumps(datasets.packed("it", dataset))).unpacked()
+    came = pickle.loads(pickle.dumps(datasets.packed("it", dataset))).make()
     assert came.element_spec == dataset.element_spec
     assert not datasets.is_divided(came)
     assert [x.numpy().tolist() for x, _ in came] == [[0, 1], [2, 3], [4]]

@@ -11,7 +11,7 @@ from raysgd.engine.shared.types import World
 from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from tests.lazily import imported
+from tests.helpers.lazily import imported
 
 tf = imported("tensorflow")
 

@@ -17,7 +17,7 @@ from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.parallel import keras_sync
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from tests.lazily import imported
+from tests.helpers.lazily import imported
 from tests.tf.alike import TwoAlike
 from tests.tf.models import Line, make_data, make_layers, make_model
 

@@ -33,7 +33,7 @@ def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
     import tensorflow as tf
 
     class Tensors:
-        def open(self, consumed: int) -> Iterator[StreamItem]:
+        def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
             for size in sizes:
                 yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
 

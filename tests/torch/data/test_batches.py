@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -287,3 +289,29 @@ def test_containers_of_every_kind_train_and_validate_alike(make_local: Any, outp
 def test_a_batch_made_of_eight_samples_has_what_all_of_it_agrees_on(batch: Any, expected: int) -> None:
     assert batches.samples_of(batch, 8) == expected
     assert batches.samples_of(batch, None) == batches.count_samples(batch)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.rand(3, 4).T, torch.tensor(True), torch.zeros(0, 2), torch.rand(4).bfloat16(), torch.rand(600, 500)],
+    ids=["strided", "scalar", "empty", "bfloat16", "large"],
+)
+def test_what_a_loader_process_sends_arrives_as_it_was(tensor: torch.Tensor) -> None:
+    process = multiprocessing.get_context("fork")
+    receiver, sender = process.Pipe(duplex=False)
+
+    def send() -> None:
+        batches.TensorCollate().begin_process()
+        sender.send({"x": tensor})
+        signal.pause()  # who takes shared memory over asks this process
+
+    child = process.Process(target=send, daemon=True)
+    child.start()
+    try:
+        assert receiver.poll(60)
+        received = receiver.recv()["x"]
+    finally:
+        child.kill()
+        child.join()
+    torch.testing.assert_close(received, tensor, rtol=0, atol=0)
+    received.zero_()  # and may be changed

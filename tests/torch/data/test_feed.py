@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,7 +162,8 @@ class Pair(NoParallel):
         def start(numbers: torch.Tensor) -> Any:
             sampler = self.theirs._data_of("train").sampler  # type: ignore[union-attr]
             sampler.begin_pass(0, REQUEST.seed)
-            return lambda: numbers.add_(sampler.fingerprint())
+            halves = divmod(sampler.fingerprint(), 2**20)
+            return lambda: numbers.add_(torch.tensor([(half, half**2) for half in halves]))
 
         return start
 
@@ -181,6 +183,14 @@ def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None
     feed = feed_of(batch_size=4, shuffle=False)
     feed.take_place(0, 2, 2 if instead_of else None, instead_of)
     assert take(feed, 1) == list(range(expected))
+
+
+def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> None:
+    feed, request = TorchFeed(lambda name: None, NoParallel(), 1), replace(REQUEST, shard_key="of this call")
+    feed.take_share("train", request, [torch.zeros(2)])
+    stream = feed.training(request)
+    assert feed.obstacle_of_call(stream) == "the data of this call are not divided by the library"
+    assert not feed.is_divided(stream)
 
 
 def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raysgd.torch.data.loader_process import EndsWithParent
-from tests.processes import is_alive
+from tests.helpers.processes import is_alive
 
 
 def load_until_ended(said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -291,6 +291,36 @@ def test_any_sequence_of_groups_sees_the_joint_batches_of_one_process() -> None:
             batches += [used(plan, num_steps)[start:stop] for start, stop in pairwise(ends)]
             consumed = plan.consumed_after(num_steps)
         assert batches == [list(range(num_samples)[at : at + joint_size]) for at in range(0, num_samples, joint_size)]
+
+
+def test_any_sequence_of_groups_sees_joint_batches_of_given_sizes() -> None:
+    draw = random.Random(11)
+    for _ in range(300):
+        sizes, consumed = [draw.randint(1, 20) for _ in range(draw.randint(1, 8))], 0
+        bounds = [0, *accumulate(sizes)]
+        seen: list[int] = []
+        while consumed < bounds[-1]:
+            world_size = draw.randint(1, 7)
+            division = Division(max(sizes), world_size, draw.choice([None, 1, 2, 3, 8]))
+            speeds_at = changing_speeds(draw, world_size) if draw.random() < 0.5 else None
+            plan = PassPlan(bounds[-1], consumed, division, False, True, speeds_at, bounds)
+            assert plan.num_steps == len(bounds) - 1 - bounds.index(consumed)
+            num_steps = draw.randint(0, plan.num_steps)
+            for step in range(num_steps):
+                joint = [share for shares in of_a_step(plan, step) for share in shares if share.num_samples]
+                assert sum(share.num_samples for share in joint) == sizes[len(seen)]
+                assert sorted(p for share in joint for p in range(share.start, share.stop)) == list(
+                    range(plan.consumed_after(step), plan.consumed_after(step + 1))
+                )
+                seen.append(sizes[len(seen)])
+            for rank in range(world_size):
+                steps = [plan.shares_of_step(step, rank) for step in range(plan.num_steps)]
+                assert list(plan.shares(rank)) == [share for step in steps for share in step]
+                assert plan.num_batches(rank) == len(list(plan.shares(rank)))
+            consumed = plan.consumed_after(num_steps)
+        assert seen == sizes
+    assert PassPlan(9, 0, Division(8, 2), False, True, bounds=[0, 8, 9]).has_single_samples
+    assert not PassPlan(11, 0, Division(8, 2), False, True, bounds=[0, 8, 11]).has_single_samples
 
 
 def test_the_samples_of_a_joint_batch_are_those_of_all_ranks() -> None:

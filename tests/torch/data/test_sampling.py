@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from raysgd.torch.data.batch_sampler import JointBatches
 from raysgd.torch.data.loader_process import EndsWithParent
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
@@ -105,8 +106,6 @@ FOUR = Squares(4)
         (DataLoader(Stream(), batch_size=2), "iterable", False),
         (DataLoader(Stream(), batch_size=None), "iterable", False),
         (DataLoader(FOUR, batch_size=None), "no batches", True),
-        (DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False)), "custom `batch_sampler`", True),
-        (DataLoader(FOUR, batch_sampler=[[0, 1], [2, 3]]), "custom `batch_sampler`", True),
         (OwnIteration(FOUR), "overrides the iteration", True),
         (DataLoader(FOUR, sampler=DistributedSampler(FOUR, 2, 0)), "divides the data", False),
         (DataLoader(FOUR, sampler=HandShardedSampler()), "divides the data", False),
@@ -120,6 +119,50 @@ def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str,
     assert left_alone.loader is loader
     assert reason in left_alone.reason
     assert left_alone.warn is warn
+
+
+@pytest.mark.parametrize(
+    ("joint", "training"),
+    [(None, False), (JointBatches(num_shards=4, multiple=4), True), (JointBatches(num_shards=4), True)],
+)
+def test_batches_of_a_batch_sampler_are_not_divided_where_their_sizes_must_be_known(
+    joint: JointBatches | None, training: bool
+) -> None:
+    loader = DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False))
+    left_alone = shard_loader(loader, rank=0, world_size=2, training=training, joint=joint)
+    assert isinstance(left_alone, UndividedLoader)
+    assert "custom `batch_sampler`" in left_alone.reason
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_batch_of_a_batch_sampler_is_a_joint_batch_where_these_stay(training: bool) -> None:
+    loader = DataLoader(Squares(9), batch_sampler=[[8, 7, 6, 5, 4], [3], [2, 1]])
+    found = []
+    for rank in range(2):
+        ranked = shard_loader(loader, rank=rank, world_size=2, training=training, joint=JointBatches())
+        assert isinstance(ranked, ShardedLoader)
+        assert len(ranked.sampler) == 3
+        plan = ranked.sampler.begin_pass(0, seed=0)
+        assert [plan.consumed_after(steps) for steps in range(4)] == [0, 5, 6, 8]
+        found.append(list(ranked.sampler))
+        ranked.sampler.begin_pass(0, seed=0, consumed=5)
+        assert list(ranked.sampler) == found[-1][1:]
+    assert found == [[[8, 7, 6], [3], [2, 1]], [[5, 4], [3], [2, 1]] if training else [[5, 4]]]
+
+
+def test_batches_of_one_sample_may_be_tensors() -> None:
+    loader = DataLoader(Squares(3), batch_sampler=torch.tensor([2, 0, 1]).split(1))
+    for joint in (None, JointBatches()):
+        sharded = shard_loader(loader, rank=0, world_size=1, training=True, joint=joint)
+        assert isinstance(sharded, ShardedLoader)
+        sharded.sampler.begin_pass(0, seed=0)
+        assert [batch.tolist() for batch, _ in sharded.loader] == [[2], [0], [1]]
+
+
+def test_ranks_take_batches_of_a_batch_sampler_as_they_are() -> None:
+    loader = DataLoader(Squares(7), batch_sampler=[[0, 1], [2], [3, 4, 5], [6]])
+    ranks = [shard(loader, rank=rank, world_size=2) for rank in range(2)]
+    assert [list(rank.loader.batch_sampler or ()) for rank in ranks] == [[[0, 1], [3, 4, 5]], [[2], [6]]]
 
 
 @pytest.mark.parametrize(

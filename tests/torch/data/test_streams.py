@@ -24,6 +24,7 @@ from raysgd.torch.data.streams import (
     tell_epoch,
 )
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 
 SEED = 7
@@ -80,9 +81,13 @@ def divided_source(num_samples: int) -> LoaderSource:
 
 
 def lockstep_source(num_samples: int) -> LoaderSource:
-    return LockstepSource(
-        [torch.tensor([i]) for i in range(num_samples)], world_size=1, agreement=Agreement(DDP().summation())
-    )
+    return in_lockstep([torch.tensor([i]) for i in range(num_samples)])
+
+
+def in_lockstep(batches: Any) -> LockstepSource:
+    source = LockstepSource(batches)
+    source.join(Ranks(DDP()))
+    return source
 
 
 def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
@@ -490,7 +495,5 @@ def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
 def test_alone_every_batch_has_full_weight(process_group: None) -> None:
     step = BatchStep()
     batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
-    stream = TorchBatchStream(
-        LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes()
-    )
+    stream = TorchBatchStream(in_lockstep(batches), step, Passes())
     assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]

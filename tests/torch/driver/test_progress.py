@@ -7,7 +7,7 @@ import io
 import pytest
 
 from raysgd._numbers.call_progress import CallProgress
-from raysgd.torch.driver.progress import EpochBar
+from raysgd.torch.driver.progress import epoch_bar
 
 
 class Terminal(io.StringIO):
@@ -23,11 +23,11 @@ def news(num_steps: int, loss: float | None = 0.5, num_epochs: int | None = None
 
 def test_a_file_gets_one_line_for_an_epoch() -> None:
     stream = io.StringIO()
-    with EpochBar(stream) as bar:
+    with epoch_bar(stream) as show:
         for num_steps in range(10):
-            bar.show(news(num_steps))
+            show(news(num_steps))
         assert stream.getvalue() == ""
-        bar.show(news(10, loss=0.25))
+        show(news(10, loss=0.25))
     text = stream.getvalue()
     assert text.count("\n") == 1
     assert text.endswith("\n")
@@ -38,8 +38,8 @@ def test_a_file_gets_one_line_for_an_epoch() -> None:
 
 def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
     stream = io.StringIO()
-    with EpochBar(stream) as bar:
-        bar.show(CallProgress(4, 4, 0, None, None))
+    with epoch_bar(stream) as show:
+        show(CallProgress(4, 4, 0, None, None))
     assert stream.getvalue().count("\n") == 1
     assert "4/4" in stream.getvalue()
     assert "loss" not in stream.getvalue()
@@ -47,10 +47,10 @@ def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
 
 def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
     stream = Terminal()
-    with EpochBar(stream) as bar:
-        bar.show(news(3))
-        bar.show(news(7))
-        bar.show(news(10, loss=0.25))
+    with epoch_bar(stream) as show:
+        show(news(3))
+        show(news(7))
+        show(news(10, loss=0.25))
     text = stream.getvalue()
     assert "\n" not in text
     frames = text.split("\r")
@@ -62,7 +62,7 @@ def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
 
 def test_without_news_nothing_is_drawn() -> None:
     for stream in (io.StringIO(), Terminal()):
-        with EpochBar(stream):
+        with epoch_bar(stream):
             pass
         assert stream.getvalue() == ""
 
@@ -71,8 +71,8 @@ def test_a_failed_epoch_leaves_no_line() -> None:
     stream = io.StringIO()
 
     def fail() -> None:
-        with EpochBar(stream) as bar:
-            bar.show(news(3))
+        with epoch_bar(stream) as show:
+            show(news(3))
             raise KeyError("user code")
 
     with pytest.raises(KeyError):
@@ -84,8 +84,8 @@ def test_a_failed_epoch_clears_the_bar() -> None:
     stream = Terminal()
 
     def fail() -> None:
-        with EpochBar(stream) as bar:
-            bar.show(news(3))
+        with epoch_bar(stream) as show:
+            show(news(3))
             raise KeyError("user code")
 
     with pytest.raises(KeyError):
@@ -96,14 +96,14 @@ def test_a_failed_epoch_clears_the_bar() -> None:
 @pytest.mark.parametrize(("num_epochs", "label"), [(None, "3e:"), (5, "3/5e:")])
 def test_the_label_counts_epochs_from_one(num_epochs: int | None, label: str) -> None:
     stream = io.StringIO()
-    with EpochBar(stream) as bar:
-        bar.show(news(10, num_epochs=num_epochs))
+    with epoch_bar(stream) as show:
+        show(news(10, num_epochs=num_epochs))
     assert stream.getvalue().startswith(label)
 
 
 def test_an_unknown_total_is_no_obstacle() -> None:
     stream = io.StringIO()
-    with EpochBar(stream) as bar:
-        bar.show(CallProgress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
+    with epoch_bar(stream) as show:
+        show(CallProgress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
     assert "6" in stream.getvalue()
     assert stream.getvalue().count("\n") == 1

@@ -29,7 +29,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.torch.objects.metric_objects import MetricState, capture, remember
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Metric `Spearman:UserWarning",  # keeps all samples, which is the point here

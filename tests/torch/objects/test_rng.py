@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from raysgd.torch.objects import rng
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 
 @pytest.fixture(autouse=True)
@@ -110,17 +109,6 @@ def test_a_state_survives_a_file_that_is_loaded_weights_only(tmp_path: Path) -> 
     assert draw() == expected
 
 
-def test_without_numpy_the_other_generators_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "numpy")
-    state = rng.capture()
-    expected = torch.rand(3).tolist(), random.random()
-    assert state["numpy_words"] is None
-
-    rng.restore(state)
-
-    assert (torch.rand(3).tolist(), random.random()) == expected
-
-
 def test_another_kind_of_numpy_generator_is_left_alone() -> None:
     original = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(5))
@@ -174,3 +162,23 @@ def test_a_state_from_a_machine_with_a_gpu_is_restored_without_one() -> None:
     expected = draw()
     rng.restore({**state, "torch_cuda": None} if torch.cuda.is_available() else {**state, "torch_cuda": b"0" * 16})
     assert draw() == expected
+
+
+def test_copies_of_generators_cover_those_alone_that_were_drawn_from() -> None:
+    copies = rng.GeneratorCopies()
+    copies.take()
+    torch.rand(1)
+    copies.learn()
+    copies.take()
+    assert len(copies._states) == 1
+    expected = torch.rand(3)
+    copies.put_back()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_copies_of_generators_cover_all_of_them_at_first() -> None:
+    copies = rng.GeneratorCopies()
+    copies.take()
+    expected = [torch.rand(1).item(), random.random(), np.random.rand()]
+    copies.put_back()
+    assert [torch.rand(1).item(), random.random(), np.random.rand()] == expected

@@ -72,7 +72,7 @@ def test_a_state_of_before_takes_them_back(trained: TorchTrainer, make_local: Ma
     ("groups", "words"),
     [
         ([["0.3.weight", "0.0.bias"]], r"parameters that are not registered here \(0.3.weight\)"),
-        (7, "no lists of names"),
+        (7, "not lists of names"),
         ([[["0.0.weight"]]], r"not registered here \(\['0.0.weight'\]\)"),
         ([["0.0.weight", "0.0.weight"]], "a parameter twice"),
         ([["0.2.weight"]], "more than one parameter group"),

@@ -130,7 +130,7 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert grouped.obstacle == "`ddp_args` names another process group"
     hooked = DDP()
     hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
-    assert hooked.obstacle == "a model has a communication hook that was registered by hand"
+    assert hooked.obstacle == "a model has a communication hook that you registered yourself"
 
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.exchanges import Exchanges, step_only_where
 
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41803")
 
@@ -91,3 +91,43 @@ def test_another_group_begins_anew() -> None:
     group.exchange(LOST)
     group.exchanges.forget()
     group.exchanges.check()
+
+
+def test_a_batch_may_fail_without_an_exception_until_it_is_checked() -> None:
+    exchanges, gradients = Exchanges(), torch.ones(2)
+    exchanges.fail_quietly = True
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    watched = exchanges.track(future, True, gradients)
+    assert not exchanges.has_failed
+    future.set_exception(LOST)
+    assert watched.value() is gradients
+    assert exchanges.has_failed
+    assert exchanges.end_broken(LOST, gradients).value() is gradients
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        exchanges.check()
+    exchanges.forget()
+    assert not exchanges.has_failed
+
+
+def test_exceptions_of_user_code_are_never_kept_quiet() -> None:
+    exchanges = Exchanges()
+    exchanges.fail_quietly = True
+    with pytest.raises(RuntimeError, match="in a hook of the user"):
+        exchanges.end_broken(RuntimeError("in a hook of the user"), torch.ones(1))
+    assert not exchanges.has_failed
+
+
+def test_an_optimizer_steps_only_where_that_counts_also_behind_a_scheduler_and_for_hooks() -> None:
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer, counts, seen = torch.optim.SGD([weight], lr=1.0), [False], []
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+    step_only_where(optimizer, lambda closure: counts[0])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight.item()))
+    weight.grad = torch.ones(())
+    optimizer.step()
+    assert (weight.item(), seen) == (0.0, [])
+    counts[0] = True
+    optimizer.step()
+    optimizer.step(lambda: torch.ones(()))
+    assert (weight.item(), seen) == (-2.0, [-1.0, -2.0])

@@ -21,7 +21,7 @@ from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import _filled, _skeleton_of
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
-from tests.patience import hearing_all_ranks
+from tests.helpers.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal

@@ -19,8 +19,8 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.types import Resources
 from raysgd.torch.parallel import handover
-from tests.fakes import CountingReplica
-from tests.patience import PATIENCE_S, hearing_all_losses
+from tests.helpers.fakes import CountingReplica
+from tests.helpers.patience import PATIENCE_S, hearing_all_losses
 from tests.torch.operators_for_tests import equal
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel, _Outgoing
 from raysgd.torch.parallel.step import BatchStep
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from raysgd.connections.mesh.board import Board
 from raysgd.connections.mesh.meeting import Deadline, Endpoint
-from raysgd.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.connections.mesh.mesh import Mesh, MeshBroken, NotAligned
 from raysgd.connections.mesh.routes import neighbors, others
 from raysgd.connections.mesh.words import RankStatements
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch.parallel.joint_record import JointRecord
-from tests.fakes import meeting
+from tests.helpers.fakes import meeting
 
 
 class Rank:
@@ -130,6 +130,20 @@ def test_ranks_at_exchanges_of_different_sizes_are_both_told_what_the_other_one_
     errors = go_through(ranks, lambda rank: rank.exchange("a"), lambda rank: rank.exchange("b", num_bytes=9))
     assert [type(error) for error in errors] == [UnevenStepsError] * 2
     assert all("on rank 0 a once, b 0 times; on rank 1 a 0 times, b once" in str(error) for error in errors)
+
+
+def test_a_rank_that_fails_is_told_at_once_by_those_that_have_ended(ranks: list[Rank]) -> None:
+    has_ended = threading.Event()
+    ranks[1].board.on_idle = lambda: None  # it says nothing by itself
+
+    def fails(rank: Rank) -> None:
+        assert has_ended.wait(60)
+        rank.record.note("model 1 exchanged")
+        raise NotAligned("of another size")
+
+    error, _ = go_through(ranks, fails, lambda rank: threading.Timer(0.2, has_ended.set).start())
+    assert isinstance(error, UnevenStepsError)
+    assert "on rank 0 model 1 exchanged once; on rank 1 model 1 exchanged 0 times" in str(error)
 
 
 def test_a_loss_is_a_loss(ranks: list[Rank]) -> None:

@@ -14,7 +14,7 @@ from raysgd import StepOptions
     ("options", "message"),
     [
         *[
-            ({"accumulate_grad_batches": value}, f"`accumulate_grad_batches={value}`: need at least 1")
+            ({"accumulate_grad_batches": value}, f"`accumulate_grad_batches={value}`: need an integer of at least 1")
             for value in (0, -1, 1.5, True)
         ],
         *[

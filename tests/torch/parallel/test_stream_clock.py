@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.stream_clock import StreamClock, StreamEvent
+from raysgd.torch.parallel.stream_clock import StreamClock
 
 
 class Stream:
@@ -18,7 +18,7 @@ class Stream:
         self.clock = StreamClock(lambda: Event(self))
 
 
-class Event(StreamEvent):
+class Event:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 

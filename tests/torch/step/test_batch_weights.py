@@ -114,15 +114,15 @@ def unknown(output: torch.Tensor, target: torch.Tensor, **settings: Any) -> torc
 @pytest.mark.parametrize(
     ("bench", "criterion", "target", "way_out"),
     [
-        (Bench(), unknown, SOME_IGNORED, "behind the loss\n"),
-        (Bench(), partial(unknown, ignore_index=2), LABELS, "behind the loss\n"),
-        (Bench(), partial(unknown, weight=torch.rand(3)), LABELS, "behind the loss\n"),
-        (Bench(), torch.nn.CrossEntropyLoss(reduction="none"), SOME_IGNORED, "behind the loss\n"),
+        (Bench(), unknown, SOME_IGNORED, "after the loss\n"),
+        (Bench(), partial(unknown, ignore_index=2), LABELS, "after the loss\n"),
+        (Bench(), partial(unknown, weight=torch.rand(3)), LABELS, "after the loss\n"),
+        (Bench(), torch.nn.CrossEntropyLoss(reduction="none"), SOME_IGNORED, "after the loss\n"),
         (
             Bench(obstacle='parallel="fsdp"'),
             torch.nn.CrossEntropyLoss(),
             SOME_IGNORED,
-            'behind the loss, which does not work with `parallel="fsdp"`',
+            'after the loss, which does not work with `parallel="fsdp"`',
         ),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.doors import controller_of
+from tests.helpers.doors import controller_of
 from tests.torch.lab import Experiment, run_together
 
 pytestmark = pytest.mark.integration
@@ -130,12 +131,19 @@ def weights_of(operator: Any) -> dict[str, Any]:
     return state
 
 
-def test_three_workers_do_so_too_and_a_loss_inside_a_step_goes_back_to_a_snapshot(
-    ray_cluster: None, tmp_path: Path
+@pytest.mark.parametrize(("undo", "recovery"), [(False, "rebuilt"), (True, "rejoined")])
+def test_three_workers_do_so_too_and_a_loss_inside_a_step_repeats_it_where_it_can_be_undone(
+    ray_cluster: None, tmp_path: Path, undo: bool, recovery: str
 ) -> None:
     expected, _ = fitted_alone("strong_wolfe", 3 * BATCH_SIZE, by_counts=False)
     config = {"search": "strong_wolfe", "marks": str(tmp_path)}
-    with TorchTrainer(training_operator_cls=Breaks, num_workers=3, num_cpus_per_worker=0.5, config=config) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Breaks,
+        num_workers=3,
+        num_cpus_per_worker=0.5,
+        config=config,
+        recovery_options=Recovery(undo=undo),
+    ) as trainer:
         start = trainer.state_dict()
         for is_broken in (False, True):
             trainer.load_state_dict(start)
@@ -144,4 +152,4 @@ def test_three_workers_do_so_too_and_a_loss_inside_a_step_goes_back_to_a_snapsho
                 (tmp_path / "break").touch()
             trainer.train()
             torch.testing.assert_close(trainer.apply_all_operators(weights_of), [expected] * 3, rtol=1e-6, atol=1e-6)
-        assert [event.kind for event in controller_of(trainer).history.events[1:]] == ["rebuilt"]
+        assert [event.kind for event in controller_of(trainer).history.events[1:]] == [recovery]

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.messages.placement import Placement
-from raysgd.train._rules.settings import WORDS, ExecutorRules, WorkerSettings
+from raysgd.train._rules.settings import WORDS, ExecutorRules, WorkerSettings, check_elastic
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 from raysgd.train.torch import TorchConfig
 
@@ -14,13 +14,13 @@ from raysgd.train.torch import TorchConfig
 def settings(**options: Any) -> WorkerSettings:
     given = {"num_workers": 2, "num_cpus": 1, "num_gpus": 0, "custom": None, "heartbeat_s": 60.0}
     given |= {"placement": Placement(), **options}
-    return WorkerSettings.checked(Backend(), *given.values())
+    return WorkerSettings(Backend(), *given.values())
 
 
 def test_groups_are_started_from_what_the_user_asked_for() -> None:
     made = settings(num_workers=(2, 4), num_cpus=0.5, custom={"disk": 1}, heartbeat_s=20)
     spec = made.group_spec(BackendConfig(), print)
-    assert (made.min_workers, made.max_workers) == (2, 4)
+    assert (made.scaling.min_workers, made.scaling.max_workers) == (2, 4)
     assert spec.resources.bundle() == {"CPU": 0.5, "disk": 1}
     assert (spec.heartbeat_s, spec.initialization_hook, spec.captures, spec.words) == (20, print, False, WORDS)
 
@@ -84,3 +84,20 @@ def test_how_far_functions_run_ahead_is_up_to_the_front_end_or_else_the_environm
     assert settings().num_ahead_by(ExecutorRules()) == 0
     monkeypatch.setenv("TRAIN_REPORTS_AHEAD", given)
     assert settings().num_ahead_by(ExecutorRules(num_ahead=of_rules)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "config", "max_retries", "words"),
+    [
+        ((3, 3), TorchConfig(), 3, r"`num_workers=\(2, 3\)`"),
+        ((2, 3), BackendConfig(), 3, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(backend="nccl"), 3, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(), 1, "at least 1 in `fit`"),
+    ],
+)
+def test_functions_can_go_on_with_fewer_workers_where_gloo_connects_them(
+    num_workers: tuple[int, int], config: BackendConfig, max_retries: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_elastic(config, num_workers, 0, max_retries)
+    check_elastic(TorchConfig(), (2, 3), 0, 2)

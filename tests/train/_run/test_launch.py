@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -8,9 +9,11 @@ from raysgd._state.state_codec import decode
 from raysgd.engine.shared.types import World
 from raysgd.train._run.launch import Launch
 from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train._worker.shards import DividedData
 from raysgd.train.checkpoint import CheckpointManager
+from tests.streams.made import MadeStream
 
 
 class FakeGroup:
@@ -18,6 +21,7 @@ class FakeGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.infos = list(range(size))
 
     def share(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -29,6 +33,12 @@ class FakeHooks:
     def __init__(self, size: int) -> None:
         self.group = FakeGroup(size)
         self.num_starts = 0
+        self.num_started, self.num_changes, self.joined = 1, 0, dict[Any, int]()
+        self.replicas = FunctionReplicas()
+        self.workers = SimpleNamespace(workers=())
+
+    def store(self, value: Any) -> Any:
+        return value
 
     def on_training_start(self) -> None:
         self.num_starts += 1
@@ -64,13 +74,37 @@ def test_a_function_is_started_once_on_a_group(checkpoints: CheckpointManager) -
     first = worlds(2)
     assert made(first) == [(SPEC, None, None)] * 2
     assert made(first) == [(), ()]
-    assert made.started_on is first
+    assert made.members == {0: 0, 1: 0}
+    assert hooks.num_starts == 1
+
+
+def test_others_can_step_in_where_no_part_of_the_data_was_given_away(checkpoints: CheckpointManager) -> None:
+    stream = MadeStream([4, 4]).batch(4)
+    cases = ((None, True), (stream, True), ({"train": stream}, True), (Numbers(), False))
+    for data, can_be_joined in (*cases, ({"train": stream, "other": Numbers()}, False)):
+        made, hooks = launch(checkpoints, data=data)
+        made.is_elastic = True
+        [(spec, *_), _] = made(worlds(2))
+        assert spec.has_parts is not can_be_joined
+        assert made.can_be_joined is can_be_joined
+        assert bool(hooks.replicas.start) is can_be_joined
+
+
+def test_a_function_is_not_started_again_on_those_that_are_left_of_its_group(checkpoints: CheckpointManager) -> None:
+    made, hooks = launch(checkpoints, size=3)
+    made(worlds(3))
+    hooks.group.infos = [0, 2]
+    assert made(worlds(2)) == [(), ()]
+    assert made.members == {0: 0, 2: 0}
     assert hooks.num_starts == 1
 
 
 def test_another_group_is_another_start_even_if_it_looks_the_same(checkpoints: CheckpointManager) -> None:
     made, hooks = launch(checkpoints)
     made(worlds(2))
+    hooks.num_started = 2
+    assert not made.has_started
+    assert made.members == {}
     assert made(worlds(2)) == [(SPEC, None, None)] * 2
     assert hooks.num_starts == 2
 
@@ -94,16 +128,17 @@ def test_a_start_that_fails_is_made_again(checkpoints: CheckpointManager) -> Non
 
 def test_a_function_starts_from_the_newest_checkpoint(checkpoints: CheckpointManager) -> None:
     checkpoints.begin_run(None, {"epoch": 1})
-    made, _ = launch(checkpoints)
+    made, hooks = launch(checkpoints)
     assert [decode(packed, copy=True)["epoch"] for _, packed, _ in made(worlds(2))] == [1, 1]
     checkpoints.add(0, lambda: {"epoch": 2})
+    hooks.num_started = 2
     assert [decode(packed, copy=True)["epoch"] for _, packed, _ in made(worlds(2))] == [2, 2]
 
 
 def test_a_function_whose_reports_nobody_reads_is_started_so(checkpoints: CheckpointManager) -> None:
-    made, _ = launch(checkpoints)
+    made, hooks = launch(checkpoints)
     made(worlds(2))
-    made.is_muted = True
+    made.is_muted, hooks.num_started = True, 2
     assert [spec.is_muted for spec, _, _ in made(worlds(2))] == [True, True]
 
 

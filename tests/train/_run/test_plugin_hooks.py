@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,12 +22,16 @@ class NotedWorkers:
     """Stands for the workers of a group, as a plug-in sees them."""
 
     made: list[WorkerObject]
+    workers: list[Any]
 
     @classmethod
     def of(cls, group: Any, resources: Resources) -> NotedWorkers:
         workers = cls()
-        workers.made = []
+        workers.made, workers.workers = [], list(group.infos)
         return workers
+
+    def follow(self, workers: list[Any]) -> None:
+        self.workers = workers
 
     def make_objects(self, worker_object: WorkerObject) -> None:
         self.made.append(worker_object)
@@ -65,8 +70,8 @@ def hooks(backend: Any, waits: list[float] | None = None, worker_object: WorkerO
     return PluginHooks(backend, BackendConfig(), Resources(), await_checkpoint, worker_object)
 
 
-def group() -> EngineGroup:
-    return cast(EngineGroup, object())
+def group(*infos: Any) -> EngineGroup:
+    return cast(EngineGroup, SimpleNamespace(infos=list(infos)))
 
 
 def test_a_plug_in_hears_of_each_moment_and_objects_are_made_last(backend: NotingBackend) -> None:
@@ -78,6 +83,18 @@ def test_a_plug_in_hears_of_each_moment_and_objects_are_made_last(backend: Notin
     assert backend.told == ["start", "training start", "shutdown"]
     assert made.group is running
     assert cast(NotedWorkers, made.workers).made == [worker_object]
+
+
+def test_ranks_of_those_that_are_left_are_followed(backend: NotingBackend) -> None:
+    made, running = hooks(backend), group("a", "b", "c")
+    made.on_start(running)
+    for infos in (["b", "c"], ["c"]):
+        running.infos[:] = infos  # type: ignore[arg-type]
+        made.on_change(running)
+    assert made.workers.workers == ["c"]
+    assert made.num_started == 1
+    made.on_start(running)
+    assert made.num_started == 2
 
 
 def test_a_death_over_the_start_is_a_failed_start_and_an_exception_is_raised(backend: NotingBackend) -> None:

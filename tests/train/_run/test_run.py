@@ -56,6 +56,12 @@ def test_the_end_of_all_is_the_end() -> None:
     assert (step.kind, step.data) == (None, ("a", None))
 
 
+def test_a_rank_that_does_not_report_yet_is_left_out() -> None:
+    step = check_step([None, FunctionMessage(REPORT, 2, CheckpointRef(2.0)), FunctionMessage(REPORT, 3)])
+    assert (step.data, step.source) == ((2, 3), 1)
+    assert check_step([None, FunctionEnded("b")]).data == ("b",)
+
+
 def test_the_end_of_some_is_an_error_that_names_them() -> None:
     with pytest.raises(StepMismatchError, match="different number of calls: they ended on rank 1,"):
         check_step([FunctionMessage(REPORT, 1), FunctionEnded()])
@@ -82,20 +88,28 @@ class Group:
 
     def __init__(self, *attempts: Sequence[list[Answer]]) -> None:
         self.attempts = [[list(answers) for answers in ranks] for ranks in attempts]
-        self.started_on: Any = None
+        self.worlds: Any = None
+        self.attempt: int | None = None
+        self.members: dict[int, int] = {}
+        self.is_elastic = self.can_be_joined = False
         self.told: list[list[tuple[Any, ...]]] = []
 
     def __call__(self, worlds: Any) -> list[tuple[Any, ...]]:
-        self.started_on = worlds
+        if worlds is not self.worlds:
+            self.worlds, self.attempt, self.members = (
+                worlds,
+                (self.attempt or 0) + 1,
+                dict.fromkeys(range(len(worlds)), 0),
+            )
         return [()] * len(worlds)
 
     def run(self, call: Any, budget: RetryBudget) -> list[Answer]:
         while True:
             told = call.args_for(self.attempts[0])
             self.told.append(told)
-            if all(answers for (_, is_needed), answers in zip(told, self.attempts[0], strict=True) if is_needed):
+            if all(answers for (_, is_needed, _), answers in zip(told, self.attempts[0], strict=True) if is_needed):
                 asked = zip(told, self.attempts[0], strict=True)
-                return [answers.pop(0) if is_needed else [] for (_, is_needed), answers in asked]
+                return [answers.pop(0) if is_needed else [] for (_, is_needed, _), answers in asked]
             del self.attempts[0]
 
 
@@ -134,7 +148,7 @@ def test_a_step_has_the_reports_of_all_ranks_however_far_each_is() -> None:
     run = run_on(group)
     assert steps_of(run) == [(1, 10), (2, 20), (3, 30)]
     assert run.returned == ["a", "b"]
-    assert [[is_needed for _, is_needed in told] for told in group.told] == [
+    assert [[is_needed for _, is_needed, _ in told] for told in group.told] == [
         [True, True],
         [False, True],
         [False, True],
@@ -154,7 +168,7 @@ def test_a_rank_is_told_the_number_of_a_checkpoint_when_all_before_it_were_taken
         [[[FunctionMessage(REPORT, 1), saved], [FunctionEnded()]], [reports(10), reports(20), [FunctionEnded()]]]
     )
     assert steps_of(run_on(group)) == [(1, 10), (2, 20)]
-    assert [[index for index, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
+    assert [[index for index, _, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
 
 
 class Storing(Group):

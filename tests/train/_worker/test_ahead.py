@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 
 from raysgd.air._running import current_session
-from raysgd.engine.shared.types import World
+from raysgd.engine.shared.types import StateHandover, World
 from raysgd.train import session
 from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, TrainingResultType
+from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, RanksMet, TrainingResultType
 from tests.train.replicas import begin, user_keys
 
-TWO, OTHER_TWO = ["one", "another"], ["one", "another"]
+TWO = {"one": 0, "another": 0}
+
+
+def members(*names: str) -> dict[str, int]:
+    return dict.fromkeys(names, 0)
 
 
 def report(number: int, checkpoint: CheckpointRef | None = None) -> FunctionMessage:
@@ -26,13 +30,13 @@ def report(number: int, checkpoint: CheckpointRef | None = None) -> FunctionMess
 
 def test_a_step_is_there_when_each_rank_has_a_message() -> None:
     ahead = MessageQueues()
-    assert not ahead.has_step(None)
-    ahead.begin(TWO)
+    assert not ahead.has_step
+    ahead.begin(1, TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
     ahead.add([[report(1), report(2)], [report(1)]])
-    assert ahead.has_step(TWO)
+    assert ahead.has_step
     assert ahead.take_step() == [report(1), report(1)]
-    assert not ahead.has_step(TWO)
+    assert not ahead.has_step
     assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
     ahead.add([[], [report(2), FunctionEnded()]])
     assert ahead.take_step() == [report(2), report(2)]
@@ -40,18 +44,56 @@ def test_a_step_is_there_when_each_rank_has_a_message() -> None:
 
 def test_messages_of_workers_that_were_replaced_are_dropped() -> None:
     ahead = MessageQueues()
-    ahead.begin(TWO)
+    ahead.begin(1, TWO)
     ahead.add([[report(1), report(2)], [report(1)]])
-    assert not ahead.has_step(OTHER_TWO)
-    ahead.begin(TWO)
-    assert ahead.has_step(TWO), "the same as before"
-    ahead.begin(OTHER_TWO)
+    ahead.begin(1, TWO)
+    assert ahead.has_step, "the same as before"
+    ahead.begin(2, TWO)
     assert [ahead.is_needed(rank) for rank in range(2)] == [True, True]
+    assert [ahead.num_taken(rank) for rank in range(2)] == [0, 0]
+
+
+def test_messages_of_those_that_are_left_stay_whatever_their_rank_is_then() -> None:
+    ahead = MessageQueues()
+    ahead.begin(1, members("one", "another", "third"))
+    ahead.add([[], [report(1), report(2)], [report(1)]])
+    assert not ahead.has_step
+    ahead.begin(1, members("another", "third"))
+    assert [ahead.num_taken(rank) for rank in range(2)] == [2, 1]
+    assert ahead.take_step() == [report(1), report(1)]
+    assert [ahead.is_needed(rank) for rank in range(2)] == [False, True]
+
+
+def test_those_that_step_in_report_from_where_they_have_met_the_others() -> None:
+    ahead = MessageQueues()
+    ahead.begin(1, members("one", "another", "lost"))
+    ahead.begin(1, {**members("one", "another"), "new": 2})
+    ahead.add([[RanksMet(1)], [RanksMet(1)], []])
+    assert not ahead.has_step
+    assert not ahead.are_all_there, "those of an earlier group have met"
+    assert [ahead.is_needed(rank) for rank in range(3)] == [True, True, False]
+    ahead.add([[report(1), RanksMet(2), report(2)], [report(1)], []])
+    assert ahead.take_step() == [report(1), report(1), None]
+    assert not ahead.are_all_there
+    assert not ahead.has_step, "one rank says that all have met"
+    assert [ahead.is_needed(rank) for rank in range(3)] == [False, True, True]
+    ahead.add([[], [RanksMet(2), report(2)], [RanksMet(2), report(2)]])
+    assert ahead.has_step
+    assert ahead.take_step() == [report(2)] * 3
+
+
+def test_those_that_stepped_in_report_where_all_others_are_lost() -> None:
+    ahead = MessageQueues()
+    ahead.begin(1, members("one", "another"))
+    ahead.begin(1, {"one": 0, "new": 1})
+    ahead.begin(1, {"new": 1})
+    assert not ahead.has_step
+    assert ahead.is_needed(0)
 
 
 def test_where_reports_are_not_read_any_more_checkpoints_and_the_end_stay() -> None:
     ahead, saved = MessageQueues(), report(2, CheckpointRef())
-    ahead.begin(TWO)
+    ahead.begin(1, TWO)
     ahead.add([[report(1), saved, FunctionEnded()], [report(1)]])
     ahead.drop_reports()
     ahead.add([[], [saved, FunctionEnded()]])
@@ -143,3 +185,55 @@ def test_a_function_whose_end_was_sent_already_can_be_muted() -> None:
     begin(replica, lambda: None, num_ahead=9)
     assert take_all(replica) == [FunctionEnded()]
     replica.mute()
+
+
+def test_what_the_driver_has_not_got_is_sent_again_where_functions_go_on() -> None:
+    def train() -> str:
+        for number in range(3):
+            session.report(number=number)
+        return "end"
+
+    replica = FunctionReplica(World(0, 2))
+    begin(replica, train, is_elastic=True)
+    assert replica.replica_progress().obstacle == "the function has not taken a step yet"
+    [first] = replica.take(None, True, 0)
+    assert replica.take(None, True, 0) == [first], "the answer was lost"
+    [second] = replica.take(None, True, 1)
+    assert user_keys(second) == {"number": 1}
+    assert replica.take(None, False, 1) == [second]
+    assert replica.take(None, False, 2) == []
+    assert user_keys(*replica.take(None, True, 2)) == {"number": 2}
+    assert replica.take(None, True, 3) == [FunctionEnded("end")]
+    assert replica.take(None, True, 3) == [FunctionEnded("end")]
+
+
+def test_a_function_that_raised_or_never_began_does_not_go_on() -> None:
+    def train() -> None:
+        raise ZeroDivisionError("mine")
+
+    replica = FunctionReplica(World(0, 2))
+    assert replica.replica_progress().obstacle == "no function was started here"
+    begin(replica, train, is_elastic=True)
+    with pytest.raises(ZeroDivisionError):
+        replica.take(None, True)
+    assert "raised ZeroDivisionError('mine')" in str(replica.replica_progress().obstacle)
+
+
+def test_a_broken_group_ends_the_wait_for_a_message_and_not_the_function() -> None:
+    goes_on = threading.Event()
+
+    def train() -> None:
+        goes_on.wait(60)
+        session.report(number=1, rank=session.world_rank())
+
+    replica = FunctionReplica(World(1, 2))
+    begin(replica, train, is_elastic=True)
+    membership: Any = replica._membership
+    membership.note_broken(ConnectionResetError("gone"))
+    with pytest.raises(ConnectionResetError):
+        replica.take(None, True)
+    membership.leave()
+    replica.regroup(World(0, 1), StateHandover())
+    goes_on.set()
+    assert user_keys(*replica.take(None, True)) == {"number": 1, "rank": 0}
+    assert replica.take(None, True, 1) == [FunctionEnded()]

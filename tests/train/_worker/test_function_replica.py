@@ -63,7 +63,7 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert replica.take(None, True, spec(session.load_checkpoint), packed, None) == [FunctionEnded({"epoch": 2})]
+        assert replica.take(None, True, 0, spec(session.load_checkpoint), packed, None) == [FunctionEnded({"epoch": 2})]
 
     def test_gives_signs_of_life(self, replica: FunctionReplica) -> None:
         assert replica.heartbeat() == Heartbeat()

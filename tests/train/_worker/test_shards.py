@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,21 +20,21 @@ class Numbers:
 
 
 def test_each_worker_gets_its_part() -> None:
-    assert DividedData(Numbers(1, 2, 3, 4)).of(2) == [(1, 3), (2, 4)]
+    assert DividedData(Numbers(1, 2, 3, 4))(2) == [(1, 3), (2, 4)]
 
 
 def test_several_are_divided_one_by_one() -> None:
     data = DividedData({"train": Numbers(1, 2), "val": Numbers(3, 4)})
-    assert data.of(2) == [{"train": (1,), "val": (3,)}, {"train": (2,), "val": (4,)}]
+    assert data(2) == [{"train": (1,), "val": (3,)}, {"train": (2,), "val": (4,)}]
 
 
 def test_a_restart_gets_the_same_parts_and_another_number_of_workers_new_ones() -> None:
     numbers = Numbers(1, 2, 3, 4)
-    data = DividedData(numbers, place=lambda part: [part])
-    first = data.of(2)
-    assert data.of(2) is first
+    data = DividedData(numbers)
+    first = data(2)
+    assert data(2) is first
     assert numbers.num_splits == 1
-    assert data.of(1) == [[(1, 2, 3, 4)]]
+    assert data(1) == [(1, 2, 3, 4)]
 
 
 class NearNumbers(Numbers):
@@ -42,12 +43,13 @@ class NearNumbers(Numbers):
 
 
 def test_each_part_is_near_its_worker_where_the_data_can_do_that() -> None:
-    data = DividedData({"near": NearNumbers(1, 2), "far": Numbers(3, 4)}, actors=lambda: ("a", "b"))
-    assert data.of(2) == [
+    data = DividedData({"near": NearNumbers(1, 2), "far": Numbers(3, 4)})
+    workers = [SimpleNamespace(actor=SimpleNamespace(ray_actor=name)) for name in ("a", "b")]
+    assert data(2, workers) == [
         {"near": ((1,), ["a", "b"]), "far": (3,)},
         {"near": ((2,), ["a", "b"]), "far": (4,)},
     ]
-    assert DividedData(NearNumbers(1)).of(1) == [((1,), None)]
+    assert DividedData(NearNumbers(1))(1) == [((1,), None)]
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

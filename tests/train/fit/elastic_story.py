@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.torch import TorchTrainer
-from tests.forked import forks
-from tests.ray_start import patient_ray
+from tests.helpers.forked import forks
+from tests.helpers.ray_start import patient_ray
 from tests.torch.draining import announce_end
 from tests.train.fit.loops import await_preemption, count_epochs
 from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES

@@ -52,6 +52,20 @@ def test_what_is_wrong_is_said_when_the_trainer_is_made(
         DataParallelTrainer(loop, **options)
 
 
+def test_configs_and_checkpoints_of_ray_are_refused_in_words_that_name_both() -> None:
+    theirs = pytest.importorskip("ray.train")
+    for name in ("scaling_config", "run_config"):
+        config = {"scaling_config": theirs.ScalingConfig, "run_config": theirs.RunConfig}[name]()
+        with pytest.raises(ValueError, match=f"`{name}=.*Those of Ray have the same names.*from `raysgd.train`"):
+            DataParallelTrainer(loop, **{name: config})
+    for name in ("failure_config", "checkpoint_config"):
+        config = {"failure_config": theirs.FailureConfig, "checkpoint_config": theirs.CheckpointConfig}[name]()
+        with pytest.raises(ValueError, match=f"`{name}=.*Those of Ray have the same names.*from `raysgd.train`"):
+            RunConfig(**{name: config})
+    with pytest.raises(ValueError, match=r"`resume_from_checkpoint=.*Those of Ray have the same names"):
+        DataParallelTrainer(loop, resume_from_checkpoint=theirs.Checkpoint("/tmp"))
+
+
 def test_a_loop_takes_one_argument_at_most() -> None:
     with pytest.raises(ValueError, match="`train_loop_per_worker` takes 2 parameters"):
         DataParallelTrainer(of_two)  # type: ignore[arg-type]
@@ -85,6 +99,10 @@ def test_a_partial_that_leaves_one_argument_is_fine() -> None:
         (
             {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(storage_path="memory://x")},
             "only this process sees",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=(1, 2), elastic=True)},
+            "only workers that `TorchConfig` connects",
         ),
     ],
 )

@@ -13,8 +13,8 @@ from raysgd.storage import Folder, open_folder
 from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train.fit.checkpoints import FitCheckpoints
 from raysgd.train.fit.session import METADATA_KEY
-from tests.s3_server import S3Server
-from tests.store_damage import alter
+from tests.helpers.s3_server import S3Server
+from tests.helpers.store_damage import alter
 
 
 @pytest.fixture

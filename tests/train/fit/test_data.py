@@ -12,8 +12,8 @@ from raysgd.air.config import DatasetConfig
 from raysgd.train.fit.data import (
     OWN_CONFIG,
     DataConfig,
+    DatasetShards,
     check_datasets,
-    make_shards,
     merged_config,
     prepared,
 )
@@ -80,7 +80,7 @@ def values_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 class TestWhoGetsWhat:
     def test_only_train_is_divided_if_nobody_says_otherwise(self) -> None:
-        assert values_of(make_shards(TWO).of(2)) == [
+        assert values_of(DatasetShards(TWO)(2)) == [
             {"train": (1, 3), "val": (5, 6)},
             {"train": (2, 4), "val": (5, 6)},
         ]
@@ -94,11 +94,11 @@ class TestWhoGetsWhat:
         ],
     )
     def test_a_config_says_which_are_divided(self, config: DataConfig, val: list[tuple[int, ...]]) -> None:
-        assert [each["val"] for each in values_of(make_shards(TWO, config).of(2))] == val
+        assert [each["val"] for each in values_of(DatasetShards(TWO, config)(2))] == val
 
     def test_configs_by_name_say_so_too(self) -> None:
         config = merged_config({"val": DatasetConfig(split=True), "train": DatasetConfig(split=False)}, TWO)
-        assert values_of(make_shards(TWO, config).of(2)) == [
+        assert values_of(DatasetShards(TWO, config)(2)) == [
             {"train": (1, 2, 3, 4), "val": (5,)},
             {"train": (1, 2, 3, 4), "val": (6,)},
         ]
@@ -109,20 +109,20 @@ class TestWhoGetsWhat:
             for name, node in (("a", "here"), ("b", "there"))
         ]
         datasets = {"train": Streamed(1, 2), "val": Streamed(3)}
-        shards = make_shards(datasets, workers=lambda: workers)
-        assert shards.of(2) == [
+        shards = DatasetShards(datasets)
+        assert shards(2, workers) == [
             {"train": ((1,), ["here", "there"]), "val": "all of (3,)"},
             {"train": ((2,), ["here", "there"]), "val": "all of (3,)"},
         ]
         config = DataConfig(["train"], enable_shard_locality=False)
-        assert make_shards(datasets, config, workers=lambda: workers).of(2)[0]["train"] == ((1,), None)
+        assert DatasetShards(datasets, config)(2, workers)[0]["train"] == ((1,), None)
 
     def test_shards_are_made_anew_for_each_start(self) -> None:
-        shards = make_shards(TWO, place=lambda part: [part])
-        first, again, alone = shards.of(2), shards.of(2), shards.of(1)
+        shards = DatasetShards(TWO)
+        first, again, alone = shards(2), shards(2), shards(1)
         assert first == again
         assert first[0] is not again[0]
-        assert alone == [[{"train": (1, 2, 3, 4), "val": TWO["val"]}]]
+        assert alone == [{"train": (1, 2, 3, 4), "val": TWO["val"]}]
 
     def test_a_config_of_ones_own_divides_as_it_likes(self) -> None:
         class All(DataConfig):
@@ -131,35 +131,35 @@ class TestWhoGetsWhat:
             ) -> list[dict[str, Any]]:
                 return [{name: (rank, data.values) for name, data in datasets.items()} for rank in range(world_size)]
 
-        assert make_shards(TWO, All()).of(2)[1] == {"train": (1, (1, 2, 3, 4)), "val": (1, (5, 6))}
+        assert DatasetShards(TWO, All())(2)[1] == {"train": (1, (1, 2, 3, 4)), "val": (1, (5, 6))}
 
         class TooFew(DataConfig):
             def configure(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
                 return [{}]
 
         with pytest.raises(ValueError, match=r"`TooFew.configure` returned 1 dicts for 2 workers"):
-            make_shards(TWO, TooFew()).of(2)
+            DatasetShards(TWO, TooFew())(2)
 
     def test_workers_that_hold_all_cpus_are_mentioned_once(
         self, free_cpus: list[float], caplog: pytest.LogCaptureFixture
     ) -> None:
-        shards = make_shards({"train": Streamed(1, 2)})
-        shards.of(2)
+        shards = DatasetShards({"train": Streamed(1, 2)})
+        shards(2)
         assert not caplog.records
         free_cpus[0] = 0.5
-        shards.of(2)
-        shards.of(2)
+        shards(2)
+        shards(2)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "Ray Data reads and transforms in tasks that need a CPU" in caplog.text
-        make_shards(TWO).of(2)
+        DatasetShards(TWO)(2)
         assert len(caplog.records) == 1
 
 
 class TestBadInput:
     def test_what_cannot_be_divided_is_named(self) -> None:
         with pytest.raises(TypeError, match=r"`datasets\['train'\]` is a `list`, which cannot be divided"):
-            make_shards({"train": [1, 2]})
-        assert make_shards({"train": [1, 2]}, DataConfig([])).of(2) == [{"train": [1, 2]}] * 2
+            DatasetShards({"train": [1, 2]})
+        assert DatasetShards({"train": [1, 2]}, DataConfig([]))(2) == [{"train": [1, 2]}] * 2
 
     @pytest.mark.parametrize("given", ["train", "some", ("train",), [1], None])
     def test_datasets_to_split_is_a_list_of_names(self, given: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stories import found_by, run_story
+from tests.helpers.stories import found_by, run_story
 from tests.train.fit.elastic_story import GAIN_AT, NUM_EPOCHS
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(300)]

@@ -12,8 +12,8 @@ from raysgd.air.config import RunConfig, SyncConfig
 from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
-from tests.s3_server import S3Server
-from tests.store_damage import alter
+from tests.helpers.s3_server import S3Server
+from tests.helpers.store_damage import alter
 from tests.train.fit.notes import Noting, make_folder, make_recorder
 
 

@@ -16,7 +16,7 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.space import check_space, merged_arguments
 from raysgd.train.tensorflow import TensorflowTrainer
 from raysgd.train.torch import TorchTrainer
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Open(TorchTrainer):
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"run_config": RunConfig()}, "pass it to the `Tuner` itself"),
-    ({"lr": 0.1}, "`param_space` has `lr`, which is no argument of `TorchTrainer`"),
+    ({"lr": 0.1}, "`param_space` has `lr`, which is not an argument of `TorchTrainer`"),
     ({"train_loop_confg": {"lr": 0.1}}, "Did you mean `train_loop_config`?"),
     ({"scaling_config": {"num_worker": 2}}, "`num_worker` is unknown. Did you mean `num_workers`?"),
     ({"scaling_config": {"num_workers": 0}}, "`num_workers=0`"),
@@ -73,13 +73,13 @@ def test_so_are_those_of_a_base_trainer() -> None:
         def training_loop(self) -> None: ...
 
     check_space(Countdown(), {"datasets": {}})
-    with pytest.raises(ValueError, match="`train_loop_config`, which is no argument of `Countdown`"):
+    with pytest.raises(ValueError, match="`train_loop_config`, which is not an argument of `Countdown`"):
         check_space(Countdown(), {"train_loop_config": {}})
 
 
 def test_a_class_of_yours_says_itself_what_it_takes() -> None:
     check_space(Deep(), {"depth": 2})
-    with pytest.raises(ValueError, match="`scaling_config`, which is no argument of `Deep`"):
+    with pytest.raises(ValueError, match="`scaling_config`, which is not an argument of `Deep`"):
         check_space(Deep(), {"scaling_config": {}})
     check_space(Open(), {"depth": 2, "scaling_config": {"num_workers": 2}})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 
 pytestmark = RunIf(modules=["transformers", "accelerate"])
 

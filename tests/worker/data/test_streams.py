@@ -126,6 +126,17 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
     assert list(stream.take(None)) == [2]
 
 
+def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
+    class Broken(Numbers):
+        def _begin_step(self, item: Any, is_last: bool) -> Any:
+            raise ConnectionError("noticed ahead of the batch")
+
+    stream = Broken([1, 2], Place(), lambda: 0)
+    with pytest.raises(ConnectionError):
+        next(stream.take(None))
+    assert stream.num_steps_completed == 0
+
+
 def test_the_step_is_told_when_it_is_done_and_when_no_batch_follows() -> None:
     stream, _ = counted([1, 2])
     place = stream._step

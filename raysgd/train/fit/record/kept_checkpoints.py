@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,7 +15,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.layout import TrialFolder, checkpoint_index
 from raysgd.air.metrics import RunProgress
-from raysgd.air.reports import ReportedCheckpoint
+from raysgd.air.reports import ReportedCheckpoint, ReportedCheckpointStatus
 from raysgd.air.result import by_checkpoint, value_at
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.record.chores import BackgroundTasks
@@ -41,7 +42,7 @@ class KeptCheckpoints:
         self._ranking = Ranking(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
         self._keeps_none = config.num_to_keep == 0
         self._chores = chores
-        self._present: dict[int, tuple[Checkpoint, dict[str, Any]]] = {}
+        self._present: dict[int, ReportedCheckpoint] = {}
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
@@ -54,28 +55,42 @@ class KeptCheckpoints:
             report = by_name.get(name)
             self.add(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
 
-    def add(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress) -> None:
-        """Takes a new checkpoint in, and deletes those that it replaces."""
+    def add(
+        self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
+    ) -> None:
+        """Takes a new checkpoint in, and deletes those that it replaces: once it is settled, if it is pending."""
         name = name_of(checkpoint)
         index = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = index + 1
         self.latest, self.progress = checkpoint, progress
-        self._present[index] = checkpoint, dict(metrics)
-        for dropped in self._ranking.admit(index, self._score(metrics)):
+        self._present[index] = reported = ReportedCheckpoint(checkpoint, dict(metrics))
+        if is_pending:
+            reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
+        else:
+            self._rank(index)
+
+    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
+        """Adds what the validation of a checkpoint has found, and deletes what it replaces."""
+        index = next(index for index, kept in self._present.items() if kept.checkpoint is checkpoint)
+        self._present[index].metrics.update(metrics)
+        self._present[index].status = status
+        self._rank(index)
+
+    def _rank(self, index: int) -> None:
+        for dropped in self._ranking.admit(index, self._score(self._present[index].metrics)):
             self._delete(dropped)
 
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        return [self._present[index] for index in self._ranking.kept]
+        kept = [self._present[index] for index in self._ranking.kept]
+        return [(each.checkpoint, each.metrics) for each in kept]
 
     @property
     def by_age(self) -> list[ReportedCheckpoint]:
         """The same, the oldest first, as they go to other processes."""
-        return [
-            ReportedCheckpoint(checkpoint.by_place(), dict(metrics))
-            for _, (checkpoint, metrics) in sorted(self._present.items())
-        ]
+        present = [self._present[index] for index in sorted(self._present)]
+        return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in present]
 
     def end(self) -> None:
         """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""
@@ -85,7 +100,7 @@ class KeptCheckpoints:
                 self._delete(index)
 
     def _delete(self, index: int) -> None:
-        name = name_of(self._present.pop(index)[0])
+        name = name_of(self._present.pop(index).checkpoint)
         if name is not None:
             self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
 
@@ -119,7 +134,7 @@ def number_of(checkpoint: Checkpoint) -> int:
 
 
 def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
-    """How far a run was at a checkpoint whose report was the last thing that the driver did not write any more."""
+    """Return the progress of a run at a checkpoint whose report the driver could not write any more."""
     if report is not None:
         return RunProgress.of(report)
     return RunProgress.of(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)

@@ -16,11 +16,11 @@ from typing import Any
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
-from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
+from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, VALIDATION_FILE
 from raysgd.air.layout import EXPERIMENT_TAG, TrialFolder
 from raysgd.air.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller
-from raysgd.air.reports import ReportedCheckpoint
-from raysgd.air.result import Result, read_reports
+from raysgd.air.reports import ReportedCheckpoint, ReportedCheckpointStatus
+from raysgd.air.result import Result, read_reports, read_validations
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.calling.run_callbacks import RunCallbacks
 from raysgd.engine.decisions.history import GroupEvent
@@ -30,6 +30,7 @@ from raysgd.train.fit.record.kept_checkpoints import KeptCheckpoints, name_of
 from raysgd.train.fit.record.shown_config import shown_config
 from raysgd.train.fit.record.stopping import make_stop
 from raysgd.train.fit.record.writers import open_writers, write_error
+from raysgd.writers.json_files import as_json
 from raysgd.writers.sink import SafeSink
 
 logger = logging.getLogger(__name__)
@@ -102,12 +103,13 @@ class Recorder:
         )
         self._trial.set_status(FitTrialView.RUNNING)
 
-    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
+    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, is_pending: bool = False) -> bool:
         """There is a report.
 
         Args:
             metrics: Those of rank 0.
             checkpoint: What was reported with it, in the trial's folder already.
+            is_pending: Whether it is going to be validated, so that `settle` is called with it later.
 
         Returns:
             Whether the run stops here, by a condition of the user.
@@ -126,10 +128,21 @@ class Recorder:
         result[DONE] = result[DONE] or self._callbacks.is_stopping
         self._trial.update_last_result(result)
         if checkpoint is not None:
-            self._keep(checkpoint, result)
+            self._keep(checkpoint, result, is_pending)
         self._callbacks.end_step()
         self._logs.upload_soon()
         return bool(result[DONE])
+
+    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
+        """A checkpoint is validated, or will not be: its metrics are complete."""
+        self._checkpoints.settle(checkpoint, metrics, status)
+        if self._trial.checkpoint is checkpoint:
+            self._trial.last_result |= metrics
+        name = name_of(checkpoint)
+        if name is not None and status is ReportedCheckpointStatus.VALIDATED:
+            logger.info("%s is validated: %s", name, dict(metrics))
+            found = {**read_validations(self._folder.trial), name: dict(metrics)}
+            self._folder.trial.write(VALIDATION_FILE, as_json(found).encode())
 
     def reported(self) -> list[ReportedCheckpoint]:
         """The checkpoints that are kept, oldest first."""
@@ -194,10 +207,10 @@ class Recorder:
         self._trial.checkpoint = self._checkpoints.latest
         self._load_callback_states()
 
-    def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any]) -> None:
+    def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
         self._callbacks.save(checkpoint)
         self._trial.checkpoint = checkpoint
-        self._checkpoints.add(checkpoint, result, self._filler.progress)
+        self._checkpoints.add(checkpoint, result, self._filler.progress, is_pending)
         self._callbacks.saved()
         self._save_callback_states()
 

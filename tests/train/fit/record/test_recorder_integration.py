@@ -22,8 +22,8 @@ from raysgd.air.result import Result
 from raysgd.exceptions import CallbackError, TrainingFailedError
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from tests.run_if import RunIf
-from tests.s3_server import S3Server
+from tests.helpers.run_if import RunIf
+from tests.helpers.s3_server import S3Server
 from tests.train.fit import loops
 from tests.train.fit.notes import Noting, events
 

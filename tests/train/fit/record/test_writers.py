@@ -15,7 +15,7 @@ from raysgd.train.fit.record.writers import open_writers, write_error
 from raysgd.train.fit.record.writers import write_params as write_parameters
 from raysgd.writers.json_files import as_json
 from raysgd.writers.sink import SafeSink
-from tests.run_if import RunIf
+from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
 
@@ -137,7 +137,7 @@ def test_a_broken_tensorboardx_costs_only_its_file(
     close_all(writers)
     assert len(read_lines(tmp_path)) == 3
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("TensorBoard: could not write (ImportError: libprotobuf is missing); the run goes on")
+    assert message.startswith("TensorBoard: could not write (ImportError: libprotobuf is missing); the run continues")
 
 
 def test_files_that_cannot_be_written_cost_a_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

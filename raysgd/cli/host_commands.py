@@ -1,0 +1,69 @@
+"""The commands for trainers that outlive their program: `raysgd list`, `raysgd attach`, `raysgd stop`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Command = Callable[..., None]
+
+
+def _in_cluster(command: Command) -> Command:
+    """Let a command have `--address`, connect to that cluster first, and show errors without their traceback."""
+
+    @click.option(
+        "--address", default="auto", help="The Ray cluster. Default: RAY_ADDRESS, else the one of this machine."
+    )
+    @functools.wraps(command)
+    def connected(address: str, **arguments: Any) -> None:
+        import ray
+
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            command(**arguments)
+        except (ConnectionError, LookupError, RuntimeError, ValueError) as error:
+            raise click.ClickException(str(error.args[0] if error.args else error)) from error
+
+    return connected
+
+
+@click.command("list")
+@_in_cluster
+def list_hosts() -> None:
+    """List the trainers that live in hosts."""
+    from raysgd.host import cluster
+
+    found = cluster.hosts()
+    click.echo("\n".join(map(str, found)) if found else "There are no hosts.")
+
+
+@click.command()
+@click.argument("name")
+@_in_cluster
+def attach(name: str) -> None:
+    """Show what the trainer in host NAME prints, until its call ends. Ctrl-C leaves the trainer running."""
+    from raysgd.host import cluster
+
+    trainer = cluster.attach(name)
+    click.echo(repr(trainer))
+    try:
+        trainer._follow()
+    except KeyboardInterrupt:
+        click.echo(f"Host {name} continues.")
+    else:
+        click.echo("No call is running.")
+
+
+@click.command()
+@click.argument("name")
+@_in_cluster
+def stop(name: str) -> None:
+    """End the trainer in host NAME at once, without saving, and free its resources."""
+    from raysgd.host import cluster
+
+    cluster.stop(name)
+    click.echo(f"Host {name} has ended.")

@@ -1,0 +1,1 @@
+"""Validation beside the training: by workers that do nothing else."""

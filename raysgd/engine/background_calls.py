@@ -1,0 +1,139 @@
+"""Calls of a trainer that run in a thread of the driver, while the program goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from typing import TypeVar
+
+from raysgd.engine.changes.turns import Place
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.shared.call_handle import CallHandle
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_END_S = 10.0
+
+
+class BackgroundCall(CallHandle[T]):
+    """A call in a thread.
+
+    Args:
+        future: Becomes what the call comes to.
+        interrupt: Ends the call, from another thread.
+    """
+
+    def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
+        self._future, self._interrupt = future, interrupt
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the call and return what it came to. Ctrl-C meanwhile ends the call.
+
+        Args:
+            timeout: How many seconds to wait. None waits until the call has ended.
+
+        Raises:
+            TimeoutError: The call is still running. It goes on.
+            TrainerShutdownError: The trainer was shut down before the call was over.
+            Exception: What the call itself has raised.
+        """
+        try:
+            wait([self._future], timeout)
+        except KeyboardInterrupt:
+            self._interrupt()
+            wait([self._future])
+            raise
+        if not self._future.done():
+            raise TimeoutError(f"The call is still running after `timeout={timeout!r}` seconds. It continues.")
+        return self._future.result()
+
+
+class BackgroundCalls:
+    """Begins the calls of one trainer that run in threads, each of which takes its turn in the order of the calls.
+
+    Args:
+        controller: Has the workers.
+        at_once: Whether a call is over before its handle is returned, because a worker is in the driver.
+    """
+
+    def __init__(self, controller: ElasticController, at_once: bool) -> None:
+        self._controller, self._at_once = controller, at_once
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, work: Callable[[], T]) -> CallHandle[T]:
+        """Begins a call; whatever the trainer is told from now on comes after it.
+
+        Args:
+            work: The call, with its arguments.
+
+        Raises:
+            TrainerShutdownError: After `shutdown`.
+        """
+        place = self._controller.reserve_turn()
+
+        def run() -> T:
+            with self._controller.turn(place):
+                return work()
+
+        return self._run(run, [(self._controller, place)])
+
+    def begin_beside(
+        self, work: Callable[[], S], controller: ElasticController | None, rest: Callable[[S, Callable[[], None]], T]
+    ) -> CallHandle[T]:
+        """Begins a call of which the larger part runs on other workers, while calls to those of the trainer go on.
+
+        Args:
+            work: What has to be done ahead of these calls.
+            controller: Has the other workers; None for those that take no turns.
+            rest: What is done there with the result of `work`, and with what raises once the call is to end.
+
+        Raises:
+            TrainerShutdownError: After `shutdown`.
+        """
+        place = self._controller.reserve_turn()
+        places = [(self._controller, place)]
+
+        def run() -> T:
+            with self._controller.turn(place):
+                begun = work()
+                if controller is not None:
+                    places.append((controller, controller.reserve_turn()))
+            with controller.turn(places[1][1]) if controller is not None else nullcontext():
+                return rest(begun, place.check_wanted)
+
+        return self._run(run, places)
+
+    def _run(self, work: Callable[[], T], places: Sequence[tuple[ElasticController, Place]]) -> CallHandle[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def interrupt() -> None:
+            for controller, place in places:
+                controller.interrupt(place)
+
+        if self._at_once:
+            run()
+        else:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            self._threads.append(threading.Thread(target=run, name="raysgd-call", daemon=True))
+            self._threads[-1].start()
+        return BackgroundCall(future, interrupt)
+
+    def await_end(self) -> None:
+        """Waits for the threads, whose calls were ended."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_S)

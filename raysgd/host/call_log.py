@@ -1,0 +1,164 @@
+"""The log of calls in a host: they take turns, each happens once, and its answer stays until a program has it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from raysgd.host.packing import packed_answer
+
+OF_ITERATORS = ("draw", "close")
+_MOST_LEFT = 16  # answers to programs that are gone; of one call each, so this is a long series of crashes
+
+
+@dataclass
+class LoggedCall:
+    """A call of a program.
+
+    Attributes:
+        token: Its number, unique among those of all programs.
+        method: The method of the trainer.
+        program: The program that waits for the answer; None once that is gone, empty if no other one may have it.
+        words: The program that made it, in words.
+        answer: What it came to, packed.
+        began_at: Since when it has been running, in seconds of `time.time`; None while it waits for its turn.
+        is_interrupted: Whether Ctrl-C was pressed before it had its turn.
+        asked: What was asked, for the next process of the host.
+    """
+
+    token: str
+    method: str
+    program: str | None
+    words: str
+    answer: Future[bytes] = field(default_factory=Future)
+    began_at: float | None = None
+    is_interrupted: bool = False
+    asked: Any = None
+
+    def __str__(self) -> str:
+        since = "waiting" if self.began_at is None else f"for {time.time() - self.began_at:.0f} s"
+        return f"`{self.method}` of {self.words}, {since}"
+
+
+class CallLog:
+    """Runs calls in a separate thread, one after the other, and keeps their answers. For any thread.
+
+    Args:
+        note: Called with each call and its answer, before any program can have that.
+    """
+
+    def __init__(self, note: Callable[[LoggedCall, bytes], None] = lambda call, answer: None) -> None:
+        self._note = note
+        self._calls: dict[str, LoggedCall] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-calls")
+        self._interruptible: tuple[str, int] | None = None
+
+    def begin(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
+        """Let a call take its turn. One that is logged already is not repeated."""
+        with self._lock:
+            if call.token in self._calls:
+                return self._calls[call.token]
+            self._calls[call.token] = call
+            self._thread.submit(self._run, call, body)
+        return call
+
+    def add(self, call: LoggedCall) -> None:
+        """Keep a call that has its answer."""
+        self._calls[call.token] = call
+
+    def _run(self, call: LoggedCall, body: Callable[[], object]) -> None:
+        call.began_at = time.time()
+
+        def interruptible() -> object:
+            self._interruptible = call.token, threading.get_ident()
+            try:
+                if call.is_interrupted:
+                    raise KeyboardInterrupt
+                return body()
+            finally:
+                self._end_interrupts()
+
+        answer = packed_answer(interruptible)
+        self._note(call, answer)
+        call.answer.set_result(answer)
+
+    def _end_interrupts(self) -> None:
+        """From here on no Ctrl-C is passed on: one that was sent has been raised when this returns or raises."""
+        with self._lock:
+            self._interruptible = None
+
+    def interrupt(self, token: str) -> None:
+        """Raise `KeyboardInterrupt` in a call, now or when it has its turn."""
+        with self._lock:
+            call = self._calls.get(token)
+            if call is not None and call.began_at is None:
+                call.is_interrupted = True
+            if self._interruptible is not None and self._interruptible[0] == token:
+                thread = ctypes.c_ulong(self._interruptible[1])
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+
+    def find(self, token: str) -> LoggedCall | None:
+        """Return a call whose answer is still there."""
+        return self._calls.get(token)
+
+    def confirm(self, token: str) -> None:
+        """Forget a call whose answer has arrived."""
+        with self._lock:
+            self._calls.pop(token, None)
+
+    def running(self) -> LoggedCall | None:
+        """Return the call that has its turn."""
+        with self._lock:
+            return next((call for call in self._calls.values() if not call.answer.done()), None)
+
+    def leave(self, program: str) -> None:
+        """Note that a program is gone: its calls go on, for the next program that asks for them."""
+        with self._lock:
+            calls = [call for call in self._calls.values() if call.program == program]
+            for call in calls:
+                call.program = "" if call.method in OF_ITERATORS else None
+        for call in calls:
+            if call.program == "":  # its iterator ends with the program
+                call.answer.add_done_callback(partial(self._forget, call.token))
+        self._drop_oldest()
+
+    def _forget(self, token: str, answer: Future[bytes]) -> None:
+        self.confirm(token)
+
+    def _drop_oldest(self) -> None:
+        with self._lock:
+            left = [call.token for call in self._calls.values() if call.program is None and call.answer.done()]
+            for token in left[:-_MOST_LEFT]:
+                del self._calls[token]
+
+    def programs(self) -> set[str]:
+        """Return the programs that wait for answers."""
+        with self._lock:
+            return {call.program for call in self._calls.values() if call.program}
+
+    def has_others(self, program: str) -> bool:
+        """Return whether other programs have calls."""
+        with self._lock:
+            return any(call.program not in (None, program) for call in self._calls.values())
+
+    def take_over(self, program: str) -> LoggedCall | None:
+        """Return the oldest call that no program waits for; from now on this one does."""
+        with self._lock:
+            for call in self._calls.values():
+                if call.program is None:
+                    call.program = program
+                    return call
+        return None
+
+    def await_all(self, timeout_s: float) -> None:
+        """Wait until the calls that are running have an answer."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -1,0 +1,1 @@
+"""Batches made of the rows of a stream: here, or in processes that work ahead."""

@@ -1,0 +1,70 @@
+"""The group as the sources of one replica's batches see it: the place in it, and what its ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from raysgd.streams.lane_ends import Numbers, StartSum
+from raysgd.torch.parallel.strategy import NoParallel, Summation
+
+
+class Ranks:
+    """One group; a replica that gets a place in another one has another object.
+
+    Attributes:
+        rank: The place of the replica.
+        world_size: How many replicas there are.
+        balance: Whether shares follow the speed of the ranks.
+    """
+
+    def __init__(
+        self,
+        parallel: NoParallel,
+        rank: int = 0,
+        world_size: int = 1,
+        balance: bool = False,
+    ) -> None:
+        self._parallel = parallel
+        self.rank, self.world_size = rank, world_size
+        self.balance = balance
+
+    @property
+    def is_joint(self) -> bool:
+        """True if there are others, with which this one steps together."""
+        return self.world_size > 1 and self._parallel.synchronizes
+
+    @cached_property
+    def start_sum(self) -> Summation:
+        """Starts sums beside the training. Made once in each group, by all ranks at the same time."""
+        return self._parallel.summation()
+
+    def adding(self) -> StartSum:
+        """Return the same for arrays of NumPy.
+
+        Raises:
+            ValueError: The workers tell each other nothing.
+        """
+        if not self.is_joint:
+            raise ValueError(
+                'With `parallel="none"` workers tell each other nothing, which a stream with a filter, or with shards '
+                "of unknown lengths, needs."
+            )
+        start_sum = self.start_sum
+
+        def start(numbers: Numbers) -> Callable[[], Numbers]:
+            wait = start_sum(torch.from_numpy(numbers))
+
+            def summed() -> Numbers:
+                wait()
+                return numbers
+
+            return summed
+
+        return start
+
+    def own_s(self) -> float:
+        """Return for how long this rank has trained so far, without waiting for others."""
+        return self._parallel.exchanges.own_s()

@@ -1,0 +1,394 @@
+"""Steps of a function that all ranks take together, or none of them: what `elastic=True` makes of prepared parts.
+
+Where an exchange of gradients fails because a worker was lost, nothing is raised in user code: the batch has failed,
+its optimizer does not step, and the loader yields its samples again.
+
+Why it is so, and what decides whether a step counts: ADR 121.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.air._running import RunningSession, current_session
+from raysgd.connections.torch import exchanges_at_once, is_connection_error
+from raysgd.torch.parallel import handover
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
+from raysgd.torch.parallel.exchanges import completed, step_only_where
+from raysgd.torch.parallel.strategy import repeat_first
+from raysgd.torch.step.undo_log import UndoLog
+from raysgd.train._worker.membership import Mark, Membership, Place
+
+_DTYPES = (torch.float32, torch.float64)
+_JOINT = "_is_joint"
+_CPU = torch.device("cpu")
+_RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
+_SAME = 1e-6  # so far may sums of equal numbers be apart
+
+
+class JointSteps:
+    """The models and optimizers of a function that goes on where it is when other workers are lost.
+
+    Args:
+        session: That of the function, whose membership decides which steps count.
+    """
+
+    def __init__(self, session: RunningSession) -> None:
+        self._session = session
+        self._membership: Membership = session.membership
+        self._met = self._membership.place
+        self._shared: list[Any] = []
+        self._loaders: list[Any] = []
+        self._parallel = DDP()
+        self._models: list[DistributedDataParallel] = []
+        self._with_buffers: list[DistributedDataParallel] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._formed = self._met
+        self._undo_log, self._undone = UndoLog([], [], [], tuple, False, False, bool), (0, False)
+        self._num_changes = 0  # of parameters, where this batch began
+        self._is_torn = False  # an exchange was seen to follow a change of a model in its batch
+        self._weight = 1.0
+        self._has_batch = self._has_exchanged = self._has_stepped = self._is_checked = False
+
+    # ---------------------------------------------------------------------------------------------------- what there is
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: Mapping[str, Any]) -> torch.nn.Module:
+        """Returns a model that averages its gradients over the ranks as long as no batch has failed.
+
+        Raises:
+            ValueError: An option that does not go together with that.
+        """
+        for name in ("process_group", COMM_HOOK):
+            if name in options:
+                raise ValueError(f"`{name}` of `prepare_model` does not work with `elastic=True`: leave it out.")
+        self._shared.append(model)
+        options = {**options, COMM_HOOK: (self, _average)}
+        wrapped = self._parallel.wrap(model, device_ids, options, init_sync=not self._membership.is_new)
+        if isinstance(wrapped, DistributedDataParallel):
+            self._models.append(wrapped)
+            if wrapped.broadcast_buffers:
+                self._with_buffers.append(wrapped)
+            wrapped.broadcast_buffers = False
+        return wrapped
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets an optimizer step only where the step counts, in place, so that there is no other way to step it."""
+        if hasattr(optimizer.step, _JOINT):
+            return
+        self._shared.append(optimizer)
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) > 1:
+            self._membership.flaw = "the function has several optimizers"
+        step_only_where(optimizer, self._counts)
+        setattr(optimizer.step.__func__, _JOINT, True)  # type: ignore[attr-defined]
+
+    def _counts(self, closure: Any) -> bool:
+        if closure is None:
+            return self._may_step()
+        self._membership.flaw = "the optimizer steps with a closure"
+        return True
+
+    def share(self, *parts: Any) -> None:
+        """Takes note of other things whose state has to be alike on all ranks."""
+        self._shared += parts
+
+    def admit(self) -> None:
+        """The function counts its passes so that others can step in."""
+        self._membership.admits = True
+
+    def number(self, loader: Any) -> None:
+        """Takes note of a loader, whose position others take over that step in."""
+        self._loaders.append(loader)
+
+    def _check_prepared(self) -> None:
+        """Checks, at the first exchange, that everything is prepared that has to be.
+
+        Raises:
+            ValueError: Something is not.
+        """
+        if self._is_checked:
+            return
+        if not self._models:
+            raise ValueError(
+                "`elastic=True`: no model is prepared for several workers. Call `prepare_model(model)`, which puts it "
+                "into `DistributedDataParallel`."
+            )
+        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        for model in self._models:
+            if not stepped & {id(parameter) for parameter in model.parameters()}:
+                raise ValueError(
+                    f"`elastic=True`: the optimizer of `{type(model.module).__name__}` is not prepared, so it would "
+                    "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
+                )
+        if not self._has_batch:
+            raise ValueError(
+                "`elastic=True`: this batch comes from no prepared loader that divides joint batches, so it could not "
+                "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
+            )
+        self._is_checked = True
+
+    # ------------------------------------------------------------------------------------------------------- a batch
+
+    def enter(self, takes_steps: bool = True) -> Place:
+        """Waits for a group, connects the models with it, and returns the place in it.
+
+        A function that is to step in takes over there what the others have, unless no step follows.
+        """
+        while True:
+            if self._membership.is_new and not takes_steps:
+                return self._membership.place
+            place = self._membership.enter()
+            if place is not self._formed:
+                self._parallel.reform()
+                for model in self._models:
+                    model.broadcast_buffers = False
+            if self._membership.is_new and self._membership.meet(place, self._meet):
+                place = self._met = self._membership.place
+            self._formed = place
+            if not self._membership.is_new:
+                return place
+
+    def _meet(self) -> Exception | None:
+        """Gives ranks that step in what they lack, before the first batch of a group; returns when all ranks have it.
+
+        All ranks do this in the same place: before the same batch.
+        """
+        membership, world = self._membership, self._membership.place.world
+        try:
+            are_new = torch.zeros(world.size)
+            are_new[world.rank] = membership.is_new
+            self._parallel.all_sum(are_new)
+            takers = [rank for rank, is_new in enumerate(are_new.tolist()) if is_new]
+            if not takers:
+                return None
+            source, flaw, state = min(set(range(world.size)) - set(takers), default=0), None, dict[str, Any]()
+            if membership.is_new:
+                state = handover.receive(source, takers, _CPU)
+                flaw = self._unfit(state)
+            elif world.rank == source:
+                handover.send(self._state(), takers, _CPU)
+            flaws = torch.tensor([float(flaw is not None)])
+            self._parallel.all_sum(flaws)
+            if membership.is_new and not flaws.item():
+                self._take_over(state)
+            membership.flaw = membership.flaw or flaw
+            return _lost("a worker that steps in does not fit the others") if flaws.item() else None
+        except Exception as error:
+            return self._as_lost(error)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a rank that steps in takes over."""
+        return {
+            "number": self._membership.place.number,
+            "num_done": self._membership.num_done,
+            "iteration": self._session.iteration,
+            "loaders": [loader.position() for loader in self._loaders],
+            "kinds": [type(part).__name__ for part in self._shared],
+            "parts": [part.state_dict() for part in self._shared],
+        }
+
+    def _unfit(self, state: Mapping[str, Any]) -> str | None:
+        """Returns why this rank cannot take a state over; None where it can."""
+        kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
+        if kinds != others:
+            return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
+        for part, found in zip(self._shared, state["parts"], strict=True):
+            if isinstance(part, torch.nn.Module):
+                own = {name: tuple(tensor.shape) for name, tensor in _tensors(part.state_dict())}
+                theirs = {name: tuple(tensor.shape) for name, tensor in _tensors(found)}
+                wrong = sorted(name for name in {*own, *theirs} if own.get(name) != theirs.get(name))
+                if wrong:
+                    return f"`{wrong[0]}` of `{type(part).__name__}` has another shape in a worker that steps in"
+        places = [index for index, position in enumerate(state["loaders"]) if position["is_open"]]
+        if len(state["loaders"]) != len(self._loaders) or not all(self._loaders[index].is_open for index in places):
+            return "a worker that steps in has come to another loader than the others"
+        return None
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        for part, found in zip(self._shared, state["parts"], strict=True):
+            part.load_state_dict(found)
+        for loader, position in zip(self._loaders, state["loaders"], strict=True):
+            loader.take_over(position)
+        self._session.iteration = state["iteration"]
+        self._membership.step_in(state["number"], state["num_done"])
+
+    def open_batch(self, place: Place, weight: float, has_trained: bool) -> Mark:
+        """A batch begins.
+
+        Args:
+            place: Where its samples were divided.
+            weight: What its mean counts: its part of the joint batch times the number of ranks.
+            has_trained: Whether steps were taken on batches of its loader before.
+        """
+        mark = self._membership.open_batch(place, has_trained)
+        if not mark.has_failed and place is not self._met:
+            self._met = place
+            if not self._membership.meet(place, self._meet):
+                self._membership.fail()
+        self._weight, self._has_batch, self._has_exchanged, self._has_stepped = weight, True, False, False
+        for model in self._models:
+            model.require_backward_grad_sync = not mark.has_failed
+        self._begin_undo()
+        return mark
+
+    def _begin_undo(self) -> None:
+        """Copies what the batch may change before its step counts; optimizers do not step before that."""
+        wanted = len(self._models), self._is_torn
+        if self._undone != wanted:
+            models = [model.module for model in self._models]
+            self._undo_log, self._undone = UndoLog(models, [], [], tuple, True, self._is_torn, bool), wanted
+            self._undo_log.open_call(is_of_use=True)
+        self._num_changes = self._count_changes()
+        self._undo_log.begin([])
+
+    def _count_changes(self) -> int:
+        return sum(parameter._version for model in self._models for parameter in model.parameters())
+
+    def close_batch(self, mark: Mark) -> str:
+        """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
+
+        Raises:
+            DistNetworkError: It failed behind a step that counts.
+        """
+        membership = self._membership
+        is_done = membership.num_done != mark.num_done
+        if membership.has_repeated(mark):
+            if is_done:
+                raise _lost("a worker was lost in the middle of a batch that takes several steps")
+            self._undo_log.undo()
+            for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
+                optimizer.zero_grad()
+            return "failed"
+        self._undo_log.end()
+        if self._has_exchanged and not is_done:
+            membership.flaw = "gradients are added up over several batches"
+            if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
+                membership.end_exchange(self._compared(math.nan))
+        return "done" if is_done else "seen"
+
+    def note_unstepped(self) -> None:
+        """A pass has batches with a step, and others without."""
+        self._membership.flaw = "the optimizer does not step for each batch"
+
+    # ------------------------------------------------------------------------------------------------------ exchanges
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Averages gradients over the ranks; leaves them as they are where the batch has failed."""
+        self._check_prepared()
+        gradients, membership = bucket.buffer(), self._membership
+        if not membership.begin_exchange():
+            return completed(gradients)
+        self._has_exchanged = True
+        if not self._is_torn and self._count_changes() != self._num_changes:
+            self._is_torn = True
+        if self._weight != 1.0:
+            gradients.mul_(self._weight) if self._weight else gradients.zero_()
+        try:
+            group = exchanges_at_once() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
+            if group is None or not group.is_quick_for(gradients.nbytes):
+                future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+                return future.then(partial(self._received, gradients))
+            group.add_up(gradients.numpy())
+            gradients.div_(group.size)
+        except Exception as error:
+            self._end_broken(error)
+        else:
+            membership.end_exchange()
+        return completed(gradients)
+
+    def _received(self, gradients: torch.Tensor, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        try:
+            averaged = future.value()
+        except Exception as error:
+            self._end_broken(error)
+            return gradients
+        self._membership.end_exchange()
+        return averaged
+
+    def _end_broken(self, error: Exception) -> None:
+        broken: Exception | None = None
+        try:
+            broken = self._as_lost(error)
+        finally:
+            self._membership.end_exchange(broken)
+
+    def _may_step(self) -> bool:
+        """Return whether the step of this batch counts; all ranks come to the same answer."""
+        self._check_prepared()
+        if self._has_stepped:
+            self._membership.flaw = "the function takes several steps for a batch"
+        self._has_stepped = True
+        return self._membership.count_step(self._agree)
+
+    def _agree(self) -> Exception | None:
+        """Says that all gradients are here, and exchanges all that is left of a step; returns when all ranks did."""
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
+        if broken is not None:
+            return broken
+        try:
+            for model in self._models:
+                model.reducer._rebuild_buckets()  # the next forward pass would do it, where user code would fail
+            for model in self._with_buffers:  # for the same reason they do not go with the forward pass
+                repeat_first(model.module.buffers())
+        except Exception as error:
+            return self._as_lost(error)
+        return None
+
+    def _compared(self, rates: float) -> Exception | None:
+        """Compares the learning rates of a step with those of the other ranks; NaN for no step. Returns what is wrong.
+
+        All ranks are there then.
+        """
+        membership, numbers = self._membership, torch.tensor([rates], dtype=torch.float64)
+        try:
+            self._parallel.all_sum(numbers)
+        except Exception as error:
+            return self._as_lost(error)
+        mean = numbers.item() / membership.place.world.size
+        if math.isnan(rates) or abs(mean - rates) <= _SAME * abs(rates):
+            return None
+        is_alone = math.isnan(mean)
+        membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
+        return _lost(membership.flaw)
+
+    def _as_lost(self, error: Exception) -> Exception:
+        """Returns the error by which the driver knows that the group is broken.
+
+        Raises:
+            Exception: It is not.
+        """
+        if is_connection_error(error) or not self._membership.is_usable:
+            return _lost(str(error))
+        raise error
+
+
+def _tensors(state: Mapping[str, Any]) -> Sequence[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _average(steps: JointSteps, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    return steps.average(bucket)
+
+
+def _lost(words: str) -> Exception:
+    return dist.DistNetworkError(words)
+
+
+def batch_failed() -> bool:
+    """Return whether the batch that the function is in has failed, because a worker was lost: it is repeated.
+
+    Then the optimizer does not step, and what the function reports is dropped. Ask behind `optimizer.step()`, before
+    you count the batch or step a scheduler. False outside of runs with `elastic=True`.
+    """
+    session: Any = current_session()
+    return session is not None and bool(session.is_repeating)

@@ -1,0 +1,89 @@
+"""The check that guards all other tests has to work itself."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import distributed
+
+from raysgd.air import _running
+from tests.helpers import hygiene
+from tests.helpers.hygiene import Surroundings
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hygiene, "PATIENCE_S", 0.0)
+
+
+def test_nothing_left_behind_is_nothing_to_report() -> None:
+    assert Surroundings.now().leaks() == []
+
+
+def test_variables_that_were_added_changed_or_removed_are_named_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CHANGED", "1")
+    monkeypatch.setenv("REMOVED", "1")
+    before = Surroundings.now()
+    os.environ["ADDED"] = "1"
+    os.environ["CHANGED"] = "2"
+    del os.environ["REMOVED"]
+    assert before.leaks() == [f"environment variable {name}" for name in ("ADDED", "CHANGED", "REMOVED")]
+    assert (os.environ.get("ADDED"), os.environ["CHANGED"], os.environ["REMOVED"]) == (None, "1", "1")
+
+
+def test_variables_of_other_software_do_not_count() -> None:
+    assert hygiene.changed_variables({}, {"RAY_SOMETHING": "1", "KMP_INIT_AT_FORK": "FALSE"}) == []
+
+
+def test_a_session_that_stays_open_is_named_and_closed() -> None:
+    _running.open_session(cast(Any, object()))
+    assert Surroundings.now().leaks() == ["the session of a training function"]
+    assert _running.current_session() is None
+
+
+def test_a_thread_that_runs_on_is_named() -> None:
+    before, done = Surroundings.now(), threading.Event()
+    thread = threading.Thread(target=done.wait, name="straggler")
+    thread.start()
+    [leak] = before.leaks()
+    done.set()
+    thread.join()
+    assert "straggler" in leak
+    assert before.leaks() == []
+
+
+def test_a_thread_on_its_way_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hygiene, "PATIENCE_S", 60.0)
+    before, done = Surroundings.now(), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    threading.Timer(0.1, done.set).start()
+    assert before.leaks() == []
+
+
+def test_own_files_are_named_and_those_of_others_are_not() -> None:
+    before = Surroundings.now()
+    ours = Path(tempfile.mkdtemp(prefix="raysgd"))
+    others = Path(tempfile.mkdtemp(prefix="other"))
+    leaks = before.leaks()
+    ours.rmdir()
+    others.rmdir()
+    assert leaks == [f"file {ours}"]
+
+
+def test_temporary_files_go_to_a_folder_of_this_run(private_temp_dir: Path) -> None:
+    assert tempfile.gettempdir() == str(private_temp_dir) == os.environ["TMPDIR"]
+
+
+def test_an_open_process_group_is_named_and_closed(tmp_path: Path) -> None:
+    before = Surroundings.now()
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert before.leaks() == ["an initialised process group of torch.distributed"]
+    assert not distributed.is_initialized()

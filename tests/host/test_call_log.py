@@ -1,0 +1,108 @@
+"""The log of calls: turns, answers, Ctrl-C, programs that are gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from raysgd.host.call_log import CallLog, LoggedCall
+from raysgd.host.packing import unpacked_answer
+
+
+def logged(token: str, program: str = "first") -> LoggedCall:
+    return LoggedCall(token, "train", program, "a program")
+
+
+def result_of(call: LoggedCall) -> object:
+    return unpacked_answer(call.answer.result(10)).result()
+
+
+def test_calls_take_turns_in_their_order() -> None:
+    log, order, gate = CallLog(), [], threading.Event()
+    first = log.begin(logged("1"), lambda: (gate.wait(10), order.append(1)))
+    second = log.begin(logged("2"), lambda: order.append(2))
+    assert log.running() is first
+    gate.set()
+    result_of(second)
+    assert order == [1, 2]
+
+
+def test_a_call_that_comes_twice_happens_once() -> None:
+    log, times = CallLog(), []
+    first = log.begin(logged("1"), lambda: times.append(1))
+    assert log.begin(logged("1"), lambda: times.append(1)) is first
+    result_of(first)
+    log.await_all(10)
+    assert times == [1]
+
+
+def test_an_answer_stays_until_it_is_confirmed() -> None:
+    log = CallLog()
+    call = log.begin(logged("1"), lambda: 5)
+    assert result_of(call) == 5
+    assert log.find("1") is call
+    log.confirm("1")
+    assert log.find("1") is None
+
+
+def test_what_a_call_raises_is_its_answer() -> None:
+    call = CallLog().begin(logged("1"), lambda: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        result_of(call)
+
+
+def test_ctrl_c_is_raised_in_the_call_that_runs_and_in_no_other() -> None:
+    log, began = CallLog(), threading.Event()
+
+    def forever() -> None:
+        began.set()
+        while True:
+            time.sleep(0.001)
+
+    running, waiting = log.begin(logged("1"), forever), log.begin(logged("2"), lambda: 2)
+    last = log.begin(logged("3"), lambda: 3)
+    began.wait(10)
+    log.interrupt("2")
+    log.interrupt("1")
+    for call in (running, waiting):
+        with pytest.raises(KeyboardInterrupt):
+            result_of(call)
+    assert result_of(last) == 3
+    log.interrupt("3")  # it has ended
+    assert result_of(log.begin(logged("4"), lambda: 4)) == 4
+
+
+def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
+    log, gate = CallLog(), threading.Event()
+    call = log.begin(logged("1", "gone"), lambda: gate.wait(10))
+    log.begin(logged("2", "here"), lambda: None)
+    assert log.take_over("next") is None
+    assert log.has_others("next")
+    log.leave("gone")
+    assert log.take_over("next") is call
+    assert log.take_over("another") is None
+    log.leave("next")
+    assert log.take_over("another") is call
+    gate.set()
+
+
+def test_what_a_program_that_is_gone_draws_from_an_iterator_goes_to_no_other() -> None:
+    log, gate = CallLog(), threading.Event()
+    running = log.begin(LoggedCall("1", "draw", "gone", "a program"), lambda: gate.wait(10))
+    log.leave("gone")
+    assert log.running() is running
+    assert log.take_over("next") is None
+    gate.set()
+    result_of(log.begin(logged("2"), lambda: None))
+    assert log.find("1") is None
+
+
+def test_answers_to_programs_that_are_gone_are_not_kept_for_ever() -> None:
+    log = CallLog()
+    for number in range(40):
+        result_of(log.begin(logged(str(number), f"program {number}"), lambda: None))
+        log.leave(f"program {number}")
+    left = [log.take_over("next") for _ in range(40)]
+    assert [call.token for call in left if call is not None] == [str(number) for number in range(24, 40)]

@@ -1,0 +1,215 @@
+"""Programs with a trainer in a host are killed, and other programs go on.
+
+Covers `raysgd.host.process`, `raysgd.host.handle` and `raysgd.host.cluster`, which need each other to do anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysgd.host import cluster
+from raysgd.host.journal import journal_path
+from raysgd.torch.checkpoints import checkpoint_file
+from tests.helpers.processes import is_alive
+from tests.host.programs import OPERATOR, Program
+
+ALL_ONCE = dict.fromkeys(range(40), 1)
+
+
+def samples(log: Path, kind: str) -> dict[int, int]:
+    """How often each sample was in a batch of this kind, in a group of two: a new worker warms up alone."""
+    lines = [line.split(" ", 4) for line in log.read_text().splitlines()] if log.exists() else []
+    batches = [ast.literal_eval(line[4]) for line in lines if line[0] == kind and line[3] == "2"]
+    return Counter(sample for batch in batches for sample in batch)
+
+
+def await_samples(log: Path, kind: str, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while sum(samples(log, kind).values()) < count:
+        assert time.monotonic() < deadline, f"{count} samples of {kind} in two minutes"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def address(ray_cluster: None) -> Iterator[str]:
+    """The address of Ray. After the test, hosts are ended that it has left."""
+    import ray
+
+    yield str(ray.get_runtime_context().gcs_address)
+    for name in cluster._names():
+        cluster._stop(name, cluster._find(name))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def attached(address: str, name: str = "run") -> Program:
+    program = Program(address)
+    program.run(f"import os, raysgd; trainer = raysgd.attach({name!r})")
+    return program
+
+
+def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path, tmp_path: Path) -> None:
+    gate = Path(f"{log}.wait")  # no step ends while it is there
+    with Program(address) as program:
+        program.run(OPERATOR)
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); pids(trainer)")
+        program.begin("trainer.train()")
+        await_samples(log, "train0", 8)
+        gate.touch()
+    with attached(address) as program:
+        assert program.run("call = trainer.pending(); repr(call)") == "<train: running>"
+        assert "TimeoutError" in program.fail("call.result(timeout=0.01)")["error"]
+        gate.unlink()
+        assert program.run("call.result()['epoch'], call.done(), call.result()['num_samples']") == [1, True, 40]
+        assert program.run("trainer.pending()") is None
+        program.begin("trainer.validate()")
+        await_samples(log, "validate", 8)
+    await_samples(log, "validate", 40)
+    with attached(address) as program:
+        assert program.run("trainer.pending().result()['num_samples']") == 40
+        program.run(f"trainer.save({str(tmp_path / 'last.pt')!r}, blocking=False)")
+        assert program.run("trainer.pending()") is None  # so that the host knows that the answer has arrived
+    with attached(address) as program:  # it was killed between two calls
+        assert program.run("trainer.pending()") is None
+        assert program.run("trainer.train()['epoch']") == 2
+        assert program.run("sorted(trainer.apply_all_workers(os.getpid))") == pids
+        program.run("trainer.shutdown()")
+        assert program.run("raysgd.hosts()") == []
+    assert [samples(log, kind) for kind in ("train0", "validate", "train1")] == [ALL_ONCE] * 3
+    assert checkpoint_file.read(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None:
+    with Program(address) as program:
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}})")
+        program.run(
+            "class Told(raysgd.callbacks.Callback):\n"
+            "    def on_result(self, run, result):\n"
+            "        print('told of epoch', run.epoch)\n"
+        )
+        folder = str(tmp_path / "checkpoints")
+        program.begin(f"trainer.fit(3, callbacks=[Told(), raysgd.callbacks.Checkpointing({folder!r})])")
+        await_samples(log, "train0", 20)
+    with attached(address) as program:
+        program.begin("[row['epoch'] for row in trainer.pending().result()]")
+        found = program.found()
+        assert found["value"] == [1, 2, 3], found["text"]
+        assert "told of epoch 3" in found["printed"]
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
+    assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
+
+
+@pytest.mark.soak  # `fit` below loses a worker, too
+def test_a_worker_is_replaced_while_no_program_is_there(address: str, log: Path) -> None:
+    gate = Path(f"{log}.wait")  # no step ends while it is there
+    with Program(address) as program:
+        program.run(OPERATOR)
+        large = "torch.zeros(5_000_000)"  # bytes that Ray would keep in the store, and lose with their owner
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.1, 'large': {large}}}); pids(trainer)")
+        program.begin("trainer.train()")
+        await_samples(log, "train0", 8)
+        gate.touch()
+        time.sleep(0.3)  # a batch that was used is in the log
+        os.kill(pids[0], signal.SIGKILL)
+        gate.unlink()
+    with attached(address) as program:
+        assert program.run("trainer.pending().result()['epoch']") == 1
+        left = program.run("sorted(trainer.apply_all_workers(os.getpid))")
+        assert len(left) == 2
+        assert set(left) & set(pids) == {pids[1]}
+        assert (
+            program.run("trainer.apply_all_operators(lambda operator: len(operator.config['large']))")
+            == [5_000_000] * 2
+        )
+        program.run("trainer.shutdown()")
+    assert samples(log, "train0") == ALL_ONCE
+
+
+def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:
+    with Program(address) as program:
+        program.run(OPERATOR)
+        host = f"raysgd.Host('forgotten', keep_alive_s=1, folder={str(tmp_path)!r})"
+        pids = program.run(f"trainer = make({str(log)!r}, {host}); trainer.train(); pids(trainer)")
+        host_pid = program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']")
+        time.sleep(2)
+        assert program.run("len(raysgd.hosts())") == 1  # an attached program needs it, also between calls
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, [*pids, host_pid])):
+        assert time.monotonic() < deadline, "it has not ended in a minute"
+        time.sleep(0.1)
+    assert checkpoint_file.read(tmp_path / "forgotten.pt")["epoch"] == 1
+
+
+def host_pid(program: Program) -> int:
+    return int(program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']"))
+
+
+def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); trainer.train(); pids(trainer)")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        os.kill(host_pid(program), signal.SIGKILL)
+        assert program.run("len(trainer.history), trainer.config['num_samples']") == [1, 40]
+        program.begin("trainer.train()['epoch']")
+        await_samples(log, "train1", 8)
+        os.kill(host_pid(other), signal.SIGKILL)
+        await_samples(log, "train1", 40)
+        assert program.found()["value"] == 2
+        assert program.run("[row['epoch'] for row in trainer.history]") == [1, 2]
+        assert program.run("trainer.update_config(num_samples=40, step_s=0.0); trainer.config['step_s']") == 0.0
+        os.kill(host_pid(other), signal.SIGKILL)
+        assert program.run("trainer.config['step_s'], trainer.train()['epoch']") == [0.0, 3]
+        assert program.run("pids(trainer)") == pids
+        os.kill(pids[0], signal.SIGKILL)  # the other one has the only copy of the state
+        os.kill(host_pid(other), signal.SIGKILL)
+        left = program.run("trainer.apply_all_workers(os.getpid)")
+        assert (len(left), pids[1] in left, pids[0] in left) == (2, True, False)
+        journal = journal_path("run", program.run("trainer._actor._actor_id.hex()"))
+        assert journal.exists()
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
+    assert not journal.exists()
+
+
+def test_fit_goes_on_when_the_process_of_a_host_dies_together_with_a_worker(address: str, log: Path) -> None:
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        program.run(
+            "class Told(raysgd.callbacks.Callback):\n"
+            "    epochs = ()\n"
+            "    def on_result(self, run, result):\n"
+            "        self.epochs += (run.epoch,)\n"
+            "        print('told of epochs', *self.epochs)\n"
+            "    def state_dict(self):\n"
+            "        return {'epochs': self.epochs}\n"
+            "    def load_state_dict(self, state):\n"
+            "        self.epochs = tuple(state['epochs'])\n"
+        )
+        pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); pids(trainer)")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        program.begin("[row['epoch'] for row in trainer.fit(3, callbacks=[Told()])]")
+        await_samples(log, "train1", 8)
+        pid = host_pid(other)
+        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        found = program.found()
+        assert found["value"] == [1, 2, 3], found["text"]
+        assert "told of epochs 1 2 3" in found["printed"]
+        assert pids[1] in program.run("sorted(trainer.apply_all_workers(os.getpid))")
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in (0, 2)] == [ALL_ONCE] * 2
+    assert set(samples(log, "train1")) == set(range(40))

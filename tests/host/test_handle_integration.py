@@ -1,0 +1,193 @@
+"""A trainer in a host is used as one in the program is: results, errors, Ctrl-C, output, turns, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd import TorchTrainer
+from tests.host.programs import OPERATOR, Program
+
+
+@pytest.fixture(scope="module")
+def address(ray_cluster: None) -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("host") / "log"
+
+
+@pytest.fixture(scope="module")
+def program(address: str, log: Path) -> Iterator[Program]:
+    """A program with a trainer of one worker, for all tests."""
+    with Program(address) as program:
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, num_workers=1); trainer.train()")
+        yield program
+        program.run("trainer.shutdown()")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(private_temp_dir: Path) -> None:
+    """The trainer of this module lives longer than a test; the last one looks for what is left."""
+
+
+def test_results_are_those_of_a_trainer(program: Program) -> None:
+    assert program.run("trainer.num_workers, trainer.max_replicas, trainer.config['num_samples']") == [1, 1, 40]
+    assert program.run("len(trainer.history), trainer.use_gpu, trainer.recovery") == [1, False, "rejoin"]
+    assert "1 of 1" in program.run("str(trainer.status())")
+    assert program.run("type(trainer.get_model()).__name__") == "Linear"
+    assert "of Counting" in program.run("repr(trainer)")
+    assert program.run("trainer.predict(torch.zeros(3, 1)).shape[0]") == 3
+
+
+def test_iterators_are_drawn_from_call_by_call(program: Program) -> None:
+    epochs = program.run("[row['epoch'] for row in trainer.epochs(2)]")
+    assert epochs == [epochs[0], epochs[0] + 1]
+    drawn = "rows = trainer.epochs(5); first = next(rows)['epoch']; rows.close(); first"
+    assert program.run(drawn) == epochs[1] + 1
+    assert program.run("trainer.train()['epoch']") == epochs[1] + 2
+    batches = "[len(batch) for batch in trainer.predict(torch.zeros(5, 1), batch_size=2, streaming=True)]"
+    assert program.run(batches) == [2, 2, 1]
+
+
+def test_a_call_runs_while_the_program_goes_on(program: Program) -> None:
+    before = program.run("trainer.train()['epoch']")
+    program.run("call = trainer.train(blocking=False)")
+    assert program.run("trainer.validate()['num_samples'] > 0, call.done()") == [True, True]  # it had its turn before
+    assert program.run("call.result(60)['epoch'], call.result()['epoch']") == [before + 1] * 2
+
+
+def test_errors_have_the_class_of_the_user_and_the_line(program: Program) -> None:
+    found = program.fail("trainer.apply_all_workers(lambda: {}['of the user'])")
+    assert {"KeyError", "WorkerError"} <= set(found["error"])
+    assert "of the user" in found["text"]
+    found = program.fail("trainer.train(max_retries=-1)")
+    assert "InvalidCountError" in found["error"]
+    assert "HostTraceback" not in found["text"]
+    program.run(
+        "class Failing(raysgd.callbacks.Callback):\n"
+        "    def on_result(self, run, result):\n"
+        "        raise OSError('in a callback')\n"
+    )
+    found = program.fail("trainer.fit(1, callbacks=[Failing()])")
+    assert "CallbackError" in found["error"]
+    assert "in on_result" in found["text"]
+    assert "OSError: in a callback" in found["text"]
+
+
+def test_what_it_prints_and_logs_appears_in_the_program(program: Program) -> None:
+    program.run(
+        "class Printing(raysgd.callbacks.Callback):\n"
+        "    def on_result(self, run, result):\n"
+        "        import sys, logging\n"
+        "        print('to the output'); print('to the errors', file=sys.stderr)\n"
+        "        logging.getLogger('raysgd.x').warning('to the log')\n"
+    )
+    program.begin("trainer.fit(1, callbacks=[Printing()]).dataframe is None")
+    printed = program.found()["printed"]
+    assert "to the output\n" in printed
+    assert "to the errors\n" in printed
+    assert "raysgd WARNING: to the log" in printed
+    program.begin("trainer.validate()['num_samples']")
+    assert program.found()["printed"] == ""
+
+
+def test_ctrl_c_ends_the_call_and_not_the_trainer(program: Program, log: Path) -> None:
+    program.run("slow = trainer.apply_all_operators(pace(0.2))")
+    size = log.stat().st_size
+    program.begin("trainer.train()")
+    while log.stat().st_size == size:
+        time.sleep(0.01)
+    program.interrupt()
+    found = program.found()
+    assert found["error"][0] == "KeyboardInterrupt", found["text"]
+    program.run("fast = trainer.apply_all_operators(pace(0.0))")
+    assert program.run("trainer.validate()['num_samples']") == 40
+
+
+def test_calls_of_two_programs_take_turns_and_the_second_is_told(program: Program, address: str, log: Path) -> None:
+    program.run("slow = trainer.apply_all_operators(pace(0.05))")
+    with Program(address) as other:
+        other.run("import raysgd; trainer = raysgd.attach('run')")
+        size = log.stat().st_size
+        program.begin("trainer.train()['num_samples']")
+        while log.stat().st_size == size:
+            time.sleep(0.01)
+        other.begin("trainer.validate()['num_samples']")
+        second, first = other.found(), program.found()
+        assert [first["value"], second["value"]] == [40, 40]
+        assert "host `run` is busy: `train` of" in second["printed"]
+        assert other.run("len(raysgd.hosts()[0].programs)") == 2
+        assert other.run("trainer.pending()") is None
+        other.run("del trainer")
+        assert program.run("len(raysgd.hosts()[0].programs)") == 1
+    program.run("fast = trainer.apply_all_operators(pace(0.0))")
+
+
+def test_what_cannot_work_is_refused(program: Program) -> None:
+    found = program.fail(f"make({'log'!r})")
+    assert "ValueError" in found["error"]
+    assert 'raysgd.attach("run")' in found["text"]
+    assert "replace=True" in found["text"]
+    found = program.fail("raysgd.attach('unknown')")
+    assert "LookupError" in found["error"]
+    assert "There are: `run`." in found["text"]
+    found = program.fail("import threading; trainer.fit(1, callbacks=[raysgd.callbacks.CSVLogger(), threading.Lock()])")
+    assert "UnpicklableError" in found["error"]
+    assert "`callbacks[1]` cannot be sent to the host" in found["text"]
+    assert "apply_all_workers" in program.fail("trainer.worker_group")["text"]
+    assert "no attribute `run_it`" in program.fail("trainer.run_it()")["text"]
+    assert "use_local" in program.fail("make('log', 'other', num_workers=1, use_local=True)")["text"]
+    version = "import raysgd.host.cluster as c; c.__version__ = '9.9'"
+    found = program.fail(f"{version}\ntry:\n    raysgd.attach('run')\nfinally:\n    c.__version__ = raysgd.__version__")
+    assert "this program 9.9" in found["text"]
+    assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", None, 7])
+def test_a_name_that_is_no_file_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"`host=.*`: need a name of letters"):
+        raysgd.Host(name)
+
+
+def test_a_ray_that_would_end_with_the_program_is_refused(ray_cluster: None) -> None:
+    with pytest.raises(RuntimeError, match="ray start --head"):
+        TorchTrainer(training_operator_cls=raysgd.TrainingOperator, host="refused")
+
+
+def test_an_argument_that_is_wrong_leaves_no_host(program: Program) -> None:
+    found = program.fail("make('log', 'wrong', num_workers=0)")
+    assert "ValueError" in found["error"]
+    found = program.fail("make('log', 'wrong', config={'num_samples': 'many'})")
+    assert "TypeError" in found["error"]
+    assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]
+
+
+def test_a_host_is_replaced_and_with_ends_one(program: Program, log: Path) -> None:
+    program.run(f"import os; old = pids(make({str(log)!r}, 'second', num_workers=1))")
+    replaced = (
+        f"new = make({str(log)!r}, raysgd.Host('second', replace=True), num_workers=1)\nwith new: ids = pids(new)\n"
+    )
+    assert program.run(f"{replaced}ids != old, [host.name for host in raysgd.hosts()]") == [True, ["run"]]
+    assert "TrainerShutdownError" in program.fail("new.train()")["error"]
+
+
+def test_the_command_line_lists_follows_and_stops(program: Program, address: str, log: Path) -> None:
+    program.run(f"second = make({str(log)!r}, 'second', num_workers=1)")
+    listed = program.run("shell('list').stdout")
+    assert "second: <TorchTrainer of Counting" in listed
+    assert "No call is running" in program.run("shell('attach', 'second').stdout")
+    assert "There is no host `third`" in program.run("shell('stop', 'third').stderr")
+    assert program.run("shell('stop', 'second').stdout") == "Host second has ended.\n"
+    assert "HostLostError" in program.fail("second.train()")["error"]
+    assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]

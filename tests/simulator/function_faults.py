@@ -1,0 +1,93 @@
+"""Faults of functions that go on, each put in on purpose. Schedules of random seeds have to find every one of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from raysgd.engine.decisions import ranks
+from raysgd.train._torch.joint_steps import JointSteps
+from raysgd.train._torch.repeating_loader import RepeatingLoader
+from raysgd.train._worker.ahead import MessageQueues
+from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.membership import Membership
+from raysgd.train._worker.session import Session
+from tests.simulator.mutations import Mutation, nothing
+
+
+def _counts_in_any_case(real: Any) -> Any:
+    def count_step(self: Membership, agree: Any) -> bool:
+        real(self, agree)
+        return True
+
+    return count_step
+
+
+def _never_behind(real: Any) -> Any:
+    return lambda self, world, is_behind: real(self, world, False)
+
+
+def _forgets_what_was_taken(real: Any) -> Any:
+    def take(self: FunctionReplica, *args: Any) -> Any:
+        self._unconfirmed = []
+        return real(self, *args)
+
+    return take
+
+
+def _forgets_queues(real: Any) -> Any:
+    def begin(self: MessageQueues, attempt: int | None, members: Any) -> None:
+        has_changed = tuple(members) != self._members
+        real(self, attempt, members)
+        if has_changed:
+            self._queues = [deque() for _ in members]
+
+    return begin
+
+
+def _takes_over_no_number(real: Any) -> Any:
+    return lambda self, position: real(self, position | {"number": 0})
+
+
+def _takes_over_no_epoch(real: Any) -> Any:
+    return lambda self, position: real(self, position | {"order": 0})
+
+
+def _takes_over_no_parts(real: Any) -> Any:
+    def take_over(self: JointSteps, state: Any) -> None:
+        kept, self._shared = self._shared, []
+        real(self, {**state, "parts": []})
+        self._shared = kept
+
+    return take_over
+
+
+def _moves_up(real: Any) -> Any:
+    return lambda ranks, num_workers: list(range(num_workers))
+
+
+def _waits_for_all(real: Any) -> Any:
+    def begin(self: MessageQueues, attempt: int | None, members: Any) -> None:
+        real(self, attempt, members)
+        self._met = set(members)
+
+    return begin
+
+
+FAULTS = (
+    Mutation("a step counts though not all ranks hold its gradients", Membership, "count_step", _counts_in_any_case),
+    Mutation("a rank that waits does not step with those that have", Membership, "join", _never_behind),
+    Mutation("a group is left while the function is in it", Membership, "leave", nothing),
+    Mutation(
+        "what is reported in a failed batch is told", Session, "is_repeating", lambda real: property(lambda _: False)
+    ),
+    Mutation("messages of a call that broke off are lost", FunctionReplica, "take", _forgets_what_was_taken),
+    Mutation("messages of survivors are dropped with those of the lost", MessageQueues, "begin", _forgets_queues),
+    Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_number),
+    Mutation("who steps in has another order of samples", RepeatingLoader, "take_over", _takes_over_no_epoch),
+    Mutation("who steps in keeps its own weights", JointSteps, "_take_over", _takes_over_no_parts),
+    Mutation("survivors move up where others step in", ranks, "places", _moves_up),
+    Mutation("it is not said from where on those report who step in", Mailbox, "note", nothing),
+    Mutation("reports are awaited of those that have not met the others", MessageQueues, "begin", _waits_for_all),
+)

@@ -1,0 +1,89 @@
+"""A batch that steps two optimizers, with an exchange between them: real tensors, and the real loop that undoes it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from raysgd.messages.recovery import Undo
+from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.hosting.step_loop import StepLoop
+from raysgd.torch.objects.precision import Precision
+from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.state.time_budget import TimeBudget
+from raysgd.worker.worker_callbacks import InstalledCallbacks
+
+
+class _Pair(TrainingOperator):
+    """Two optimizers, each with a weight; only what the loop looks at."""
+
+    def __init__(self) -> None:
+        self.weights = torch.nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+        for weight in self.weights:
+            weight.grad = torch.ones(1)
+        first, second = self.weights
+        self.global_step = 0
+        registered = Registered(
+            original_models=[self.weights],
+            optimizers=[torch.optim.Adagrad([first]), torch.optim.SGD([second], lr=1.0, maximize=True)],
+        )
+        internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=InstalledCallbacks())
+        self._raysgd = internals
+
+
+class TornBatch:
+    """What the batches of a replica change. What counts steps is in the state of one optimizer, and in a weight.
+
+    Args:
+        undo: See `Recovery`.
+    """
+
+    def __init__(self, undo: Undo) -> None:
+        self._operator, parallel = _Pair(), NoParallel()
+        self._optimizers = self._operator._raysgd.registered.optimizers
+        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), undo=undo)
+        self._loop.undo_log._budget = TimeBudget(1.0, clock=lambda: 0.0)  # real time decides nothing here
+        self.open_call()
+
+    def open_call(self) -> None:
+        self._loop.undo_log.open_call(is_of_use=True)
+        self._loop.note_boundary()
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._loop.step.opens()
+
+    def step(self, number: int) -> None:
+        """The gradients of an optimizer were exchanged; it steps."""
+        self._loop.step.exchanges()
+        [weight] = self._optimizers[number].param_groups[0]["params"]
+        weight.grad = torch.ones(1)
+        self._optimizers[number].step()
+
+    def end(self) -> None:
+        self._loop.note_boundary()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._loop.is_whole
+
+    def leave_group(self) -> None:
+        self._loop.return_to_boundary()
+
+    @property
+    def num_steps(self) -> tuple[float, float]:
+        """How many steps each optimizer has taken."""
+        first, second = self._operator.weights
+        return self._optimizers[0].state[first]["step"].item(), second.item()
+
+    def restore(self, num_steps: int) -> None:
+        """Takes over the state after so many steps."""
+        first, second = self._operator.weights
+        with torch.no_grad():
+            second.fill_(num_steps)
+        self._optimizers[0].state[first]["step"].fill_(num_steps)
+        self._loop.note_boundary()

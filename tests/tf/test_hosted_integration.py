@@ -1,0 +1,65 @@
+"""`TFTrainer` in a host: it goes on when the program that made it is killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysgd.host import cluster
+from tests.host.programs import Program
+
+CREATORS = """
+import os, time, raysgd
+
+def make_model(config):
+    import keras
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+def make_data(config):
+    import numpy, tensorflow
+    rows = numpy.zeros((8, 1), "float32")
+
+    def noted(row):
+        open(config["log"], "a").write("row\\n")
+        while os.path.exists(config["log"] + ".wait"):
+            time.sleep(0.01)
+        return row
+
+    data = tensorflow.data.Dataset.from_tensor_slices((rows, rows))
+    data = data.map(lambda x, y: (tensorflow.ensure_shape(tensorflow.numpy_function(noted, [x], "float32"), (1,)), y))
+    return data.batch(4), None
+"""
+
+
+@pytest.fixture
+def address(ray_cluster: None, workers_have_tensorflow: None) -> Iterator[str]:
+    import ray
+
+    yield str(ray.get_runtime_context().gcs_address)
+    for name in cluster._names():
+        cluster._stop(name, cluster._find(name))
+
+
+def test_an_epoch_goes_on_without_its_program(address: str, tmp_path: Path) -> None:
+    log, gate = tmp_path / "log", tmp_path / "log.wait"
+    with Program(address) as program:
+        program.run(CREATORS)
+        made = f"make_model, make_data, config={{'log': {str(log)!r}}}, num_replicas=2, host='keras'"
+        program.run(f"trainer = raysgd.TFTrainer({made}); trainer.num_workers")
+        gate.touch()
+        program.begin("trainer.train()")
+        deadline = time.monotonic() + 120
+        while not log.exists():
+            assert time.monotonic() < deadline, "no step in two minutes"
+            time.sleep(0.01)
+    gate.unlink()
+    with Program(address) as program:
+        program.run("import raysgd; trainer = raysgd.attach('keras')")
+        assert program.run("'train_loss' in trainer.pending().result()")
+        assert program.run("'train_loss' in trainer.train()")
+        program.run("trainer.shutdown()")

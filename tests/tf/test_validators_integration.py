@@ -1,0 +1,61 @@
+"""Validation beside the training with TensorFlow, by an operator and by creator functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysgd import testing
+from raysgd._numbers.metric_names import validation_name
+from raysgd.tf import TFTrainer
+from tests.tf.lab import forget_pytorch
+from tests.tf.models import Line, make_data, make_model
+
+pytestmark = pytest.mark.integration
+
+CREATORS = {"model_creator": make_model, "data_creator": make_data}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"training_operator_cls": Line}, pytest.param(CREATORS, marks=pytest.mark.soak)],
+    ids=["operator", "creators"],
+)
+def test_the_metrics_are_those_of_the_weights_of_the_last_call(
+    what: dict[str, Any], ray_cluster: None, keras_here: Any
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
+    with TFTrainer(**what, config={"batch_size": 4}, validation_workers=1, **options) as trainer:
+        trainer.train()
+        inline = trainer.validate()
+        handle = trainer.validate(blocking=False)
+        trainer.train()
+        beside = handle.result(300)
+        assert beside == pytest.approx(inline, rel=1e-6, nan_ok=True)
+        assert trainer.validate() != pytest.approx(inline, rel=1e-6, nan_ok=True)
+        history = trainer.fit(2, validate="async")
+        last = {validation_name(name): value for name, value in trainer.validate().items()}
+        assert {name: history[-1][name] for name in last} == pytest.approx(last, rel=1e-6, nan_ok=True)
+        assert history[-1]["val_seconds"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", [{"training_operator_cls": Line}, CREATORS], ids=["operator", "creators"])
+def test_a_spare_validates_until_it_is_needed(what: dict[str, Any], ray_cluster: None, keras_here: Any) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
+    with TFTrainer(**what, config={"batch_size": 4}, spare_workers=1, num_cpus_per_worker=0.5, **options) as trainer:
+        trainer.train()
+        inline = pytest.approx(without_batches(trainer.validate()), rel=1e-6, nan_ok=True)
+        assert without_batches(trainer.validate(blocking=False).result(300)) == inline
+        testing.kill_worker(trainer, 1, at="step:1")
+        handle = trainer.validate(blocking=False)
+        trainer.train()
+        assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+        assert trainer.num_workers == 2
+        assert without_batches(handle.result(300)) == inline
+
+
+def without_batches(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on how many workers share the batches."""
+    return {name: value for name, value in metrics.items() if name != "batch_count" and not name.startswith("last_")}

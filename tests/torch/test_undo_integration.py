@@ -1,0 +1,129 @@
+"""Programs that step several times in a batch rejoin after a loss in the middle of one.
+
+Covers `raysgd.torch.step.undo_log` in a group of several processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import Recovery
+from raysgd.exceptions import UnevenStepsError
+from tests.helpers.doors import controller_of
+from tests.helpers.run_if import RunIf
+from tests.helpers.stories import found_by, run_story
+from tests.torch.torn import BETWEEN, IN_EXCHANGE, NUM_STEPS, PROGRAMS, trainer_of, weights_of, weights_of_first
+
+pytestmark = pytest.mark.integration
+
+OPTIONS = {"num_cpus_per_worker": 0.5, "resize_check_s": 600.0, "recovery_options": Recovery(undo=True)}
+
+
+with suppress(ImportError):  # it leaves environment variables, for which no test is to answer
+    import_module("lightning.pytorch")
+LIGHTNING = RunIf(modules=["lightning"])
+ALL = [pytest.param(each, marks=LIGHTNING) if each.startswith("lightning") else each for each in PROGRAMS]
+SOME = ["gan", "sharpness-aware", pytest.param("lightning by hand", marks=LIGHTNING)]
+
+
+@pytest.mark.parametrize("program", SOME)
+def test_a_batch_that_broke_off_half_way_is_undone_and_repeated(
+    ray_cluster: None, tmp_path: Path, program: str
+) -> None:
+    steps = random.Random(program).sample(range(1, NUM_STEPS), 2)
+    with trainer_of(program, tmp_path, 3, **OPTIONS) as trainer:
+        before = trainer.state_dict()
+        trainer.train()
+        undisturbed = weights_of_first(trainer)
+        trainer.load_state_dict(before)
+        first, second = sorted(steps)
+        (tmp_path / f"{first} {BETWEEN} 2").touch()
+        (tmp_path / f"{second} {IN_EXCHANGE} 0").touch()
+        trainer.train()
+        assert not list(tmp_path.glob("[0-9]*"))
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == ["rejoined"] * 2, steps
+        data = trainer.status().data
+        assert data is not None
+        assert data.used == data.due
+        assert weights_of_first(trainer) == pytest.approx(undisturbed, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("program", ["own loop", pytest.param("stock loop inside", marks=pytest.mark.soak)])
+def test_a_loop_of_user_code_keeps_running_and_repeats_the_batch_that_failed(
+    ray_cluster: None, tmp_path: Path, program: str
+) -> None:
+    with trainer_of(program, tmp_path, 3, **OPTIONS) as trainer:
+        before = trainer.state_dict()
+        trainer.train()
+        undisturbed = weights_of_first(trainer)
+        trainer.load_state_dict(before)
+        (tmp_path / f"2 {BETWEEN} 2").touch()
+        (tmp_path / f"6 {IN_EXCHANGE} 0").touch()
+        [survivor] = trainer.train(reduce_results=False)
+        assert not list(tmp_path.glob("[0-9]*"))
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == ["rejoined"] * 2
+        assert (survivor["num_loops"], survivor["num_batches"]) == (2, NUM_STEPS)
+        assert survivor["num_failed"] in (1, 2)  # the second loss may be noticed between two batches
+        assert weights_of_first(trainer) == pytest.approx(undisturbed, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "kind", "words"),
+    [
+        ("unregistered", "rebuilt", "a `Adam` that is not registered stepped"),
+        pytest.param("undivided", "rebuilt", "the train loader is not divided", marks=pytest.mark.soak),
+        pytest.param("hidden", "rejoined", "", marks=pytest.mark.soak),
+    ],
+)
+def test_workers_whose_loop_has_a_flaw_have_equal_weights_after_a_loss(
+    ray_cluster: None, tmp_path: Path, flaw: str, kind: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**OPTIONS, "joint_batch": "per_worker"} if flaw == "undivided" else OPTIONS
+    with trainer_of("own loop", tmp_path, 3, config={"flaw": flaw}, **options) as trainer:
+        (tmp_path / f"3 {BETWEEN} 2").touch()
+        result = trainer.train()
+        assert not list(tmp_path.glob("[0-9]*"))
+        assert [each.kind for each in controller_of(trainer).history.events if each.is_loss] == [kind]
+        assert words in caplog.text
+        assert result["num_batches"] == NUM_STEPS
+        trainer.train()
+        weights_of(trainer)
+
+
+def test_a_step_in_a_loop_that_one_worker_leaves_out_is_an_error(ray_cluster: None, tmp_path: Path) -> None:
+    with (
+        trainer_of("own loop", tmp_path, 2, config={"flaw": "alone"}, **OPTIONS) as trainer,
+        pytest.raises(UnevenStepsError, match="optimizer 1 stepped"),
+    ):
+        trainer.train()
+
+
+def test_statistics_of_batch_norms_count_a_batch_that_is_repeated_once(ray_cluster: None, tmp_path: Path) -> None:
+    with trainer_of("batch norm", tmp_path, 2, **OPTIONS) as trainer:
+        (tmp_path / f"3 {IN_EXCHANGE} 1").touch()
+        trainer.train()
+        assert not list(tmp_path.glob("[0-9]*"))
+        assert controller_of(trainer).history.count("rejoined") == 1
+        assert trainer.state_dict()["models"][0]["0.num_batches_tracked"].item() == NUM_STEPS
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("program", [*ALL, "function of Trainer", "function of fit"])
+def test_thirty_kills_change_no_number(program: str) -> None:
+    seed = os.environ.get("RAYSGD_CHAOS_SEED", "1")
+    arguments = ["--program", program, "--kills", "30", "--seed", seed]
+    seen: dict[str, Any] = found_by(run_story("tests.torch.torn_run", *arguments, timeout_s=1400))
+    again = f"seed {seen['seed']}: " + "\n".join(seen["events"])
+    assert seen["kills"] >= 30, again
+    assert seen["rejoins"] > 0, again
+    assert seen["rebuilds"] == 0, again
+    assert seen["apart"] < 1e-6, again
+    assert seen["leaks"] == [], again

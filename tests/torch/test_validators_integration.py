@@ -1,0 +1,158 @@
+"""Validation beside the training: the same numbers as inline, whatever happens to those that validate.
+
+By validators, and by spares.
+
+Covers of `raysgd.driver.calls` what is not on the way of `train`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import testing
+from raysgd.torch import TorchTrainer
+from tests.torch.operators_for_tests import BatchNormOperator
+
+pytestmark = pytest.mark.integration
+
+OPTIONS = {"num_workers": 2, "num_cpus_per_worker": 0.5, "use_gpu": False, "validation_workers": 2}
+
+
+class Validated(BatchNormOperator):
+    """Has batch norms and metrics of its own; waits with its validation while there is a file, and trains in it."""
+
+    def validate_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
+        while self.config["validation_closed"] and Path(self.config["validation_closed"]).exists():
+            time.sleep(0.01)
+        self.log("size", float(self.world_size))
+        self.log("spread", float(batch[0].std()))
+        if self.config.get("trains"):
+            with torch.no_grad():
+                next(self.model.parameters()).add_(1.0)
+        return super().validate_batch(batch, batch_info)
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    return tmp_path / "closed"
+
+
+@pytest.fixture
+def trainer(ray_cluster: None, closed: Path) -> Iterator[TorchTrainer]:
+    config = {"validation_closed": str(closed), "trains": False}
+    with TorchTrainer(training_operator_cls=Validated, config=config, **OPTIONS) as made:
+        yield made
+
+
+def assert_same(beside: Any, inline: Any) -> None:
+    """To 1e-7, but for the last batches, which are those of other workers."""
+    assert beside.keys() == inline.keys()
+    means = {name: value for name, value in inline.items() if not name.startswith("last_")}
+    assert {name: beside[name] for name in means} == pytest.approx(means, rel=1e-7, nan_ok=True)
+
+
+def test_the_weights_are_those_of_the_last_call_whatever_is_trained_and_lost_meanwhile(
+    trainer: TorchTrainer, closed: Path
+) -> None:
+    trainer.train()
+    inline = trainer.validate()
+    closed.touch()
+    handle = trainer.validate(blocking=False)
+    num_records = len(trainer.history.records)
+    trainer.train()
+    trainer.train()
+    assert not handle.done()
+    assert [record.kind for record in trainer.history.records[num_records:]] == ["train", "train"]
+    closed.unlink()
+    beside = handle.result(300)
+    assert_same(beside, inline)
+    assert beside["size"] == 2
+    assert trainer.validate() != inline
+    first, _, last = trainer.history
+    assert (first["val_loss"], last["epoch"]) == (inline["val_loss"], 3)
+
+    # a validator dies: the others and the training notice nothing
+    inline = trainer.validate()
+    closed.touch()
+    handle = trainer.validate(blocking=False)
+    group = trainer._validators.controller
+    while group.group is None or not group.group.remote_ranks or group.monitor is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    group.group.kill_rank(0)
+    trainer.train()
+    closed.unlink()
+    assert_same(handle.result(300), inline)
+    assert trainer.num_workers == 2
+    assert [event.kind for event in trainer.history.events] == ["started"]
+
+    # a worker that trains dies: the validation notices nothing
+    inline = trainer.validate()
+    closed.touch()
+    handle = trainer.validate(blocking=False)
+    testing.kill_worker(trainer, 1, at="step:1")
+    trainer.train()
+    assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+    closed.unlink()
+    assert_same(handle.result(300), inline)
+
+    # other settings make other validators
+    trainer.update_config(trains=True)
+    with pytest.raises(ValueError, match="changes weights"):
+        trainer.validate(blocking=False).result(300)
+
+
+def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) -> None:
+    config, options = {"validation_closed": str(closed)}, {**OPTIONS, "validation_workers": 0, "spare_workers": 1}
+    with TorchTrainer(training_operator_cls=Validated, config=config, **options) as trainer:
+
+        def begin() -> tuple[Any, Any]:
+            inline = trainer.validate()
+            closed.touch()
+            return inline, trainer.validate(blocking=False)
+
+        def check(handle: Any, inline: Any) -> None:
+            beside = handle.result(300)
+            assert beside.pop("size") == 1
+            del inline["size"], inline["spread"], beside["spread"], inline["batch_count"], beside["batch_count"]
+            assert_same(beside, inline)
+
+        trainer.train()
+        inline, handle = begin()
+        trainer.train()
+        assert not handle.done()
+        closed.unlink()
+        check(handle, inline)
+
+        # it dies: another one takes its place, and the training notices nothing
+        inline, handle = begin()
+        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        os.kill(spare.info.pid, signal.SIGKILL)
+        trainer.train()
+        closed.unlink()
+        check(handle, inline)
+        assert [event.kind for event in trainer.history.events] == ["started"]
+
+        # a worker that trains dies: it leaves its batch and steps in, and the validation is run again
+        inline, handle = begin()
+        testing.kill_worker(trainer, 1, at="step:1")
+        threading.Timer(1.0, closed.unlink).start()
+        trainer.train()
+        assert [event.kind for event in trainer.history.events] == ["started", "rejoined"]
+        assert trainer.num_workers == 2
+        assert not handle.done()
+        check(handle, inline)
+        assert len(set(trainer.apply_all_operators(weights))) == 1
+
+
+def weights(operator: Any) -> float:
+    return float(sum(each.double().sum() for each in operator.model.parameters()))

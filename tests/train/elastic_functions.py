@@ -1,0 +1,233 @@
+"""Training functions that go on where they are when other workers are lost. They run in workers, which import this."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import train
+from raysgd.air._running import current_session
+from raysgd.engine.shared.types import World
+from raysgd.streams.pipeline import Pipeline
+from raysgd.train import torch as helpers
+from raysgd.train._torch.loaders import of_stream, over_joint_batches
+from tests.helpers.trail import BETWEEN, IN_EXCHANGE, Trail, kill_noting
+from tests.streams.made import MadeStream
+from tests.train.lab import claim
+
+NUM_SAMPLES, JOINT = 46, 12  # the last joint batch has 10
+
+
+class Counting(torch.nn.Module):
+    """A line, and for each sample a weight that tells how often a step was taken on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1, affine=False, momentum=0.01)
+        self.line = torch.nn.Linear(1, 1)
+        self.counts = torch.nn.Embedding(NUM_SAMPLES, 1)
+        torch.nn.init.zeros_(self.counts.weight)
+        self.double()  # sums of thousands of steps are to be exact
+
+    def forward(self, indices: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.norm(inputs)  # has buffers that are exchanged, and leaves the result alone
+        return self.line(inputs), self.counts(indices)
+
+
+def samples() -> TensorDataset:
+    x = torch.linspace(-1, 1, NUM_SAMPLES, dtype=torch.float64).unsqueeze(1)
+    return TensorDataset(torch.arange(NUM_SAMPLES), x, 2 * x + 1)
+
+
+def sample_stream(is_known: bool = True) -> Pipeline:
+    """The same samples, out of four shards."""
+
+    def sample(row: tuple[str, int]) -> tuple[Any, ...]:
+        number = 10 * int(row[0].removeprefix("shard-")) + row[1]
+        x = np.float64([-1 + 2 * number / (NUM_SAMPLES - 1)])
+        return np.int64(number), x, 2 * x + 1
+
+    return MadeStream([10, 10, 10, 16], is_known).shuffle(16).map(sample).batch(JOINT)
+
+
+def die_once(folder: Path, name: str) -> None:
+    """Ends this process in the hard way, unless one died under this name before."""
+    if claim(folder / name):
+        kill_noting(folder, os.getpid(), name)
+
+
+def die_after(seconds: float, folder: Path, name: str) -> None:
+    """Does so in a while, wherever the function is then."""
+    if not (folder / name).exists():
+        timer = threading.Timer(seconds, die_once, (folder, name))
+        timer.daemon = True
+        timer.start()
+
+
+def train_counting(config: dict[str, Any]) -> dict[str, Any]:
+    """Trains, and dies where it is told; rank 0 writes down the weights. Returns where it began, and how it went on.
+
+    Each death has a rank, a place and its number, and a name.
+    """
+    folder, began_as = Path(config["folder"]), train.world_rank()
+    trail = Trail(folder)
+    deaths = [death for death in config["deaths"] if death["rank"] == began_as]
+
+    def at(place: str, number: int) -> None:
+        for death in deaths:
+            if death.get("at") == (place, number):
+                die_once(folder, death["name"])
+
+    flaw = config.get("flaw")
+    torch.manual_seed(0)
+    model, first = Counting(), 0
+    if is_to_step_in() and flaw == "model":
+        model.more = torch.nn.Linear(2, 2)
+    checkpoint = train.load_checkpoint() if config.get("saves") else None
+    if checkpoint:
+        first = checkpoint["epoch"] + 1
+        model.load_state_dict(checkpoint["model"])
+    loader: Any = DataLoader(samples(), batch_size=JOINT // train.world_size(), shuffle=True)
+    data = train.get_dataset_shard() if config.get("data") else None
+    loader = helpers.prepare_data_loader(data if config.get("data") == "stream" else loader, exact=True)
+    if checkpoint and "place" in checkpoint:
+        loader.load_state_dict(checkpoint["place"])
+    is_new = is_to_step_in()
+    model = helpers.prepare_model(model)
+    optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + (flaw == "scheduler") * 0.01 * step)
+    if flaw == "parts" and is_new:
+        helpers.prepare_state(scheduler)
+    if flaw == "function" and is_new:
+        raise RuntimeError("this one cannot step in")
+    number, failed = 0, 0
+    for epoch in epochs_of(loader, first, config, trail):
+        loader.sampler.set_epoch(epoch)
+        for indices, inputs, targets in loader:
+            at("forward", number)
+            time.sleep(config.get("step_s", 0.0))
+            while number == config.get("awaits_at") and train.world_size() < 3:
+                time.sleep(0.02)
+            if config.get("decays"):
+                decay(model)
+            output, counts = model(indices, inputs)
+            loss = torch.nn.functional.mse_loss(output, targets) + counts.mean()
+            optimizer.zero_grad()
+            at("backward", number)
+            trail.at(IN_EXCHANGE)
+            loss.backward()
+            if config.get("exchanges"):
+                torch.distributed.all_reduce(torch.ones(1))
+            if flaw == "hidden":
+                with suppress(Exception):
+                    torch.distributed.all_reduce(torch.ones(1))
+            at("step", number)
+            if flaw != "alone" or number != 5 or began_as == 0 or (folder / "alone").exists():
+                optimizer.step()
+            else:
+                (folder / "alone").touch()
+            at("stepped", number)
+            trail.at(BETWEEN)
+            if helpers.batch_failed():
+                failed += 1
+                trail.fail(failed)
+                continue
+            trail.step(failed, epoch)
+            number += 1
+            scheduler.step()
+        epoch = loader.epoch - 1 if config.get("admits") else epoch
+        if config.get("data") == "parts":
+            at("rows", epoch)
+            assert sum(1 for _ in data.iter_rows())
+        at("report", epoch)
+        for death in deaths:
+            if death.get("at") == ("reporting", epoch):
+                die_after(0.0, folder, death["name"])
+        train.report(epoch=epoch, rank=train.world_rank(), size=train.world_size())
+        at("reported", epoch)
+        if config.get("saves"):
+            place = {"place": loader.state_dict()} if config.get("data") == "stream" else {}
+            train.save_checkpoint(epoch=epoch, model=helpers.gather_state(model), **place)
+        at("saved", epoch)
+    if train.world_rank() == 0:
+        (folder / "weights.json").write_text(json.dumps(weights_of(helpers.gather_state(model))))
+    tracked = helpers.gather_state(model)["norm.num_batches_tracked"].item()
+    return {"first": first, "failed": failed, "steps": number, "began_as": began_as, "tracked": tracked}
+
+
+def is_to_step_in() -> bool:
+    """Whether this worker has not met the others yet."""
+    membership: Any = getattr(current_session(), "membership", None)
+    return membership is not None and membership.is_new
+
+
+def epochs_of(loader: Any, first: int, config: dict[str, Any], trail: Trail) -> Iterator[int]:
+    """The epochs: as the function counts them, or the loader, where others are to step in."""
+    if not config.get("admits"):
+        yield from range(first, config["num_epochs"])
+        return
+    loader.epoch = first
+    while loader.epoch < config.get("num_epochs", trail.last_pass):
+        yield loader.epoch
+
+
+def weights_of(state: dict[str, torch.Tensor]) -> list[float]:
+    """All trained weights in a row."""
+    return [each for name, value in state.items() if "norm" not in name for each in value.flatten().tolist()]
+
+
+def decay(model: torch.nn.Module) -> None:
+    """Changes weights before an exchange of the same batch."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+
+
+def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False) -> list[float]:
+    """The weights after steps of the same joint batches, each taken by one process alone."""
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = over_joint_batches(DataLoader(samples(), batch_size=JOINT, shuffle=True), World(0, 1), None)
+    joint: Any = loader.batch_sampler
+    stream = of_stream(sample_stream(), World(0, 1), exact=False)
+    for epoch in range(num_epochs):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        joint.draw()
+        joint.begin(0, World(0, 1))
+        for indices, inputs, targets in stream if is_streamed else loader:
+            if decays:
+                decay(model)
+            output, counts = model(indices, inputs)
+            optimizer.zero_grad()
+            (torch.nn.functional.mse_loss(output, targets) + counts.mean()).backward()
+            optimizer.step()
+    return weights_of(model.state_dict())
+
+
+def train_unprepared(config: dict[str, Any]) -> None:
+    """Takes a step with something that is not prepared."""
+    loader: Any = DataLoader(samples(), batch_size=4)
+    if config["missing"] == "lengths":
+        loader = sample_stream(is_known=False)
+    loader = helpers.prepare_data_loader(loader, exact=config["missing"] != "loader")
+    model = Counting()
+    if config["missing"] != "model":
+        model = helpers.prepare_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if config["missing"] != "optimizer":
+        optimizer = helpers.prepare_optimizer(optimizer)
+    for indices, inputs, _ in loader:
+        output, counts = model(indices, inputs)
+        (output.mean() + counts.mean()).backward()
+        optimizer.step()

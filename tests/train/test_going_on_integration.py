@@ -1,0 +1,236 @@
+"""Functions that go on where they are when other workers are lost, which are killed for real.
+
+Covers `raysgd.train._torch.joint_steps`: what it does needs several ranks, and losses of some.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.train import FailureConfig, RunConfig, ScalingConfig, Trainer, TrainingCallback
+from raysgd.train.torch import TorchTrainer
+from tests.helpers.trail import losses_in
+from tests.train.elastic_functions import sample_stream, train_counting, train_unprepared, undisturbed
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
+
+NUM_EPOCHS = 5
+Death = dict[str, Any]
+
+
+class Noting(TrainingCallback):
+    """Notes the epochs that are reported, and how many workers report them."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, int]] = []
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        assert len({result["epoch"] for result in results}) == 1
+        self.reports.append((results[0]["epoch"], len(results)))
+
+
+def dying(rank: int, place: str, number: int) -> Death:
+    return {"rank": rank, "at": (place, number), "name": f"death_{rank}"}
+
+
+def config_of(folder: Path, *deaths: Death, **more: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "num_epochs": NUM_EPOCHS, "deaths": deaths, **more}
+
+
+def check_weights(folder: Path, num_epochs: int = NUM_EPOCHS, decays: bool = False, is_streamed: bool = False) -> None:
+    """A sample that a step was taken on once more or less would change its own weight by 0.008."""
+    found = json.loads((folder / "weights.json").read_text())
+    assert found == pytest.approx(undisturbed(num_epochs, decays, is_streamed), abs=1e-6)
+
+
+def run(
+    folder: Path, config: dict[str, Any], num_workers: tuple[int, int] = (1, 3), dataset: Any = None, **options: Any
+) -> Any:
+    """Runs the function; returns what it returned, the reports, and what happened to the workers."""
+    trainer, noting = Trainer("torch", num_workers, logdir=folder / "runs", elastic=True, **options), Noting()
+    try:
+        trainer.start()
+        returned = trainer.run(train_counting, config, dataset=dataset, callbacks=[noting])
+        return returned, noting.reports, [event.kind for event in trainer.history.events]
+    finally:
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        (dying(2, "backward", 5), dying(0, "reporting", 3)),
+        pytest.param((dying(0, "stepped", 6), dying(1, "step", 13)), marks=pytest.mark.soak),
+        pytest.param((dying(0, "forward", 8), dying(2, "report", 2)), marks=pytest.mark.soak),
+    ],
+    ids=["in the exchange and inside a report", "between steps", "before the exchange and at the end of a pass"],
+)
+def test_survivors_go_on_where_they_are_and_each_sample_counts_once(
+    tmp_path: Path, deaths: tuple[Death, ...], record_property: Any
+) -> None:
+    returned, reports, kinds = run(tmp_path, config_of(tmp_path, *deaths, decays=True))
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert kinds == ["started", "rejoined", "rejoined"]
+    [answer] = returned
+    assert (answer["first"], answer["failed"], answer["steps"]) == (0, 2, 4 * NUM_EPOCHS)
+    assert answer["tracked"] == 4 * NUM_EPOCHS, "what a forward pass changes is undone in a batch that failed"
+    check_weights(tmp_path, decays=True)
+    for loss in losses_in(tmp_path):
+        record_property(f"s to the next step after {loss.place}", loss.seconds)
+
+
+def test_what_fit_runs_goes_on_too_and_its_metrics_come_from_the_lowest_rank_that_is_left(tmp_path: Path) -> None:
+    deaths = dying(0, "reporting", 1), dying(1, "backward", 14)
+    trainer = TorchTrainer(
+        train_counting,
+        train_loop_config=config_of(tmp_path, *deaths),
+        scaling_config=ScalingConfig(num_workers=(1, 3), elastic=True),
+        run_config=RunConfig(storage_path=str(tmp_path / "runs"), failure_config=FailureConfig(max_failures=1)),
+    )
+    result = trainer.fit()
+    frame = result.metrics_dataframe
+    assert list(frame["epoch"]) == [*range(NUM_EPOCHS)]
+    assert frame["size"].iloc[-1] == 1
+    check_weights(tmp_path)
+
+
+def test_a_run_grows_back_after_a_checkpoint(tmp_path: Path) -> None:
+    config = config_of(tmp_path, dying(1, "backward", 6), saves=True)
+    returned, reports, kinds = run(tmp_path, config, resize_check_s=0)
+    assert kinds == ["started", "rejoined", "grown"]
+    assert reports == [(0, 3), (1, 2), (2, 3), (3, 3), (4, 3)]
+    assert [answer["first"] for answer in returned] == [2, 2, 2]
+    check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        (dying(0, "reporting", 1), dying(2, "backward", 13)),
+        pytest.param((dying(1, "stepped", 6), dying(0, "saved", 3)), marks=pytest.mark.soak),
+    ],
+    ids=["the first rank in a report, and in the exchange", "between steps, and the first rank behind saving"],
+)
+def test_a_spare_steps_in_at_a_boundary_and_the_others_keep_their_ranks(
+    tmp_path: Path, deaths: tuple[Death, ...]
+) -> None:
+    config = config_of(tmp_path, *deaths, admits=True, saves=True, step_s=0.1, awaits_at=4 * NUM_EPOCHS - 1)
+    returned, reports, kinds = run(tmp_path, config, spare_workers=1)
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert {*kinds} <= {"started", "rejoined", "grown"}
+    assert len(returned) == 3
+    check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "spares"),
+    [
+        ((dying(0, "reporting", 1), dying(2, "backward", 13)), 1),
+        pytest.param((dying(0, "backward", 5), dying(1, "reporting", 2)), 0, marks=pytest.mark.soak),
+    ],
+    ids=["a spare steps in", "with fewer"],
+)
+def test_functions_on_a_stream_go_on_where_they_are(tmp_path: Path, deaths: tuple[Death, ...], spares: int) -> None:
+    config = config_of(tmp_path, *deaths, data="stream", admits=True, saves=True, step_s=0.1)
+    if spares:
+        config["awaits_at"] = 4 * NUM_EPOCHS - 1
+    returned, reports, kinds = run(tmp_path, config, dataset=sample_stream(), spare_workers=spares)
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert {*kinds} <= {"started", "rejoined", "grown"}
+    assert len(returned) == 3 or not spares
+    check_weights(tmp_path, is_streamed=True)
+
+
+@pytest.mark.soak
+def test_functions_on_a_stream_start_again_from_the_position_in_the_checkpoint(tmp_path: Path) -> None:
+    deaths = dying(2, "backward", 5), dying(0, "backward", 7)
+    config = config_of(tmp_path, *deaths, data="stream", saves=True)
+    returned, _, kinds = run(tmp_path, config, (2, 3), dataset=sample_stream())
+    assert kinds == ["started", "rejoined", "rebuilt"]
+    assert [answer["first"] for answer in returned] == [1, 1, 1]
+    check_weights(tmp_path, is_streamed=True)
+
+
+def test_where_a_part_of_the_data_is_lost_with_its_worker_the_function_starts_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = pytest.importorskip("ray.data")
+    data.DataContext.get_current().enable_progress_bars = False
+    rows = data.from_items([{"id": number} for number in range(8)], override_num_blocks=2)
+    config = config_of(tmp_path, dying(1, "rows", 2), data="parts", saves=True)  # the other waits for it there
+    options = {"dataset": rows, "resources_per_worker": {"CPU": 0.5}}
+    returned, reports, kinds = run(tmp_path, config, (1, 2), **options)
+    assert kinds == ["started", "rebuilt"]
+    assert "the dataset was divided at the start" in caplog.text
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert [answer["first"] for answer in returned] == [2, 2]
+    check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "words"),
+    [
+        ("model", "`more.bias` of `Counting` has another shape in a worker that steps in"),
+        pytest.param("parts", "has prepared Counting, SGD, LambdaLR, and the others", marks=pytest.mark.soak),
+        pytest.param("scheduler", "the learning rates of the workers differ", marks=pytest.mark.soak),
+        pytest.param("function", "this one cannot step in", marks=pytest.mark.soak),
+    ],
+)
+def test_a_worker_that_does_not_fit_the_others_is_named_and_the_function_starts_again(
+    tmp_path: Path, flaw: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, dying(1, "backward", 9), admits=True, saves=True, step_s=0.1, flaw=flaw)
+    returned, reports, kinds = run(tmp_path, config, (1, 2), spare_workers=1)
+    assert kinds[-1] == "rebuilt"
+    assert words in caplog.text
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert returned[0]["first"] in (2, 3)
+    if flaw != "scheduler":
+        check_weights(tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flaw", ["hidden", "alone"])
+def test_what_ranks_do_apart_ends_in_an_error_or_a_restart_and_never_in_a_hang(tmp_path: Path, flaw: str) -> None:
+    deaths = (dying(1, "backward", 9),) if flaw == "hidden" else ()
+    returned, reports, _ = run(tmp_path, config_of(tmp_path, *deaths, saves=True, flaw=flaw), (1, 2))
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert len({answer["steps"] for answer in returned}) == 1
+    check_weights(tmp_path)
+
+
+def test_with_too_few_left_the_function_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    config = config_of(tmp_path, dying(2, "backward", 5), dying(0, "backward", 7), saves=True)
+    returned, _, kinds = run(tmp_path, config, (2, 3))
+    assert kinds == ["started", "rejoined", "rebuilt"]
+    assert [answer["first"] for answer in returned] == [1, 1, 1]
+    check_weights(tmp_path)
+
+
+def test_a_function_whose_own_exchange_breaks_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    config = config_of(tmp_path, dying(1, "backward", 9), saves=True, exchanges=True)
+    returned, _, kinds = run(tmp_path, config)
+    assert kinds == ["started", "rebuilt"]
+    assert [answer["first"] for answer in returned] == [2, 2, 2]
+    check_weights(tmp_path)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_is_not_prepared_is_an_error_at_the_first_step(tmp_path: Path) -> None:
+    trainer = Trainer("torch", (1, 2), logdir=tmp_path, elastic=True)
+    try:
+        trainer.start()
+        for missing, words in (
+            ("optimizer", "the optimizer of `Counting` is not prepared"),
+            ("loader", r"`prepare_data_loader\(loader, exact=True\)`"),
+            ("model", "no model is prepared for several workers"),
+            ("lengths", "needs a stream whose rows are counted before they are read"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                trainer.run(train_unprepared, {"missing": missing})
+    finally:
+        trainer.shutdown()

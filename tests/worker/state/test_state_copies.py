@@ -1,0 +1,99 @@
+"""Copies after a call are made later, and not too late; how long they take is told all the same."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+
+from raysgd.engine.shared.replica import Capture
+from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.state.copies import StateCopy
+from raysgd.worker.state.replica_state import ReplicaState
+from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.time.ledger import Ledger
+
+LARGE, SMALL = 10**6, 10  # bytes
+
+
+class Counted:
+    """A state that is a number."""
+
+    def __init__(self, num_bytes: int = LARGE) -> None:
+        self.value, self._num_bytes = 0, num_bytes
+
+    def own(self) -> str:
+        return "own"
+
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        copied: list[int] = []
+        return None if rank else StateCopy(copied, self._num_bytes, fill=lambda: copied.append(self.value))
+
+
+@pytest.fixture
+def copies() -> StateCopies:
+    return StateCopies(None, Ledger())
+
+
+def after_call(copies: StateCopies, state: Counted, rank: int = 0) -> Capture:
+    return copies.after_call(cast(ReplicaState, state), rank, None)
+
+
+def test_the_first_copy_is_made_at_once_and_later_ones_when_they_are_fetched(copies: StateCopies) -> None:
+    state = Counted()
+    first = after_call(copies, state)
+    state.value = 1
+    second = after_call(copies, state)
+    state.value = 2  # which no one may do
+    assert first.token is not None
+    assert second.token is not None
+    assert copies.fetch(first.token) == [0]
+    fetched: list[Any] = []
+    thread = threading.Thread(target=lambda: fetched.append(copies.fetch(cast(int, second.token))))
+    thread.start()
+    thread.join()
+    assert fetched == [[2]]
+
+
+def test_what_is_finished_does_not_change_any_more(copies: StateCopies) -> None:
+    state = Counted()
+    after_call(copies, state)
+    later = after_call(copies, state)
+    copies.finish()
+    state.value = 1
+    copies.finish()
+    assert copies.fetch(cast(int, later.token)) == [0]
+
+
+def test_a_small_state_travels_with_the_answer(copies: StateCopies) -> None:
+    state = Counted(SMALL)
+    assert [after_call(copies, state).shared_state for _ in range(2)] == [[0], [0]]
+
+
+def test_ranks_that_copy_nothing_have_nothing_to_finish(copies: StateCopies) -> None:
+    assert [after_call(copies, Counted(), rank=1) for _ in range(2)] == [Capture("own")] * 2
+    copies.finish()
+
+
+def test_a_copy_that_is_made_later_is_said_to_take_as_long_as_the_one_before(copies: StateCopies) -> None:
+    state = Counted()
+    assert after_call(copies, state).seconds == 0.0, "the caller sees how long this one takes"
+    later = [after_call(copies, state).seconds]
+    copies.finish()
+    later.append(after_call(copies, state).seconds)
+    assert all(0.0 < seconds < 1.0 for seconds in later)
+    assert after_call(copies, Counted(SMALL)).seconds == 0.0
+
+
+def test_a_copy_inside_a_call_is_made_at_once() -> None:
+    class Run:
+        def state(self, with_metrics: bool) -> str:
+            return "progress"
+
+    copies, state = StateCopies(1, Ledger()), Counted()
+    after_call(copies, state)
+    part = copies.inside_call(cast(ReplicaState, state), 0, cast(EpochRun, Run()))
+    state.value = 1
+    assert part.progress == "progress"
+    assert copies.fetch(cast(int, part.token)) == [0]
