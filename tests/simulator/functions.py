@@ -111,7 +111,11 @@ class Rank:
 
     def exchange(self, name: str, given: Any) -> list[Any]:
         self.sim.point(self)
-        found = self.exchanges.exchange(self.world.rank, name, given, self.sim)
+        try:
+            found = self.exchanges.exchange(self.world.rank, name, given, self.sim)
+        finally:
+            if self.is_dead:
+                raise Died
         self.sim.point(self)
         return found
 
@@ -126,6 +130,18 @@ class Rank:
                 with membership._changed:
                     membership._num_in_use = 0
                     membership._changed.notify_all()
+
+    def end(self) -> bool:
+        """Ends the function of this dead rank where it waits, so that no thread is left; returns whether it ended."""
+        session = self.replica._session if self.replica is not None else None
+        if session is None:
+            return True
+        if session.membership is not None:
+            with session.membership._changed:
+                session.membership._is_open, session.membership._is_broken = True, False
+                session.membership._is_placed, session.membership._verdict = True, False
+                session.membership._changed.notify_all()
+        return session.mailbox.cancel(_HANGS_S)
 
     # ------------------------------------------------------------------------- what stands for PyTorch's distributed
 
@@ -232,7 +248,8 @@ class Simulation:
         self.num_spares = self.rng.choice([0, 1, 1])
         self.deaths = {self.rng.randrange(10, 400) for _ in range(self.rng.choice([1, 2, 3]))}
         self._lock = threading.Lock()
-        self._num_points = self._num_ranks = 0
+        self._num_points = 0
+        self._ranks: list[Rank] = []
         self.broken: str | None = None
         self.members: list[Rank] = []
         self.standby = Standby(self)
@@ -317,8 +334,8 @@ class Simulation:
                 self.standby.ready.append(rank)
 
     def _new_rank(self) -> Rank:
-        self._num_ranks += 1
-        return Rank(self, self._num_ranks)
+        self._ranks.append(Rank(self, len(self._ranks) + 1))
+        return self._ranks[-1]
 
     def _start_group(self) -> None:
         self.standby.kill_all()
@@ -454,6 +471,8 @@ class Simulation:
         finally:
             self.standby.kill_all()
             self.kill_group()
+            if not all([rank.end() for rank in self._ranks]):
+                self.note_broken("a function does not end")
         if self.broken is None:
             self._check_end(returned)
         return self.broken

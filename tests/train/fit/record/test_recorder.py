@@ -84,8 +84,9 @@ class TestARun:
         assert [line["done"] for line in lines(folder)] == [False, True]
 
     def test_leaves_no_thread(self, tmp_path: Path) -> None:
+        before = {*threading.enumerate()}
         play(make_folder(tmp_path), [3.0, 2.0, 1.0], checkpoint_config=CheckpointConfig(num_to_keep=1))
-        assert [thread.name for thread in threading.enumerate() if "raysgd" in thread.name] == []
+        assert {*threading.enumerate()} - before == set()
 
 
 class TestHooks:
