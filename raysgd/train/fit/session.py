@@ -168,6 +168,8 @@ class FitSession(Session):
         """Stores a folder and sends the metrics: rank 0 at once, others when they know which names are taken."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
+            if self.membership is not None and self.membership.place.number:
+                target.delete()  # what a lost rank had stored under this number, and no checkpoint has
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:

@@ -18,7 +18,7 @@ from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import CheckpointUploadMode
-from raysgd.engine.shared.types import World
+from raysgd.engine.shared.types import StateHandover, World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
@@ -48,10 +48,12 @@ def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
         checkpoint: Any = None,
         shard: Any = None,
         is_detailed: bool = False,
+        is_elastic: bool = False,
         **facts: Any,
     ) -> FunctionReplica:
         about = TrialFacts(folder, "run", "trial_1", "1", ScalingConfig(num_workers=2), **facts)
-        spec = FunctionSpec(function, dict, "_timestamp", is_detailed, make_session=partial(FitSession, facts=about))
+        make_session = partial(FitSession, facts=about)
+        spec = FunctionSpec(function, dict, "_timestamp", is_detailed, make_session=make_session, is_elastic=is_elastic)
         replica = FunctionReplica(World(rank, size=2, local_rank=rank, local_size=2))
         started.append(replica)
         replica.begin(spec, checkpoint, shard)
@@ -199,6 +201,19 @@ class TestCheckpoints:
         folder.commit("checkpoint_000007")
         assert replica.next(8) == FunctionEnded()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
+
+    def test_a_folder_has_nothing_of_what_a_lost_rank_has_half_stored(
+        self, start: Start, folder: Folder, tmp_path: Path
+    ) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "epoch_2").touch()
+        folder.staged("checkpoint_000001").write("epoch_1", b"1")
+        replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), 1, is_elastic=True)
+        replica.regroup(World(0, 1), StateHandover())
+        replica.start()
+        message(replica.next(1))
+        assert folder.staged("checkpoint_000001").names() == ["epoch_2"]
 
     @pytest.mark.parametrize(("deletes", "is_deleted"), [(None, True), (False, False)])
     def test_folders_may_be_stored_while_the_function_goes_on(
