@@ -172,7 +172,17 @@ def _receive(source: int, to: Sequence[int], device: Any) -> Any:
     return _here.rank.sim.handed(_here.rank)
 
 
-def train(rank: Rank, session: Session) -> list[int]:
+class Wrapped(torch.nn.Module):
+    """Stands for `DistributedDataParallel`, around one weight for each sample."""
+
+    reducer = SimpleNamespace(_rebuild_buckets=int)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.ParameterList([torch.zeros(NUM_SAMPLES, dtype=torch.float64)])
+
+
+def train(rank: Rank, session: Session) -> list[list[float]]:
     """The user's function."""
     sim = rank.sim
     world = session.world
@@ -184,23 +194,27 @@ def train(rank: Rank, session: Session) -> list[int]:
         ),
         steps,
     )
-    weights = torch.nn.Parameter(torch.zeros(NUM_SAMPLES, dtype=torch.float64))
-    holder = torch.nn.ParameterList([weights])
-    steps.share(holder)
-    optimizer = torch.optim.SGD(holder.parameters(), lr=RATE)
-    steps.take(optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    models = [Wrapped() for _ in range(sim.num_steps)]
+    steps._models = cast(Any, models)
+    steps.share(*models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in models]
+    for optimizer in optimizers:
+        steps.take(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1.0)
     steps.share(scheduler)
     failed, number = 0, 0
     while loader.epoch < NUM_EPOCHS:
         cast(Any, loader.sampler).set_epoch(loader.epoch)
         for (indices,) in loader:
-            sim.point(rank)
-            weights.grad = torch.zeros_like(weights)
-            weights.grad[indices] = 1 / len(indices)
-            bucket: Any = SimpleNamespace(buffer=lambda: weights.grad)
-            weights.grad = steps.average(bucket).wait()
-            optimizer.step()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                sim.point(rank)
+                [weights] = model.parameters()
+                weights.grad = torch.zeros_like(weights)
+                weights.grad[indices] = 1 / len(indices)
+                weights.grad = steps.average(
+                    cast(Any, SimpleNamespace(buffer=partial(getattr, weights, "grad")))
+                ).wait()
+                optimizer.step()
             sim.point(rank)
             if session.is_repeating:
                 failed += 1
@@ -211,7 +225,7 @@ def train(rank: Rank, session: Session) -> list[int]:
             sim.point(rank)
         session.report({"at": (loader.epoch, 0)})
         sim.point(rank)
-    return weights.detach().tolist()
+    return [parameter.tolist() for model in models for parameter in model.parameters()]
 
 
 def _make_session(world: World, spec: Any, checkpoint: Any, shard: Any, pending: Any) -> Session:
@@ -246,6 +260,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.most = self.rng.choice([2, 3, 3])
         self.num_spares = self.rng.choice([0, 1, 1])
+        self.num_steps = self.rng.choice([1, 2])  # of optimizers in a batch
         self.deaths = {self.rng.randrange(10, 400) for _ in range(self.rng.choice([1, 2, 3]))}
         self._lock = threading.Lock()
         self._num_points = 0
@@ -485,7 +500,7 @@ class Simulation:
 
     def flush(self) -> None: ...
 
-    def _check_end(self, returned: Sequence[list[float]]) -> None:
+    def _check_end(self, returned: Sequence[list[list[float]]]) -> None:
         num_steps = -(-NUM_SAMPLES // JOINT)
         last = NUM_SAMPLES - (num_steps - 1) * JOINT
         order = RepeatingLoader(_whole(), cast(Any, SimpleNamespace(number=lambda loader: None)))
@@ -496,7 +511,7 @@ class Simulation:
             for number in range(num_steps):
                 size = JOINT if number < num_steps - 1 else last
                 expected[drawn[number * JOINT : number * JOINT + size]] -= RATE / size
-        for found in returned:
+        for found in (each for weights in returned for each in weights):
             if not torch.allclose(torch.tensor(found, dtype=torch.float64), expected, atol=1e-9):
                 off = (torch.tensor(found, dtype=torch.float64) / expected).tolist()
                 self.note_broken(f"the weights are those of an undisturbed run times {off}")

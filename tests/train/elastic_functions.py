@@ -104,7 +104,8 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
         loader.load_state_dict(checkpoint["place"])
     is_new = is_to_step_in()
     model = helpers.prepare_model(model)
-    optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizers = [helpers.prepare_optimizer(each) for each in optimizers_of(model, config.get("has_two", False))]
+    optimizer = optimizers[0]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + (flaw == "scheduler") * 0.01 * step)
     if flaw == "parts" and is_new:
         helpers.prepare_state(scheduler)
@@ -120,9 +121,12 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
                 time.sleep(0.02)
             if config.get("decays"):
                 decay(model)
+            for another in optimizers[1:]:
+                train_on(model, another, indices, inputs, targets)
+                at("between", number)
             output, counts = model(indices, inputs)
             loss = torch.nn.functional.mse_loss(output, targets) + counts.mean()
-            optimizer.zero_grad()
+            model.zero_grad()
             at("backward", number)
             trail.at(IN_EXCHANGE)
             loss.backward()
@@ -165,6 +169,22 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
     return {"first": first, "failed": failed, "steps": number, "began_as": began_as, "tracked": tracked}
 
 
+def optimizers_of(model: torch.nn.Module, has_two: bool) -> list[torch.optim.Optimizer]:
+    """One for all that is trained; or one for what counts samples, and one that steps before it."""
+    parameters = dict(model.named_parameters())
+    others = [parameters.pop(name) for name in [*parameters] if has_two and "line" in name]
+    found: list[torch.optim.Optimizer] = [torch.optim.SGD(parameters.values(), lr=0.1)]
+    return [*found, *([torch.optim.Adam(others, lr=0.1)] if others else [])]
+
+
+def train_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, indices: Any, inputs: Any, targets: Any) -> None:
+    """Takes a step."""
+    output, counts = model(indices, inputs)
+    model.zero_grad()
+    (torch.nn.functional.mse_loss(output, targets) + counts.mean()).backward()
+    optimizer.step()
+
+
 def is_to_step_in() -> bool:
     """Whether this worker has not met the others yet."""
     membership: Any = getattr(current_session(), "membership", None)
@@ -193,11 +213,11 @@ def decay(model: torch.nn.Module) -> None:
             parameter.mul_(0.99)
 
 
-def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False) -> list[float]:
+def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False, has_two: bool = False) -> list[float]:
     """The weights after steps of the same joint batches, each taken by one process alone."""
     torch.manual_seed(0)
     model = Counting()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = optimizers_of(model, has_two)
     loader = over_joint_batches(DataLoader(samples(), batch_size=JOINT, shuffle=True), World(0, 1), None)
     joint: Any = loader.batch_sampler
     stream = of_stream(sample_stream(), World(0, 1), exact=False)
@@ -208,10 +228,8 @@ def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False
         for indices, inputs, targets in stream if is_streamed else loader:
             if decays:
                 decay(model)
-            output, counts = model(indices, inputs)
-            optimizer.zero_grad()
-            (torch.nn.functional.mse_loss(output, targets) + counts.mean()).backward()
-            optimizer.step()
+            for optimizer in reversed(optimizers):
+                train_on(model, optimizer, indices, inputs, targets)
     return weights_of(model.state_dict())
 
 

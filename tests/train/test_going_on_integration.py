@@ -41,10 +41,10 @@ def config_of(folder: Path, *deaths: Death, **more: Any) -> dict[str, Any]:
     return {"folder": str(folder), "num_epochs": NUM_EPOCHS, "deaths": deaths, **more}
 
 
-def check_weights(folder: Path, num_epochs: int = NUM_EPOCHS, decays: bool = False, is_streamed: bool = False) -> None:
+def check_weights(folder: Path, num_epochs: int = NUM_EPOCHS, **how: bool) -> None:
     """A sample that a step was taken on once more or less would change its own weight by 0.008."""
     found = json.loads((folder / "weights.json").read_text())
-    assert found == pytest.approx(undisturbed(num_epochs, decays, is_streamed), abs=1e-6)
+    assert found == pytest.approx(undisturbed(num_epochs, **how), abs=1e-6)
 
 
 def run(
@@ -81,6 +81,16 @@ def test_survivors_go_on_where_they_are_and_each_sample_counts_once(
     check_weights(tmp_path, decays=True)
     for loss in losses_in(tmp_path):
         record_property(f"s to the next step after {loss.place}", loss.seconds)
+
+
+def test_a_batch_that_steps_two_optimizers_is_undone_and_repeated(tmp_path: Path) -> None:
+    deaths = dying(2, "between", 5), dying(0, "stepped", 9)
+    returned, reports, kinds = run(tmp_path, config_of(tmp_path, *deaths, has_two=True))
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    assert kinds == ["started", "rejoined", "rejoined"]
+    [answer] = returned
+    assert (answer["failed"], answer["steps"], answer["tracked"]) == (2, 4 * NUM_EPOCHS, 8 * NUM_EPOCHS)
+    check_weights(tmp_path, has_two=True)
 
 
 def test_what_fit_runs_goes_on_too_and_its_metrics_come_from_the_lowest_rank_that_is_left(tmp_path: Path) -> None:

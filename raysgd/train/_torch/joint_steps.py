@@ -31,6 +31,7 @@ from raysgd.train._worker.membership import Mark, Membership, Place
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_joint"
 _CPU = torch.device("cpu")
+_NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
 _SAME = 1e-6  # so far may sums of equal numbers be apart
 
@@ -53,11 +54,13 @@ class JointSteps:
         self._with_buffers: list[DistributedDataParallel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
-        self._undo_log, self._undone = UndoLog([], [], [], tuple, False, False, bool), (0, False)
+        self._undo_log, self._undone = UndoLog([], [], [], tuple, False, False, bool), (0, 0, False)
         self._num_changes = 0  # of parameters, where this batch began
-        self._is_torn = False  # an exchange was seen to follow a change of a model in its batch
+        self._is_torn = False  # an exchange or another step was seen to follow a change of a model in its batch
+        self._num_steps = 0  # of optimizers in this batch
+        self._num_usual = 0  # the same in each batch, as the first one has shown; 0 before that
         self._weight = 1.0
-        self._has_batch = self._has_exchanged = self._has_stepped = self._is_checked = False
+        self._has_batch = self._has_exchanged = self._is_checked = False
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -86,14 +89,12 @@ class JointSteps:
             return
         self._shared.append(optimizer)
         self._optimizers.append(optimizer)
-        if len(self._optimizers) > 1:
-            self._membership.flaw = "the function has several optimizers"
-        step_only_where(optimizer, self._counts)
+        step_only_where(optimizer, partial(self._counts, optimizer))
         setattr(optimizer.step.__func__, _JOINT, True)  # type: ignore[attr-defined]
 
-    def _counts(self, closure: Any) -> bool:
+    def _counts(self, optimizer: torch.optim.Optimizer, closure: Any) -> bool:
         if closure is None:
-            return self._may_step()
+            return self._may_step(optimizer)
         self._membership.flaw = "the optimizer steps with a closure"
         return True
 
@@ -190,6 +191,7 @@ class JointSteps:
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
+            "num_usual": self._num_usual,
             "iteration": self._session.iteration,
             "loaders": [loader.position() for loader in self._loaders],
             "kinds": [type(part).__name__ for part in self._shared],
@@ -219,6 +221,7 @@ class JointSteps:
         for loader, position in zip(self._loaders, state["loaders"], strict=True):
             loader.take_over(position)
         self._session.iteration = state["iteration"]
+        self._learn(state["num_usual"])
         self._membership.step_in(state["number"], state["num_done"])
 
     def open_batch(self, place: Place, weight: float, has_trained: bool) -> Mark:
@@ -234,18 +237,18 @@ class JointSteps:
             self._met = place
             if not self._membership.meet(place, self._meet):
                 self._membership.fail()
-        self._weight, self._has_batch, self._has_exchanged, self._has_stepped = weight, True, False, False
+        self._weight, self._has_batch, self._has_exchanged, self._num_steps = weight, True, False, 0
         for model in self._models:
             model.require_backward_grad_sync = not mark.has_failed
         self._begin_undo()
         return mark
 
     def _begin_undo(self) -> None:
-        """Copies what the batch may change before its step counts; optimizers do not step before that."""
-        wanted = len(self._models), self._is_torn
+        """Copies what the batch may change before its last step, with which it counts."""
+        wanted = len(self._models), len(self._optimizers), self._is_torn
         if self._undone != wanted:
-            models = [model.module for model in self._models]
-            self._undo_log, self._undone = UndoLog(models, [], [], tuple, True, self._is_torn, bool), wanted
+            models, optimizers = [model.module for model in self._models], self._optimizers
+            self._undo_log, self._undone = UndoLog(models, optimizers, [], tuple, True, self._is_torn, bool), wanted
             self._undo_log.open_call(is_of_use=True)
         self._num_changes = self._count_changes()
         self._undo_log.begin([])
@@ -260,11 +263,13 @@ class JointSteps:
             DistNetworkError: It failed behind a step that counts.
         """
         membership = self._membership
+        if 0 < self._num_steps < self._num_usual and not membership.has_repeated(mark):
+            membership.flaw = _NUMBERS_DIFFER
+            membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
-            if is_done:
-                raise _lost("a worker was lost in the middle of a batch that takes several steps")
-            self._undo_log.undo()
+            if (not self._undo_log.undo() and self._num_steps > 1) or is_done:
+                raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
                 optimizer.zero_grad()
             return "failed"
@@ -273,7 +278,13 @@ class JointSteps:
             membership.flaw = "gradients are added up over several batches"
             if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
                 membership.end_exchange(self._compared(math.nan))
+        if is_done and not self._num_usual:
+            self._learn(self._num_steps)
         return "done" if is_done else "seen"
+
+    def _learn(self, num_steps: int) -> None:
+        """Takes note of how many steps each batch has."""
+        self._num_usual, self._is_torn = num_steps, self._is_torn or num_steps > 1
 
     def note_unstepped(self) -> None:
         """A pass has batches with a step, and others without."""
@@ -321,12 +332,15 @@ class JointSteps:
         finally:
             self._membership.end_exchange(broken)
 
-    def _may_step(self) -> bool:
-        """Return whether the step of this batch counts; all ranks come to the same answer."""
+    def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps; with the last step of a batch all ranks come to the same answer."""
         self._check_prepared()
-        if self._has_stepped:
-            self._membership.flaw = "the function takes several steps for a batch"
-        self._has_stepped = True
+        self._num_steps += 1
+        if self._num_steps < self._num_usual:
+            self._undo_log.before_step(optimizer)
+            return not self._membership.has_failed
+        if self._num_steps > self._num_usual > 0:
+            self._membership.flaw = _NUMBERS_DIFFER
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
@@ -345,19 +359,24 @@ class JointSteps:
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compares the learning rates of a step with those of the other ranks; NaN for no step. Returns what is wrong.
+        """Compares the steps and learning rates of a batch with those of the other ranks; NaN for no step.
 
         All ranks are there then.
+
+        Returns:
+            What is wrong, if something is.
         """
-        membership, numbers = self._membership, torch.tensor([rates], dtype=torch.float64)
+        membership, own = self._membership, torch.tensor([rates, self._num_steps], dtype=torch.float64)
+        means = own.clone()
         try:
-            self._parallel.all_sum(numbers)
+            self._parallel.all_sum(means)
         except Exception as error:
             return self._as_lost(error)
-        mean = numbers.item() / membership.place.world.size
-        if math.isnan(rates) or abs(mean - rates) <= _SAME * abs(rates):
+        means /= membership.place.world.size
+        is_same = means.isclose(own, rtol=_SAME, atol=0.0).tolist()
+        if math.isnan(rates) or all(is_same):
             return None
-        is_alone = math.isnan(mean)
+        is_alone = means[0].isnan() or not is_same[1]
         membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
         return _lost(membership.flaw)
 
