@@ -245,7 +245,10 @@ def train_unprepared(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if config["missing"] != "optimizer":
         optimizer = helpers.prepare_optimizer(optimizer)
+    another = torch.optim.Adam(model.parameters(), lr=0.1)
     for indices, inputs, _ in loader:
         output, counts = model(indices, inputs)
         (output.mean() + counts.mean()).backward()
         optimizer.step()
+        if config["missing"] == "another":
+            another.step()

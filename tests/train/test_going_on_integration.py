@@ -236,6 +236,7 @@ def test_what_is_not_prepared_is_an_error_at_the_first_step(tmp_path: Path) -> N
         trainer.start()
         for missing, words in (
             ("optimizer", "the optimizer of `Counting` is not prepared"),
+            ("another", "the optimizer of `Counting` is not prepared"),
             ("loader", r"`prepare_data_loader\(loader, exact=True\)`"),
             ("model", "no model is prepared for several workers"),
             ("lengths", "needs a stream whose rows are counted before they are read"),

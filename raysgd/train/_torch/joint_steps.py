@@ -9,6 +9,7 @@ Why it is so, and what decides whether a step counts: ADR 121.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.air._running import RunningSession, current_session
 from raysgd.connections.torch import exchanges_at_once, is_connection_error
@@ -123,19 +125,32 @@ class JointSteps:
                 "`elastic=True`: no model is prepared for several workers. Call `prepare_model(model)`, which puts it "
                 "into `DistributedDataParallel`."
             )
-        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        for model in self._models:
-            if not stepped & {id(parameter) for parameter in model.parameters()}:
-                raise ValueError(
-                    f"`elastic=True`: the optimizer of `{type(model.module).__name__}` is not prepared, so it would "
-                    "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
-                )
         if not self._has_batch:
             raise ValueError(
                 "`elastic=True`: this batch comes from no prepared loader that divides joint batches, so it could not "
                 "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
             )
+        steps = weakref.ref(self)  # the hook is one of the process
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
+        weakref.finalize(self, hook.remove)
         self._is_checked = True
+
+    def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that trains a prepared model and is not prepared, nor a part of one that is.
+
+        Raises:
+            ValueError: It is one.
+        """
+        parts = (part for each in self._optimizers for part in (each, *vars(each).values()))
+        if any(part is optimizer for part in parts):
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if stepped & {id(parameter) for parameter in model.parameters()}:
+                raise ValueError(
+                    f"`elastic=True`: the optimizer of `{type(model.module).__name__}` is not prepared, so it would "
+                    "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
+                )
 
     # ------------------------------------------------------------------------------------------------------- a batch
 
@@ -393,6 +408,11 @@ class JointSteps:
 
 def _tensors(state: Mapping[str, Any]) -> Sequence[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _refuse_unprepared(steps: JointSteps | None, optimizer: torch.optim.Optimizer) -> None:
+    if steps is not None:
+        steps.refuse_unprepared(optimizer)
 
 
 def _average(steps: JointSteps, bucket: Any) -> torch.futures.Future[torch.Tensor]:
