@@ -48,7 +48,8 @@ class ProgressListeners:
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
         """Tells that a call has returned."""
-        self.tell(end_of(kind, asked.info, answer))
+        if self.listeners:
+            self.tell(end_of(kind, asked.info, answer))
 
     def _tell_of_now(self) -> None:
         progress = progress_of(self._controller)

@@ -532,7 +532,6 @@ class ElasticController:
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
-        self._monitoring.begin()
         now = self._lifecycle.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S
@@ -543,6 +542,7 @@ class ElasticController:
 
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
+        self._monitoring.begin()
         reason = "a node is going away"
         in_place = self._spec.regroups and self._changes.are_possible()
         if in_place is None:  # a loss, which the call will come upon
@@ -561,6 +561,7 @@ class ElasticController:
         self._growth.start_spares()
         if len(group) >= most:
             return
+        self._monitoring.begin()
         in_place = self._spec.regroups and self._changes.are_possible()
         if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
             return

@@ -137,6 +137,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
     """Those that a caller passes."""
+    method = inspect.unwrap(method, stop=lambda each: inspect.ismethod(each) or hasattr(each, "__signature__"))
     if not inspect.ismethod(method):
         return list(inspect.signature(method).parameters.values())
     parameters = _parameters_of(method.__func__)

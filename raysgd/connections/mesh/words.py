@@ -16,7 +16,7 @@ _NUM_LOOKS = 2  # half a second apart
 @dataclass
 class _LastWord:
     key: str
-    word: bytes
+    make: Callable[[], bytes]
     num_looks: int = 0
 
 
@@ -59,15 +59,15 @@ class RankStatements:
         with suppress(MeshBroken):
             self._board.put(self._key(self.rank), word)
 
-    def say_later(self, word: bytes) -> None:
-        """Tell all ranks if they go on with this piece of work for a while: nearly always they do not."""
-        self._last = _LastWord(self._key(self.rank), word)
+    def say_later(self, make: Callable[[], bytes]) -> None:
+        """Tell all ranks what this makes if they go on with this piece of work for a while: they seldom do."""
+        self._last = _LastWord(self._key(self.rank), make)
 
     def say_last(self) -> None:
         """Tell all ranks at once what was to be said later; from any thread."""
         if self._last is not None:
             with suppress(MeshBroken):
-                self._board.put(self._last.key, self._last.word)
+                self._board.put(self._last.key, self._last.make())
 
     def _look(self) -> None:
         """Called in another thread, now and then."""

@@ -44,7 +44,7 @@ class Listener:
         self._references = references
         self._asks_survivors = asks_survivors
         self._calls = calls or RayPoller()
-        self._is_stopped = threading.Event()
+        self._is_stopped = False
         self._is_in_on_wait = False
         self._kinds_of_driver: set[FailureKind] = set()
         self._began = self._calls.now()
@@ -58,7 +58,7 @@ class Listener:
         where Ctrl-C is pressed once meanwhile; a second time ends the wait.
         """
         self._kinds_of_driver |= set(kinds)
-        self._is_stopped.set()
+        self._is_stopped = True
         try:
             self._await_on_wait()
         except BaseException:
@@ -84,7 +84,7 @@ class Listener:
             pause_s = max(_POLL_S, _POLL_S_EACH * len(self._references))
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
-        while waiting and not self._is_stopped.is_set():
+        while waiting and not self._is_stopped:
             done = self._calls.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
                 self._call(on_wait)
@@ -99,7 +99,7 @@ class Listener:
     def _call(self, on_wait: Callable[[], None]) -> None:
         self._is_in_on_wait = True  # before the look at what `stop` sets before it looks at this
         try:
-            if not self._is_stopped.is_set():
+            if not self._is_stopped:
                 on_wait()
         finally:
             self._is_in_on_wait = False

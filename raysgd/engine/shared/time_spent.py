@@ -67,7 +67,7 @@ class TimeSpent:
     unsaved_s: float = 0.0
     is_successor: bool = False
 
-    @property
+    @cached_property
     def total_s(self) -> float:
         """All of it."""
         return sum(self.seconds.values())

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.mesh.words import RankStatements
@@ -136,7 +137,7 @@ class _Call:
     def say_later(self) -> None:
         """Tell the others what this rank did if they are still in the call after a while."""
         if self.words is not None:
-            self.words.say_later(_encoded(self.work(is_over=True)))
+            self.words.say_later(partial(_encoded, self.work(is_over=True)))
 
 
 def _encoded(work: JointWork) -> bytes:

@@ -86,10 +86,10 @@ def test_what_is_to_be_said_later_is_said_after_a_while_or_at_once_if_that_is_as
     ranks = [RankStatements(rank, 2, board, board.interrupt) for rank, board in enumerate(boards)]
     for words in ranks:
         words.begin(lambda word: None)
-    ranks[0].say_later(b"over")
+    ranks[0].say_later(lambda: b"over")
     assert ranks[1].await_all(0.1) == {}
     assert ranks[1].await_all(20) == {0: b"over"}
-    ranks[1].say_later(b"over, too")
+    ranks[1].say_later(lambda: b"over, too")
     ranks[1].say_last()
     assert ranks[0].await_all(20) == {1: b"over, too"}
     for board in boards:
