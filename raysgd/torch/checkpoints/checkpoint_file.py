@@ -254,8 +254,7 @@ class _Source:
             if not self._kind.is_archive:
                 with open(self._place, "rb") as file:
                     return read_old(file, self._identity.num_bytes)
-            num_comment_bytes = 0 if self._kind.seal is None else len(self._kind.seal.comment)
-            return read_archive(memoryview(content), num_comment_bytes)
+            return read_archive(memoryview(content))
 
     def _trusted(self, maps: bool) -> Any:
         """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""

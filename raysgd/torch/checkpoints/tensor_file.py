@@ -33,18 +33,17 @@ _MAX_SIZE = 2**62
 _BIG_ENDIAN = b"big"
 
 
-def read_archive(archive: memoryview, num_comment_bytes: int = 0) -> Any:
+def read_archive(archive: memoryview) -> Any:
     """Return what a zip archive of `torch.save` holds; tensors lie in it, on the CPU.
 
     Args:
         archive: The archive, in memory that can be written to.
-        num_comment_bytes: Size of the comment at its end.
 
     Raises:
         NotPlainError: It holds more than plain data.
         Exception: It is damaged.
     """
-    storages = _ArchivedStorages(archive, _without_folder(members(archive, num_comment_bytes)))
+    storages = _ArchivedStorages(archive, _without_folder(members(archive)))
     pickled = storages.member("data.pkl")
     return _unpickler(io.BytesIO(pickled.of(archive)), pickled.num_bytes, storages, len(archive)).load()
 
