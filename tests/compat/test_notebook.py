@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.compat.migrate.cells import NotANotebook, code_cells, with_sources
+from raysgd.compat.migrate.cells import NotANotebook, Notebook
 from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import Migrated
 
@@ -126,9 +126,10 @@ def test_a_finding_has_the_line_of_the_file() -> None:
 
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("indent", [None, 1, "\t"])
-def test_the_manner_of_the_file_is_kept(ascii_only: bool, indent: Any) -> None:
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_the_manner_of_the_file_is_kept(ascii_only: bool, indent: Any, newline: str) -> None:
     content = json.loads(notebook(cell("# ü", "import ray.util.sgd"), cell("x = 'ü'")))
-    old = json.dumps(content, ensure_ascii=ascii_only, indent=indent)
+    old = json.dumps(content, ensure_ascii=ascii_only, indent=indent).replace("\n", newline) + newline
     assert migrated(old) == old.replace("import ray.util.sgd", "import raysgd")
 
 
@@ -152,11 +153,6 @@ def test_hostile_sources_come_back_as_they_were() -> None:
     assert new == old.replace('"import ray.util.sgd"', '"import raysgd"')
 
 
-def test_of_a_key_that_is_there_twice_the_last_one_counts() -> None:
-    twice = '{"nbformat": 4, "cells": [{"cell_type": "code", "source": "import ray", "source": "import ray.util.sgd"}]}'
-    assert migrated(twice) == twice.replace("import ray.util.sgd", "import raysgd")
-
-
 def test_what_need_not_be_read_is_left_alone() -> None:
     broken = notebook(cell("this is no python"), cell("x ="))
     assert migrated(broken) == broken
@@ -173,7 +169,7 @@ def test_what_need_not_be_read_is_left_alone() -> None:
         ('{"cells": []}', "no `nbformat`"),
         ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": [1]}]}', "not a list of cells"),
         ("[", "no JSON"),
-        ("{} {}", "something follows"),
+        ("{} {}", "no JSON"),
         ("[" * 100_000, "no JSON"),
         (b"\xff\xfe{}", "UTF-8"),
         ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": "ray\\ud800"}]}', ""),
@@ -198,13 +194,12 @@ def test_a_line_for_a_person_gets_a_comment_in_its_cell() -> None:
 
 
 def test_cells_are_found_where_they_stand() -> None:
-    text = notebook(cell("a"), cell("b", kind="markdown"), cell("c", "d"))
-    first, second = code_cells(text)
+    found = Notebook(notebook(cell("a"), cell("b", kind="markdown"), cell("c", "d")))
+    first, second = found.code_cells
     assert (first.number, first.source, second.number, second.source) == (1, "a", 3, "c\nd")
-    assert json.loads(text[second.start : second.end]) == ["c\n", "d"]
-    assert sources(with_sources(text, {3: "new\nd"})) == ["a", "b", "new\nd"]
+    assert sources(found.with_sources({3: "new\nd"})) == ["a", "b", "new\nd"]
     with pytest.raises(NotANotebook):
-        code_cells("1")
+        Notebook("1")
 
 
 def test_our_own_notebook_is_as_it_was() -> None:

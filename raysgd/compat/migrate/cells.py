@@ -1,19 +1,17 @@
-"""The code cells of a notebook: where they stand in its JSON, so that only what changes is written.
-
-Everything between them stays, character by character: outputs, metadata, the order of keys, spaces.
-"""
+"""The code cells of a notebook, and the notebook with other sources in them."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\n\r]*")
 _OLDEST = 4
+_BEGIN = re.compile(r"(\ufeff?\s*)\{(?:\r?\n([ \t]+))?")
+_MARK = "\0raysgd"
 
 
 class NotANotebook(ValueError):
@@ -27,18 +25,14 @@ class Cell:
     Attributes:
         source: Its text.
         number: Among the cells of the notebook, from 1.
-        start: Where the JSON value of the source begins.
-        end: Where it ends.
     """
 
     source: str
     number: int
-    start: int
-    end: int
 
 
-def code_cells(text: str) -> list[Cell]:
-    """The code cells of a notebook, in order; none if its language is not Python.
+class Notebook:
+    """A notebook. It is written again in the manner in which it stands: as Jupyter writes it, or with other indents.
 
     Args:
         text: The file.
@@ -46,29 +40,44 @@ def code_cells(text: str) -> list[Cell]:
     Raises:
         NotANotebook: It is no notebook, or one of a format before 4.
     """
-    try:
-        begin = _skip_space(text, int(text.startswith("\ufeff")))
-        notebook, end = _DECODER.raw_decode(text, begin)
-    except (ValueError, RecursionError) as error:
-        raise NotANotebook(f"this is no JSON: {error}") from None
-    if text[end:].strip():
-        raise NotANotebook("this is no JSON: something follows the end")
-    _check(notebook)
-    return list(_cells(text, begin)) if _language(notebook) == "python" else []
 
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self._content: Any = json.loads(text.removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
+            raise NotANotebook(f"this is no JSON: {error}") from None
+        _check(self._content)
 
-def with_sources(text: str, new: Mapping[int, str]) -> str:
-    """The notebook with other sources.
+    @property
+    def code_cells(self) -> list[Cell]:
+        """The code cells, in order; none if the language is not Python."""
+        cells = self._content["cells"] if _language(self._content) == "python" else []
+        numbered = [(number, cell) for number, cell in enumerate(cells, start=1) if cell.get("cell_type") == "code"]
+        return [Cell("".join(cell["source"]), number) for number, cell in numbered]
 
-    Args:
-        text: The file.
-        new: Sources by the number of their cell.
-    """
-    for cell in reversed(code_cells(text)):
-        if cell.number in new and new[cell.number] != cell.source:
-            raw = text[cell.start : cell.end]
-            text = text[: cell.start] + _as_written(raw, new[cell.number]) + text[cell.end :]
-    return text
+    def with_sources(self, new: Mapping[int, str]) -> str:
+        """Return the text with other sources, by the number of their cell. Cells that stay are written as they are."""
+        old = {cell.number: cell.source for cell in self.code_cells}
+        changed = {number: source for number, source in new.items() if source != old[number]}
+        cells = self._content["cells"]
+        as_lines = {number for number in changed if not isinstance(cells[number - 1]["source"], str)}
+        written = {number: [*io.StringIO(each)] if number in as_lines else each for number, each in changed.items()}
+        return self._written(written) if changed else self.text
+
+    def line_of(self, cell: Cell) -> int:
+        """Return the line of the file in which the source of a cell begins."""
+        return self._written({cell.number: _MARK}).partition(json.dumps(_MARK))[0].count("\n") + 1
+
+    def _written(self, sources: Mapping[int, str | list[str]]) -> str:
+        begin = _BEGIN.match(self.text)
+        assert begin is not None, "a notebook is an object of JSON"
+        cells = [*self._content["cells"]]
+        for number, source in sources.items():
+            cells[number - 1] = {**cells[number - 1], "source": source}
+        text = json.dumps({**self._content, "cells": cells}, ensure_ascii=self.text.isascii(), indent=begin[2])
+        text = text.replace("\n", "\r\n") if "\r\n" in self.text else text
+        return f"{begin[1]}{text}{self.text[len(self.text.rstrip()) :]}"
 
 
 def _check(notebook: Any) -> None:
@@ -95,59 +104,3 @@ def _language(notebook: Mapping[str, Any]) -> str:
         if isinstance(found, dict) and isinstance(found.get(key), str):
             return str(found[key]).lower()
     return "python"
-
-
-def _cells(text: str, begin: int) -> Iterator[Cell]:
-    start, _ = dict(_members(text, begin))["cells"]
-    for number, (position, _) in enumerate(_items(text, start), start=1):
-        members = dict(_members(text, position))  # the last one of a key that is there twice, as Python reads it
-        if "cell_type" in members and _value(text, members["cell_type"]) == "code":
-            source = _value(text, members["source"])
-            yield Cell(source if isinstance(source, str) else "".join(source), number, *members["source"])
-
-
-def _value(text: str, span: tuple[int, int]) -> Any:
-    return _DECODER.raw_decode(text, span[0])[0]
-
-
-def _members(text: str, begin: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The keys of the object that begins there, with where their values are."""
-    position = _skip_space(text, begin + 1)
-    while text[position] != "}":
-        key, position = _DECODER.raw_decode(text, position)
-        start = _skip_space(text, _skip_space(text, position) + 1)  # behind the colon
-        _, end = _DECODER.raw_decode(text, start)
-        yield key, (start, end)
-        position = _behind_comma(text, end)
-
-
-def _items(text: str, begin: int) -> Iterator[tuple[int, int]]:
-    """Returns where the items of the list are that begins there."""
-    position = _skip_space(text, begin + 1)
-    while text[position] != "]":
-        _, end = _DECODER.raw_decode(text, position)
-        yield position, end
-        position = _behind_comma(text, end)
-
-
-def _behind_comma(text: str, position: int) -> int:
-    position = _skip_space(text, position)
-    return _skip_space(text, position + 1) if text[position] == "," else position
-
-
-def _skip_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
-
-
-def _as_written(raw: str, source: str) -> str:
-    """A source as JSON, in the manner of the one that it replaces: lines that are not new are kept as they stand."""
-    if raw.startswith('"'):
-        return json.dumps(source, ensure_ascii=raw.isascii())
-    spans = list(_items(raw, 0))
-    known = {_value(raw, span): raw[slice(*span)] for span in spans}
-    opening, closing = raw[1 : spans[0][0]], raw[spans[-1][1] : -1]
-    between = raw[spans[0][1] : spans[1][0]] if len(spans) > 1 else f",{opening}"
-    lines = source.splitlines(keepends=True)
-    written = [known.get(line) or json.dumps(line, ensure_ascii=raw.isascii()) for line in lines]
-    return f"[{opening}{between.join(written)}{closing}]"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raysgd.compat.migrate.cells import Cell, NotANotebook, code_cells, with_sources
+from raysgd.compat.migrate.cells import Cell, NotANotebook, Notebook
 from raysgd.compat.migrate.findings import Finding
 from raysgd.compat.migrate.source import Migrated, migrate
 
@@ -30,8 +30,8 @@ def migrate_notebook(text: bytes, ray_train: bool = False) -> Migrated:
         ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
     """
     try:
-        notebook = text.decode("utf-8")
-        cells = [cell for cell in code_cells(notebook) if cell.source]
+        notebook = Notebook(text.decode("utf-8"))
+        cells = [cell for cell in notebook.code_cells if cell.source]
         if not any("ray" in cell.source for cell in cells):
             return Migrated(text, [])
         return _Program(notebook, cells).migrated(ray_train)
@@ -69,7 +69,7 @@ class _CellCode:
 class _Program:
     """The cells of a notebook as one program."""
 
-    def __init__(self, notebook: str, cells: Sequence[Cell]) -> None:
+    def __init__(self, notebook: Notebook, cells: Sequence[Cell]) -> None:
         self._notebook = notebook
         self._name = _unused_name(cells)
         self._parts = [part for cell in cells if (part := self._part(cell)) is not None]
@@ -80,13 +80,13 @@ class _Program:
         """The notebook, rewritten."""
         broken = [self._finding(part.cell, 1, part.problem, is_error=True) for part in self._parts if part.problem]
         if broken:
-            return Migrated(self._notebook.encode(), broken)
+            return Migrated(self._notebook.text.encode(), broken)
         program = _HEAD + "".join(f"{self._name}\n{part.code}" for part in self._parts)
         found = migrate(program.encode(), ray_train)
         findings = sorted([*self._left_alone(), *(self._located(finding) for finding in found.findings)])
         if found.text == program.encode():
-            return Migrated(self._notebook.encode(), findings)
-        return Migrated(with_sources(self._notebook, self._sources(found.text.decode())).encode(), findings)
+            return Migrated(self._notebook.text.encode(), findings)
+        return Migrated(self._notebook.with_sources(self._sources(found.text.decode())).encode(), findings)
 
     def _part(self, cell: Cell) -> _CellCode | None:
         """The cell as a part; None for one in another language."""
@@ -153,8 +153,7 @@ class _Program:
         return self._finding(part.cell, line, finding.text, finding.is_error)
 
     def _finding(self, cell: Cell, line: int, text: str, is_error: bool = False) -> Finding:
-        in_file = self._notebook.count("\n", 0, cell.start) + 1
-        return Finding(in_file, f"cell {cell.number}, line {line}: {text}", is_error)
+        return Finding(self._notebook.line_of(cell), f"cell {cell.number}, line {line}: {text}", is_error)
 
 
 def _unused_name(cells: Sequence[Cell]) -> str:
