@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
 from raysgd.streams.dealing import Deal, LaneSlice, slices
-from raysgd.streams.lane_ends import KnownEnds, LaneEnds, SharedEnds, Sight, StartSum, alone
+from raysgd.streams.lane_ends import LaneEnds, Sight, StartSum, alone
 from raysgd.streams.loading.making import Loading, Made, Order
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
@@ -94,9 +94,7 @@ class JointReader:
     ) -> None:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
         self._watched, self._open_loading = watched, open_loading
-        self._ends: LaneEnds = (
-            KnownEnds(of_pass, begin) if of_pass.is_known else SharedEnds(begin, of_pass.num_lanes, start_sum)
-        )
+        self._ends = LaneEnds(of_pass, begin, start_sum)
         self._num_rows = begin.num_rows
         self._is_over = False
         self._has_rows, self._last_batch = False, None

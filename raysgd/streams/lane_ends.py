@@ -15,7 +15,7 @@ import numpy as np
 
 from raysgd.streams.dealing import ENDLESS, Deal, deal
 from raysgd.streams.lanes import LanePosition
-from raysgd.streams.stream_pass import StreamPass, StreamPosition
+from raysgd.streams.stream_pass import Place, StreamPass, StreamPosition
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
@@ -43,62 +43,29 @@ class Sight(NamedTuple):
     found: Sequence[tuple[int, LanePosition]]
 
 
-class KnownEnds:
-    """Arithmetic on the lengths of the shards, with the methods of `SharedEnds`."""
+class LaneEnds:
+    """The ends of lanes: known from the lengths of the shards, or seen by the ranks, which tell each other.
 
-    def __init__(self, of_pass: StreamPass, begin: StreamPosition) -> None:
-        self._pass = of_pass
-        self._num_rows = begin.num_rows
-        self.counts, self._turn = of_pass.dealt(begin.num_rows)
-
-    @property
-    def num_left(self) -> int:
-        return sum(self._pass.lengths) - self._num_rows
-
-    def num_seen(self, num_rows: int) -> int:
-        return 0
-
-    def see(self, sight: Sight) -> None:
-        """Nothing that is not known."""
-
-    def hear(self) -> None:
-        """Nothing that is not known."""
-
-    def deal(self, num_rows: int, look: Callable[[int], Sight]) -> Deal:
-        left = [length - count for length, count in zip(self._pass.lengths, self.counts, strict=True)]
-        dealt = deal(num_rows, left, self._turn)
-        self.counts = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-        self._num_rows, self._turn = self._num_rows + dealt.num_rows, dealt.turn
-        return dealt
-
-    def position(self) -> StreamPosition:
-        return StreamPosition(self._num_rows, self._turn)
-
-    @property
-    def places(self) -> Sequence[int]:
-        return self.counts
-
-
-class SharedEnds:
-    """The ends of lanes that the ranks see and tell each other.
-
-    What they see may be some joint batches old: rows are counted from where the pass was opened.
+    What they see may be some joint batches old: rows are then counted from where the pass was opened.
 
     Args:
-        begin: Where the pass is.
-        num_lanes: How many lanes there are.
+        of_pass: The pass.
+        begin: Where it is.
         start_sum: Adds up over all ranks.
 
     Attributes:
-        counts: The rows of each lane that were dealt so far, since the pass was opened.
+        counts: The rows of each lane that were dealt so far, in the pass or since it was opened.
     """
 
-    def __init__(self, begin: StreamPosition, num_lanes: int, start_sum: StartSum) -> None:
+    def __init__(self, of_pass: StreamPass, begin: StreamPosition, start_sum: StartSum) -> None:
+        num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
         self._start_sum = start_sum
         self._num_rows, self._turn = begin.num_rows, begin.turn
-        self.counts = [0] * num_lanes
-        self._seen_to = [0] * num_lanes  # so many rows of each lane were seen
-        self._is_dry = [False] * num_lanes  # whether none is behind them
+        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # so many rows of each lane were seen
+        if self._is_known:
+            self.counts, self._turn = of_pass.dealt(begin.num_rows)
+            self._seen_to = of_pass.lengths
+        self._is_dry = [self._is_known] * num_lanes  # whether none is behind them
         self._known_at: Sequence[int] = self.counts
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
@@ -110,6 +77,8 @@ class SharedEnds:
 
     def num_seen(self, num_rows: int) -> int:
         """Return how far to look in each lane for so many joint rows; 0 where nothing has to be seen."""
+        if self._is_known:
+            return 0
         num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
         return -(-num_rows // max(1, num_live)) + 1
 
@@ -158,14 +127,14 @@ class SharedEnds:
 
     def position(self) -> StreamPosition:
         """Return where the pass is, as far as that was seen."""
-        return StreamPosition(self._num_rows, self._turn, tuple(self.places))
+        return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
-    def places(self) -> Sequence[LanePosition]:
+    def places(self) -> Sequence[Place]:
         """The place of each lane."""
+        return self.counts if self._is_known else self._lanes
+
+    @property
+    def _lanes(self) -> list[LanePosition]:
         passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
         return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
-
-
-LaneEnds: TypeAlias = KnownEnds | SharedEnds
-"""What says how many rows are left in the lanes."""
