@@ -395,8 +395,9 @@ def test_connections_load_a_framework_only_inside_functions() -> None:
 
 
 def test_callbacks_and_values_of_runs_load_ray_and_frameworks_only_inside_functions() -> None:
+    needs_package = "raysgd.air.integrations."
     found = imports_of("raysgd/callbacks", "raysgd/air", "raysgd/util")
-    found = [each for each in found if not each.importer.startswith("raysgd.air.integrations._")]  # loaded for a name
+    found = [each for each in found if not each.importer.startswith(needs_package)]
     assert words(each for each in found if each.is_of("ray", "pandas", *FRAMEWORKS) and not each.in_function) == []
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raysgd.air.integrations.keras import __all__ as __all__
-from raysgd.air.integrations.keras import __dir__ as __dir__
-from raysgd.air.integrations.keras import __getattr__ as __getattr__
+from raysgd.air.integrations.keras import Callback, ReportCheckpointCallback
+
+__all__ = ["Callback", "ReportCheckpointCallback"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raysgd.air.integrations.mlflow import __all__ as __all__
-from raysgd.air.integrations.mlflow import __dir__ as __dir__
-from raysgd.air.integrations.mlflow import __getattr__ as __getattr__
+from raysgd.air.integrations.mlflow import MLflowLoggerCallback, setup_mlflow
+
+__all__ = ["MLflowLoggerCallback", "setup_mlflow"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raysgd.air.integrations.wandb import __all__ as __all__
-from raysgd.air.integrations.wandb import __dir__ as __dir__
-from raysgd.air.integrations.wandb import __getattr__ as __getattr__
+from raysgd.air.integrations.wandb import WandbLoggerCallback, setup_wandb
+
+__all__ = ["WandbLoggerCallback", "setup_wandb"]

@@ -1,14 +1,11 @@
-"""Comet in runs of `fit()`: a logger for `RunConfig(callbacks=[...])`."""
+"""Comet: a logger for `RunConfig(callbacks=[...])`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from raysgd._imports.optional import require
 
-from raysgd._imports.lazy import lazy_names
+require("comet_ml", extra="comet", purpose="`raysgd.air.integrations.comet`")
 
-if TYPE_CHECKING:
-    from raysgd.air.integrations._comet import CometLoggerCallback
+from ray.air.integrations.comet import CometLoggerCallback  # noqa: E402
 
 __all__ = ["CometLoggerCallback"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._comet"))

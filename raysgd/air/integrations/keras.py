@@ -1,14 +1,137 @@
-"""Callbacks for `model.fit` of Keras that report to a run of `fit()`."""
+"""Callbacks for `model.fit` of Keras that report to the run: `ReportCheckpointCallback`, and the older `Callback`.
+
+Each rank reports, and rank 0 adds the weights of the model as a `TensorflowCheckpoint`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import abc
+from collections import Counter
+from collections.abc import Callable as Function
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from raysgd._imports.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from raysgd.air.integrations._keras import Callback, ReportCheckpointCallback
+from raysgd._imports.optional import require
+from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
+from raysgd.air.session import get_world_rank, report
 
 __all__ = ["Callback", "ReportCheckpointCallback"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._keras"))
+EVENTS = tuple(
+    f"{phase}_{edge}"
+    for phase in ("epoch", "train_batch", "test_batch", "predict_batch", "train", "test", "predict")
+    for edge in ("begin", "end")
+)
+Metrics = str | Sequence[str] | Mapping[str, str] | None
+
+_tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integrations.keras`")
+
+
+class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Reports at some events, and saves at some of them.
+
+    It has methods for these events only: Keras computes the logs of batches when a callback has a method for them.
+    """
+
+    def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+        for event in on:
+            if event not in EVENTS:
+                raise ValueError(f"`{event!r}` is not an event of Keras: allowed are {', '.join(EVENTS)}.")
+            setattr(self, f"on_{event}", self._hook(event))
+
+    def _hook(self, event: str) -> Function[..., None]:
+        def hook(*args: Any, logs: Mapping[str, Any] | None = None) -> None:
+            given = logs if logs is not None else next((each for each in args if isinstance(each, Mapping)), {})
+            saves = self._saves(event) and get_world_rank() == 0
+            checkpoint = TensorflowCheckpoint.from_model(self.model) if saves else None
+            report(_chosen(self._metrics, given), checkpoint=checkpoint)
+
+        return hook
+
+    @abc.abstractmethod
+    def _saves(self, event: str) -> bool:
+        """Return whether the weights are saved at an event, which has happened once more."""
+
+
+class ReportCheckpointCallback(_Reporting):
+    """Reports metrics and checkpoints while Keras trains. Pass it to `model.fit(callbacks=[...])`.
+
+    Args:
+        checkpoint_on: The events at which the weights are saved, such as "epoch_end" or "train_end"; one or several.
+            Metrics are reported with them.
+        report_metrics_on: The events at which metrics are reported.
+        metrics: What is reported: names of Keras, or a dict of your names and those of Keras. None for all.
+
+    Raises:
+        ValueError: An event that Keras does not have.
+
+    Example:
+        >>> def train_loop(config):
+        ...     model = make_model()  # under a strategy
+        ...     model.fit(data, epochs=3, callbacks=[ReportCheckpointCallback()])
+    """
+
+    def __init__(
+        self,
+        checkpoint_on: str | Sequence[str] = "epoch_end",
+        report_metrics_on: str | Sequence[str] = "epoch_end",
+        metrics: Metrics = None,
+    ) -> None:
+        self._saves_at = set(_several(checkpoint_on))
+        super().__init__(list(dict.fromkeys([*_several(checkpoint_on), *_several(report_metrics_on)])), metrics)
+
+    def _saves(self, event: str) -> bool:
+        return event in self._saves_at
+
+
+class Callback(_Reporting):
+    """Reports metrics and checkpoints while Keras trains, as `ray.air.callbacks.keras.Callback` did.
+
+    Args:
+        metrics: What is reported: names of Keras, or a dict of your names and those of Keras. None for all.
+        on: The events at which it reports, such as "epoch_end"; one or several.
+        frequency: The weights are saved with every n-th report; 0 for never. One number, or one for each event.
+
+    Raises:
+        ValueError: An event that Keras does not have, or another number of frequencies than of events.
+    """
+
+    def __init__(
+        self, metrics: Metrics = None, on: str | Sequence[str] = "epoch_end", frequency: int | Sequence[int] = 1
+    ) -> None:
+        events = _several(on)
+        super().__init__(events, metrics)
+        numbers = [frequency] * len(events) if isinstance(frequency, int) else list(frequency)
+        if len(numbers) != len(events):
+            raise ValueError(
+                f"`frequency={frequency!r}` has {len(numbers)} numbers, and `on={on!r}` has {len(events)} events: need "
+                "one number, or one for each event."
+            )
+        self._frequency = dict(zip(events, numbers, strict=True))
+        self._counts: Counter[str] = Counter()
+
+    def _saves(self, event: str) -> bool:
+        self._counts[event] += 1
+        every = self._frequency[event]
+        return every > 0 and self._counts[event] % every == 0
+
+
+def _several(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _chosen(metrics: Metrics, logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics to report.
+
+    Raises:
+        KeyError: Keras has no metric of that name.
+    """
+    if metrics is None:
+        return dict(logs)
+    names = metrics if isinstance(metrics, Mapping) else {name: name for name in _several(metrics)}
+    missing = [name for name in names.values() if name not in logs]
+    if missing:
+        raise KeyError(f"Keras has no metric {missing[0]!r} here: it has {', '.join(logs) or 'none'}.")
+    return {own: logs[name] for own, name in names.items()}

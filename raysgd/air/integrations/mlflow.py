@@ -1,14 +1,53 @@
-"""MLflow in runs of `fit()`: a logger for `RunConfig(callbacks=[...])`, and `setup_mlflow` for training functions."""
+"""MLflow: a logger for `RunConfig(callbacks=[...])`, and `setup_mlflow` for training functions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports.optional import require
+from raysgd.air._running import current_session
+from raysgd.air.session import get_trial_name, get_world_rank
 
-if TYPE_CHECKING:
-    from raysgd.air.integrations._mlflow import MLflowLoggerCallback, setup_mlflow
+require("mlflow", extra="mlflow", purpose="`raysgd.air.integrations.mlflow`")
+
+from ray.air.integrations.mlflow import MLflowLoggerCallback  # noqa: E402
+from ray.air.integrations.mlflow import setup_mlflow as _setup_of_ray  # noqa: E402
 
 __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._mlflow"))
+
+class NoLogging:
+    """The stand-in for MLflow on ranks that do not log: everything in it can be called and does nothing."""
+
+    def __getattr__(self, name: str) -> NoLogging:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoLogging:
+        return self
+
+    def __enter__(self) -> NoLogging:
+        return self
+
+    def __exit__(self, *info: Any) -> None:
+        return None
+
+
+def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
+    """Starts an MLflow run in a training function and returns the module `mlflow`.
+
+    Args:
+        config: Logged as parameters of the run.
+        rank_zero_only: Whether only rank 0 logs. The other ranks get an object on which every call does nothing.
+        **options: The other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
+            `create_experiment_if_not_exists`, `tags` and so on. Default of `experiment_name`: the name of the trial.
+
+    Raises:
+        ValueError: There is no such experiment, and it is not to be made.
+    """
+    if current_session() is None:
+        return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)
+    if rank_zero_only and get_world_rank() != 0:
+        return NoLogging()
+    options["experiment_name"] = options.get("experiment_name") or get_trial_name()
+    return _setup_of_ray(dict(config or {}), rank_zero_only=False, **options)

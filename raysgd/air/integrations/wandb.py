@@ -1,14 +1,34 @@
-"""Weights & Biases in runs of `fit()`: a logger for `RunConfig`, and `setup_wandb` for training functions."""
+"""Weights & Biases: a logger for `RunConfig(callbacks=[...])`, and `setup_wandb` for training functions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports.optional import require
+from raysgd.air._running import current_session
+from raysgd.air.session import get_experiment_name, get_trial_id, get_trial_name, get_world_rank
 
-if TYPE_CHECKING:
-    from raysgd.air.integrations._wandb import WandbLoggerCallback, setup_wandb
+wandb = require("wandb", extra="wandb", purpose="`raysgd.air.integrations.wandb`")
+
+from ray.air.integrations.wandb import WandbLoggerCallback  # noqa: E402
+from ray.air.integrations.wandb import setup_wandb as _setup_of_ray  # noqa: E402
 
 __all__ = ["WandbLoggerCallback", "setup_wandb"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.air.integrations._wandb"))
+
+def setup_wandb(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
+    """Starts a run of Weights & Biases in a training function and returns it.
+
+    Args:
+        config: Logged as the config of the run.
+        rank_zero_only: Whether only rank 0 logs. The other ranks get a run that does nothing.
+        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default the run has the names of the
+            trial and the experiment.
+    """
+    if current_session() is not None:
+        if rank_zero_only and get_world_rank() != 0:
+            return wandb.init(mode="disabled")
+        names = {"trial_id": get_trial_id(), "trial_name": get_trial_name(), "group": get_experiment_name()}
+        options = {**names, **options}
+    return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)
