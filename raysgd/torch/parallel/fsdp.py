@@ -5,7 +5,7 @@ pass and taken apart again, also in evaluation. Here a group is a block of the m
 an exchange; all the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain,
 so it fits any other kind of training.
 
-Why whole states leave the workers: ADR 21. How ranks evaluate together: ADR 92.
+What leaves the workers whole, and how ranks evaluate together: ADR 92.
 """
 
 from __future__ import annotations
