@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 NUM_LINES_OF_LARGE = 150
+
+OF_BOTH_FRAMEWORKS = {
+    "CreatorOperator",
+    "OperatorContext",
+    "RegisteredData",
+    "RegisteredObjects",
+    "TrainingOperator",
+    "_Column",
+}
+OF_OTHER_LIBRARIES = {"Callback", "GANOperator", "RayTrainReportCallback", "TorchTrainer", "Trainer", "WorkerGroup"}
+"""Names of Ray, in modules that have its names; and an operator beside the example that it was made of."""
 
 
 def modules() -> Iterator[Path]:
@@ -56,3 +68,9 @@ def test_every_large_module_has_tests_that_are_found_by_its_name() -> None:
 
 def test_docstrings_name_modules_that_there_are() -> None:
     assert sorted(covered_elsewhere() - {dotted(module) for module in modules()}) == []
+
+
+def test_the_name_of_a_class_stands_for_one_thing() -> None:
+    nodes = [node for module in modules() for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))]
+    counted = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name, number in counted.items() if number > 1} == OF_BOTH_FRAMEWORKS | OF_OTHER_LIBRARIES

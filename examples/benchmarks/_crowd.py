@@ -23,7 +23,7 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.platform import RayPlatform
 from raysgd.engine.processes.resources import Reservation
 from raysgd.engine.processes.slots import Slot
-from raysgd.engine.processes.worker import Answer, RemoteWorker, WorkerProcess
+from raysgd.engine.processes.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection, NoConnection
 from raysgd.engine.shared.replica import Capture
@@ -94,7 +94,7 @@ class Host:
         if index not in self._workers:
             self._workers[index] = WorkerProcess(NoConnection(), None)
         value = getattr(self._workers[index], method)(*args)
-        if isinstance(value, Answer) and isinstance(value.value, Rest):
+        if isinstance(value, WorkerAnswer) and isinstance(value.value, Rest):
             await asyncio.sleep(value.value.seconds)
             return replace(value, value=value.value.answer)
         return value

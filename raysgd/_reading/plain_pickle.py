@@ -40,7 +40,7 @@ _HANDLERS = cast("dict[int, _Handler]", pickle._Unpickler.dispatch)
 
 
 @dataclass(frozen=True)
-class Function:
+class AllowedFunction:
     """A function that a pickle may call."""
 
     call: Callable[..., Any]
@@ -135,7 +135,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         trusted: Mapping[str, Any] | None = None,
     ) -> None:
         is_in_memory = isinstance(file, io.BytesIO)  # which never gives more than it has, and is faster unwrapped
-        super().__init__(file if is_in_memory else _Bounded(file, num_bytes), encoding="utf-8")
+        super().__init__(file if is_in_memory else _BoundedFile(file, num_bytes), encoding="utf-8")
         self._known = {**_KNOWN, **(known or {})}
         self._trusted = trusted or {}
         self._keys = KeyChecks()
@@ -167,9 +167,9 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         """Calls a function."""
         arguments = self.stack.pop()
         function = self.stack[-1]
-        if not isinstance(function, Function) and not self._is_trusted(function):
+        if not isinstance(function, AllowedFunction) and not self._is_trusted(function):
             raise NotPlainError(f"a call of a `{type(function).__name__}`")
-        self.stack[-1] = (function.call if isinstance(function, Function) else function)(*arguments)
+        self.stack[-1] = (function.call if isinstance(function, AllowedFunction) else function)(*arguments)
 
     def load_newobj(self) -> None:
         """Makes an object of a class that the user has allowed."""
@@ -378,17 +378,17 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 _KNOWN: dict[str, Any] = {
-    "builtins.bytes": Function(_bytes),
-    "builtins.bytearray": Function(_bytearray),
-    "builtins.set": Function(_set),
-    "builtins.complex": Function(_complex),
-    "_codecs.encode": Function(_encoded),
-    "collections.Counter": Function(_counter),
-    "collections.OrderedDict": Function(_ordered_dict),
-    "numpy.dtype": Function(_new_dtype),
+    "builtins.bytes": AllowedFunction(_bytes),
+    "builtins.bytearray": AllowedFunction(_bytearray),
+    "builtins.set": AllowedFunction(_set),
+    "builtins.complex": AllowedFunction(_complex),
+    "_codecs.encode": AllowedFunction(_encoded),
+    "collections.Counter": AllowedFunction(_counter),
+    "collections.OrderedDict": AllowedFunction(_ordered_dict),
+    "numpy.dtype": AllowedFunction(_new_dtype),
     "numpy.ndarray": np.ndarray,
     **{
-        f"numpy.{core}.{name}": Function(function)
+        f"numpy.{core}.{name}": AllowedFunction(function)
         for core in ("core", "_core")  # as NumPy 1 and NumPy 2 call it
         for name, function in (
             ("multiarray._reconstruct", _new_array),
@@ -412,7 +412,7 @@ def check_depth(value: Any, what: str = "it") -> None:
     waiting, seen = [(value, 0)], set()
     while waiting:
         item, depth = waiting.pop()
-        require(not isinstance(item, Function | UnfinishedObject), "something is where a value should be")
+        require(not isinstance(item, AllowedFunction | UnfinishedObject), "something is where a value should be")
         if not isinstance(item, dict | list | tuple) or id(item) in seen:
             continue
         require(depth < _MAX_DEPTH, f"{what} is nested more than {_MAX_DEPTH} levels deep")
@@ -421,7 +421,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         waiting.extend((part, depth + 1) for part in inner)
 
 
-class _Bounded:
+class _BoundedFile:
     """A file of which only so much is read, however much the caller requests."""
 
     def __init__(self, file: IO[bytes], num_bytes: int) -> None:

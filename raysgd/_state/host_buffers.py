@@ -39,12 +39,12 @@ class HostBuffers:
     """Memory that comes back by itself when the last view of it is gone."""
 
     def __init__(self) -> None:
-        self._spare: list[_Mapped | _Pinned] = []
+        self._spare: list[_MappedMemory | _PinnedMemory] = []
         self._lent: set[int] = set()  # identities, because several threads may give back at once
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
-        kind = _Pinned if pinned else _Mapped
+        kind = _PinnedMemory if pinned else _MappedMemory
         memory = self._fitting(num_bytes, kind)
         if memory is None:
             self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
@@ -56,20 +56,22 @@ class HostBuffers:
         assert content.base is whole, "every view, also of a view, must keep `whole` alive"
         return content
 
-    def _fitting(self, num_bytes: int, kind: type[_Mapped] | type[_Pinned]) -> _Mapped | _Pinned | None:
+    def _fitting(
+        self, num_bytes: int, kind: type[_MappedMemory] | type[_PinnedMemory]
+    ) -> _MappedMemory | _PinnedMemory | None:
         for index, memory in enumerate(self._spare):
             if memory.num_bytes >= num_bytes and type(memory) is kind:
                 return self._spare.pop(index)
         return None
 
-    def _give_back(self, memory: _Mapped | _Pinned) -> None:
+    def _give_back(self, memory: _MappedMemory | _PinnedMemory) -> None:
         """Called in whichever thread let go of the last view."""
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
 
 
-class _Mapped:
+class _MappedMemory:
     """Ordinary memory."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -81,7 +83,7 @@ class _Mapped:
         return np.frombuffer(self._memory, dtype=np.uint8)
 
 
-class _Pinned:
+class _PinnedMemory:
     """Memory that the system never moves."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -55,7 +55,7 @@ class DefaultHandler(logging.Handler):
         return False
 
 
-class Notebook(logging.Handler):
+class LogBuffer(logging.Handler):
     """Keeps the log lines of a worker process until the driver takes them."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class LogRelay:
 def install() -> None:
     """Shows warnings by default, or what the environment variable asks for, in any process that imports raysgd."""
     logger = logging.getLogger(_NAME)
-    if not any(isinstance(handler, DefaultHandler | Notebook) for handler in logger.handlers):
+    if not any(isinstance(handler, DefaultHandler | LogBuffer) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
     chosen = os.environ.get(LEVEL_VARIABLE)
     if not chosen:
@@ -131,8 +131,8 @@ def collect(from_level: int) -> None:
     """Keeps lines for the driver, in a worker process, instead of showing them."""
     global _notebook
     logger = logging.getLogger(_NAME)
-    logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | Notebook)]
-    _notebook = Notebook()
+    logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | LogBuffer)]
+    _notebook = LogBuffer()
     logger.addHandler(_notebook)
     logger.setLevel(from_level)
 
@@ -147,7 +147,7 @@ def drain() -> tuple[WorkerLogLine, ...]:
     return () if _notebook is None else _notebook.drain()
 
 
-_notebook: Notebook | None = None
+_notebook: LogBuffer | None = None
 
 
 def _taken_from(notes: deque[WorkerLogLine]) -> tuple[WorkerLogLine, ...]:

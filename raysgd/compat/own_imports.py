@@ -27,7 +27,7 @@ def redirect(folder: Path, ray_train: bool) -> None:
         folder: Where the program's own modules are.
         ray_train: Whether `ray.train` and `ray.air` are among the names; `ray.util.iter` always is.
     """
-    builtins.__import__ = _Redirected(folder, Paths(ray_train))
+    builtins.__import__ = _ImportRedirect(folder, Paths(ray_train))
 
 
 def undo() -> None:
@@ -35,7 +35,7 @@ def undo() -> None:
     builtins.__import__ = _original
 
 
-class _Redirected:
+class _ImportRedirect:
     """The function that import statements call."""
 
     def __init__(self, folder: Path, paths: Paths) -> None:
@@ -71,19 +71,19 @@ class _Redirected:
 
     def _view(self, name: str, module: ModuleType) -> ModuleType:
         """Ray's module, with those of its submodules replaced that mean others."""
-        return _RayView(name, module, self) if self.leads_away_below(name) else module
+        return _RayView(name, module, self) if self.redirects_below(name) else module
 
     def leads_away(self, name: str) -> bool:
         """Return whether the program sees something else under this name than Ray's, or below it."""
-        return name in self._modules or self.leads_away_below(name)
+        return name in self._modules or self.redirects_below(name)
 
     def place_of(self, name: str) -> str:
         """Return where a single name leads; nothing for one that is Ray's."""
         place = self._paths.find(name)
         return place.new or "" if place is not None else ""
 
-    def leads_away_below(self, name: str) -> bool:
-        """Return whether it does below this name."""
+    def redirects_below(self, name: str) -> bool:
+        """Return whether an import of something below this name is redirected."""
         return self._paths.is_package(name)
 
     def _is_own(self, importer: Mapping[str, Any]) -> bool:
@@ -106,7 +106,7 @@ _HERE = Path(__file__).resolve().parents[1]
 class _RayView(Alias):
     """A module of Ray in which some submodules are raysgd's; they are found when the program reads them."""
 
-    def __init__(self, name: str, target: ModuleType, redirected: _Redirected) -> None:
+    def __init__(self, name: str, target: ModuleType, redirected: _ImportRedirect) -> None:
         super().__init__(name, target)
         vars(self)["_raysgd_redirected"] = redirected
 
@@ -124,7 +124,7 @@ class _RayView(Alias):
 def _view_there(name: str) -> ModuleType:
     """The same view in another process; Ray's own module where nothing is redirected."""
     redirected = builtins.__import__
-    return redirected.seen(name) if isinstance(redirected, _Redirected) else importlib.import_module(name)
+    return redirected.seen(name) if isinstance(redirected, _ImportRedirect) else importlib.import_module(name)
 
 
 def _import_if_there(name: str) -> None:

@@ -35,7 +35,7 @@ _LARGE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictOptions:
     """The options of a call of `predict`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Options:
     max_retries: int
 
 
-def checked_options(info: Mapping[str, Any] | None, has_target: bool | None, max_retries: int) -> Options:
+def checked_options(info: Mapping[str, Any] | None, has_target: bool | None, max_retries: int) -> PredictOptions:
     """Return what a call of `predict` asks.
 
     Raises:
@@ -58,7 +58,7 @@ def checked_options(info: Mapping[str, Any] | None, has_target: bool | None, max
     if has_target is not None and not isinstance(has_target, bool):
         raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
     checks.check_max_retries(max_retries)
-    return Options(checks.check_info(info), has_target, max_retries)
+    return PredictOptions(checks.check_info(info), has_target, max_retries)
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
@@ -105,7 +105,7 @@ class PredictionRounds:
         controller: ElasticController,
         predict: Callable[..., Any],
         source: PredictionSource,
-        asked: Options,
+        asked: PredictOptions,
         place: Callable[[int, Any], Any],
         listeners: ProgressListeners,
     ) -> None:

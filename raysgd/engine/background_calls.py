@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
-from raysgd.engine.changes.turns import Place
+from raysgd.engine.changes.turns import PlaceInLine
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call_handle import CallHandle
 
@@ -109,7 +109,7 @@ class BackgroundCalls:
 
         return self._run(run, places)
 
-    def _run(self, work: Callable[[], T], places: Sequence[tuple[ElasticController, Place]]) -> CallHandle[T]:
+    def _run(self, work: Callable[[], T], places: Sequence[tuple[ElasticController, PlaceInLine]]) -> CallHandle[T]:
         future: Future[T] = Future()
 
         def run() -> None:

@@ -23,7 +23,7 @@ from raysgd.engine.changes.in_place import InPlaceChanges
 from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
 from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
-from raysgd.engine.changes.turns import Place, Turns
+from raysgd.engine.changes.turns import PlaceInLine, Turns
 from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
 from raysgd.engine.decisions.history import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
@@ -255,7 +255,7 @@ class ElasticController:
             if loan is None:
                 self._lifecycle.sleep(_SPARE_POLL_S)
 
-    def turn(self, place: Place | None = None) -> AbstractContextManager[None]:
+    def turn(self, place: PlaceInLine | None = None) -> AbstractContextManager[None]:
         """A block in which no call of another thread comes between those of this one.
 
         Args:
@@ -267,11 +267,11 @@ class ElasticController:
         """
         return self._turns.take(place)
 
-    def reserve_turn(self) -> Place:
+    def reserve_turn(self) -> PlaceInLine:
         """A place in the line of calls for another thread: calls that are made from now on come after its own."""
         return self._turns.reserve()
 
-    def interrupt(self, place: Place) -> None:
+    def interrupt(self, place: PlaceInLine) -> None:
         """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
         self._turns.interrupt(place)
 

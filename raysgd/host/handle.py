@@ -22,8 +22,8 @@ from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
 from raysgd.host.interface import BESIDE, MAY_GO_ON, STAYS_THERE
 from raysgd.host.journal import journal_path
-from raysgd.host.packing import Answer, DrawnFrom, packed_arguments, unpacked_answer
-from raysgd.host.process import Asked
+from raysgd.host.packing import CallOutcome, RemoteIterator, packed_arguments, unpacked_answer
+from raysgd.host.process import CallRequest
 
 _RESTART_S = 120.0
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
@@ -88,7 +88,7 @@ class HostedTrainer:
         try:
             answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
         except RayActorError:  # it has ended by itself
-            answer = Answer()
+            answer = CallOutcome()
         finally:
             self._is_ended = True
             self._finalizer.detach()
@@ -131,7 +131,7 @@ class HostedTrainer:
         """Make a call; return its token, and what asks for it: the host runs it once, however often it is asked."""
         self._num_calls += 1
         token = f"{self._program}-{self._num_calls}"
-        asked = Asked(token, kind, name, arguments, self._program, self._words, os.getcwd())
+        asked = CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
         self._check_not_ended()
         return token, lambda: self._actor.run.remote(asked)
 
@@ -145,7 +145,7 @@ class HostedTrainer:
             ask()
             return HostedCall(self, token, name, ask)
         value = self._begin("call", name, packed_arguments(name, args, kwargs))
-        return self._drawn(value.token) if isinstance(value, DrawnFrom) else value
+        return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _drawn(self, token: str) -> Iterator[Any]:
         try:
@@ -155,7 +155,7 @@ class HostedTrainer:
             if not self._is_ended:
                 self._begin("close", token, b"")
 
-    def _answer(self, token: str, ask: Callable[[], Any], timeout_s: float | None = None) -> Answer:
+    def _answer(self, token: str, ask: Callable[[], Any], timeout_s: float | None = None) -> CallOutcome:
         from ray.exceptions import RayActorError
 
         while True:
@@ -290,7 +290,7 @@ class HostedCall(CallHandle[Any]):
 
     def __init__(self, trainer: HostedTrainer, token: str, method: str, ask: Callable[[], Any]) -> None:
         self._trainer, self._token, self.method, self._ask = trainer, token, method, ask
-        self._answer: Answer | None = None
+        self._answer: CallOutcome | None = None
 
     def __repr__(self) -> str:
         return f"<{self.method}: {'ended' if self.done() else 'running'}>"

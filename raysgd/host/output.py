@@ -16,7 +16,7 @@ _MOST_PIECES = 20_000  # then the oldest go
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedText:
     """A piece of text that was printed.
 
     Attributes:
@@ -28,7 +28,7 @@ class Printed:
     text: str
 
 
-Piece = Printed | WorkerLogLine
+Piece = PrintedText | WorkerLogLine
 
 
 class Output:
@@ -90,14 +90,14 @@ class _Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if text:
-            self._output.add(Printed(self._name, text))
+            self._output.add(PrintedText(self._name, text))
         return len(text)
 
 
 def show(pieces: list[Piece]) -> None:
     """Print and log, in the program, what came from a host."""
     for piece in pieces:
-        if isinstance(piece, Printed):
+        if isinstance(piece, PrintedText):
             stream = sys.stderr if piece.stream == "stderr" else sys.stdout
             stream.write(piece.text)
             stream.flush()

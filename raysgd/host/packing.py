@@ -19,7 +19,7 @@ _NO_RANK = -1
 
 
 @dataclass(frozen=True)
-class DrawnFrom:
+class RemoteIterator:
     """Stands for an iterator that stays in the host: the program draws from it call by call."""
 
     token: str
@@ -33,7 +33,7 @@ class HostTraceback(Exception):
 
 
 @dataclass(frozen=True)
-class _Raised:
+class _RaisedError:
     """An exception and its cause, described where they were raised."""
 
     fault: WorkerFault
@@ -89,11 +89,11 @@ def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallOutcome:
     """A call's outcome: its result, or what it has raised."""
 
     value: Any = None
-    raised: _Raised | None = None
+    raised: _RaisedError | None = None
 
     def result(self) -> Any:
         """Return the result; raise what the call has raised."""
@@ -105,19 +105,19 @@ class Answer:
 def packed_answer(body: Callable[[], Any]) -> bytes:
     """Run a call; return its answer as it travels to a program."""
     try:
-        return packed_bytes("the result", Answer(body()))
+        return packed_bytes("the result", CallOutcome(body()))
     except BaseException as error:  # also Ctrl-C, which the program has passed on
-        return packed_bytes("the error", Answer(raised=_described(error)))
+        return packed_bytes("the error", CallOutcome(raised=_described(error)))
 
 
-def _described(error: BaseException) -> _Raised:
+def _described(error: BaseException) -> _RaisedError:
     cause = error.__cause__
     fault = describe_fault(error, _NO_RANK, node_here()[1], portable=True)
     described = None if cause is None else describe_fault(cause, _NO_RANK, node_here()[1], portable=True)
-    return _Raised(fault, described, has_user_code(error))
+    return _RaisedError(fault, described, has_user_code(error))
 
 
-def unpacked_answer(packed: bytes) -> Answer:
+def unpacked_answer(packed: bytes) -> CallOutcome:
     """Return the answer of a call, in the program."""
-    answer: Answer = pickle.loads(packed)
+    answer: CallOutcome = pickle.loads(packed)
     return answer

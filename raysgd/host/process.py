@@ -23,7 +23,7 @@ from raysgd.exceptions import HostLostError
 from raysgd.host.call_log import OF_ITERATORS, CallLog, LoggedCall
 from raysgd.host.journal import Journal, journal_path
 from raysgd.host.output import Output, Piece
-from raysgd.host.packing import DrawnFrom, packed_answer, unpacked_arguments
+from raysgd.host.packing import RemoteIterator, packed_answer, unpacked_arguments
 from raysgd.host.settings import Host
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs", "find_lr")
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallRequest:
     """A call as it comes to the host.
 
     Attributes:
@@ -169,7 +169,7 @@ class TrainerHost:
 
     # -------------------------------------------------------------------------------------------------------- calls
 
-    async def run(self, asked: Asked) -> tuple[bytes, int]:
+    async def run(self, asked: CallRequest) -> tuple[bytes, int]:
         """Run a call in its turn; return its answer, and how many pieces of output there are."""
         call = self._log.find(asked.token)
         if call is None:
@@ -193,11 +193,11 @@ class TrainerHost:
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
         """Keep an answer, and with it what the call has changed in this process."""
-        asked: Asked | None = call.asked
+        asked: CallRequest | None = call.asked
         if asked is not None:
             self._write(partial(self._after_call, asked, answer))
 
-    def _after_call(self, asked: Asked, answer: bytes) -> dict[str, bytes | None]:
+    def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
         entries: dict[str, bytes | None] = {"fit": None}
         if asked.kind == "start" and self._trainer is not None:  # from now on another process can go on
             entries["start"] = pickle.dumps(asked)
@@ -234,7 +234,7 @@ class TrainerHost:
         leaving.daemon = True
         leaving.start()
 
-    def _restore(self, start: Asked, kept: dict[str, bytes]) -> None:
+    def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
         try:
             self._make(start)
             assert self._kept_trainer is not None, "the trainer was just made"
@@ -246,7 +246,7 @@ class TrainerHost:
         self._is_made.set()
         self._log.confirm("restart")
 
-    def _refuse(self, asked: Asked) -> None:
+    def _refuse(self, asked: CallRequest) -> None:
         method = _logged(asked).method
         raise HostLostError(f"The process of the host has died in `{method}`, which cannot be taken up: call it again.")
 
@@ -311,7 +311,7 @@ class TrainerHost:
                 return num_pieces, pieces, other, has_ended
             await asyncio.sleep(_LOOK_S)
 
-    def _do(self, asked: Asked) -> Any:
+    def _do(self, asked: CallRequest) -> Any:
         if Path(asked.folder).is_dir():  # else the program is on another node
             os.chdir(asked.folder)
         if asked.kind == "draw":
@@ -325,17 +325,17 @@ class TrainerHost:
         args, kwargs = unpacked_arguments(asked.arguments)
         return self._kept(asked, getattr(self._trainer, asked.name)(*args, **kwargs))
 
-    def _make(self, asked: Asked) -> None:
+    def _make(self, asked: CallRequest) -> None:
         (trainer_cls, *args), kwargs = unpacked_arguments(asked.arguments)
         self._trainer = trainer_cls(*args, **kwargs)
         if self._is_lasting:
             self._kept_trainer = self._trainer._kept_by(self._keeper, self._note_fit)
 
-    def _kept(self, asked: Asked, value: Any) -> Any:
+    def _kept(self, asked: CallRequest, value: Any) -> Any:
         if not isinstance(value, Iterator):
             return value
         self._iterators[asked.token] = asked.program, value
-        return DrawnFrom(asked.token)
+        return RemoteIterator(asked.token)
 
     def _draw(self, token: str) -> list[Any]:
         """Return the next value of an iterator, in a list, which is empty at the end."""
@@ -396,6 +396,6 @@ def _entry(token: str) -> str:
     return f"{_CALL}{token}"
 
 
-def _logged(asked: Asked) -> LoggedCall:
+def _logged(asked: CallRequest) -> LoggedCall:
     method = asked.name if asked.kind == "call" else asked.kind
     return LoggedCall(asked.token, method, asked.program, asked.words, asked=asked)

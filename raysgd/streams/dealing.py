@@ -12,7 +12,7 @@ ENDLESS = 2**62
 """For the rows of a lane whose end is not known, or not near."""
 
 
-class Deal(NamedTuple):
+class DealtRows(NamedTuple):
     """The rows of a joint batch.
 
     Attributes:
@@ -29,7 +29,7 @@ class Deal(NamedTuple):
         return sum(self.counts)
 
 
-def deal(num_rows: int, left: Sequence[int], turn: int) -> Deal:
+def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
     """Deal rows from the lanes in turn, one by one; a lane that has run dry is passed over.
 
     Args:
@@ -55,7 +55,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> Deal:
             counts[lane] += rounds or 1
         num_rows -= len(dealt) * (rounds or 1)
         after = 0 if rounds else dealt[-1][0] + 1
-    return Deal(counts, (turn + after) % len(left))
+    return DealtRows(counts, (turn + after) % len(left))
 
 
 @functools.cache

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
-from raysgd.streams.dealing import Deal, LaneSlice, slices
-from raysgd.streams.lane_ends import LaneEnds, Sight, StartSum, alone
-from raysgd.streams.loading.making import Loading, Made, Order
+from raysgd.streams.dealing import DealtRows, LaneSlice, slices
+from raysgd.streams.lane_ends import LaneEnds, LaneView, StartSum, alone
+from raysgd.streams.loading.making import BatchLoader, BatchOrder, MadeBatches
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
 _NUM_SHOWN = 2  # because a batch norm refuses a single row
@@ -57,7 +57,7 @@ class StreamBatch(NamedTuple):
 class _JointBatch(NamedTuple):
     """One that was dealt and ordered, and is not needed yet."""
 
-    dealt: Deal
+    dealt: DealtRows
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
     num_seen: int
@@ -79,7 +79,7 @@ class JointReader:
         pad: Whether a worker without a row in a joint batch repeats others, as in training.
     """
 
-    _loading: Loading
+    _loading: BatchLoader
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class JointReader:
         rank: int,
         begin: StreamPosition,
         watched: range,
-        open_loading: Callable[[], Loading],
+        open_loading: Callable[[], BatchLoader],
         start_sum: StartSum = alone,
         pad: bool = True,
     ) -> None:
@@ -100,7 +100,7 @@ class JointReader:
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_JointBatch] = deque()
         self._num_orders = 0  # that were not answered
-        self._made: deque[Made] = deque()
+        self._made: deque[MadeBatches] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Iterate over the rest of the pass."""
@@ -116,7 +116,7 @@ class JointReader:
                     return
                 joint, made = self._ordered.popleft(), self._next_made()
                 if joint.num_seen:  # answered while the worker trains
-                    self._ends.see(Sight(joint.counts, joint.num_seen, self._watched, made.found))
+                    self._ends.see(LaneView(joint.counts, joint.num_seen, self._watched, made.found))
                 if joint.ends_pass and self._stream.skips:  # what was left out is known before the pass ends
                     self._ends.hear()
                     joint = joint._replace(after=self._ends.position())
@@ -128,7 +128,7 @@ class JointReader:
         return self._shares.joint_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """Order the next joint batch, if there is one."""
+        """BatchOrder the next joint batch, if there is one."""
         stream, most, places = self._stream, self._shares.joint_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
@@ -140,7 +140,7 @@ class JointReader:
         self._is_over = not is_full or self._ends_here()
         num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
         parts = self._shares.parts(dealt.num_rows, self._rank)
-        self._order(Order([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
+        self._order(BatchOrder([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
         after, counts = self._ends.position(), self._ends.counts
         self._ordered.append(_JointBatch(dealt, parts, counts, num_seen, self._is_over, after))
 
@@ -152,7 +152,7 @@ class JointReader:
             num_left = of_limit if num_left is None else min(num_left, of_limit)
         return num_left is not None and num_left < (self._shares.joint_size if stream.drop_last else 1)
 
-    def _wanted(self, dealt: Deal, start: int, stop: int, num_joint: int) -> list[LaneSlice]:
+    def _wanted(self, dealt: DealtRows, start: int, stop: int, num_joint: int) -> list[LaneSlice]:
         """The rows of a batch; some to show where the worker has none, and never had any."""
         if start == stop:
             if self._has_rows or not self._pad:
@@ -161,26 +161,26 @@ class JointReader:
         self._has_rows = True
         return slices(dealt.counts, start, stop)
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: BatchOrder) -> None:
         self._loading.order(order)
         self._num_orders += 1
 
-    def _receive(self) -> Made:
+    def _receive(self) -> MadeBatches:
         self._num_orders -= 1
         return self._loading.receive()
 
-    def _next_made(self) -> Made:
+    def _next_made(self) -> MadeBatches:
         return self._made.popleft() if self._made else self._receive()
 
-    def _look(self, num_rows: int) -> Sight:
+    def _look(self, num_rows: int) -> LaneView:
         """Look behind all that was dealt so far."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())
-        self._order(Order((), [0] * len(counts), places, num_rows))
-        return Sight(counts, num_rows, self._watched, self._receive().found)
+        self._order(BatchOrder((), [0] * len(counts), places, num_rows))
+        return LaneView(counts, num_rows, self._watched, self._receive().found)
 
-    def _batches(self, joint: _JointBatch, made: Made) -> Iterator[StreamBatch]:
+    def _batches(self, joint: _JointBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for number, (batch, (start, stop, num_joint)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch

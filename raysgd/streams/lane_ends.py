@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysgd.streams.dealing import ENDLESS, Deal, deal
+from raysgd.streams.dealing import ENDLESS, DealtRows, deal
 from raysgd.streams.lanes import LanePosition
 from raysgd.streams.stream_pass import Place, StreamPass, StreamPosition
 
@@ -27,7 +27,7 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
     return lambda: numbers
 
 
-class Sight(NamedTuple):
+class LaneView(NamedTuple):
     """A rank's view of the lanes that it watches, behind a joint batch.
 
     Attributes:
@@ -86,7 +86,7 @@ class LaneEnds:
     def _state(self) -> tuple[list[bool], list[int], list[int]]:
         return self._is_dry, self._seen_to, self.counts
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: LaneView) -> None:
         """Called by all ranks at the same place in the pass, with what each of them sees."""
         numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
         for lane, (num_left, position) in zip(sight.lanes, sight.found, strict=True):
@@ -104,8 +104,8 @@ class LaneEnds:
             if sum(counts) >= sum(self._known_at):
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
-    def deal(self, num_rows: int, look: Callable[[int], Sight]) -> Deal:
-        """Deal so many rows, or fewer at the end of the pass.
+    def deal(self, num_rows: int, look: Callable[[int], LaneView]) -> DealtRows:
+        """DealtRows so many rows, or fewer at the end of the pass.
 
         Args:
             num_rows: How many.

@@ -102,7 +102,7 @@ class Pipeline(Stream):
         return replace(self, buffer=buffer, seed=seed)
 
     def cut_off(self, num_rows: int) -> Pipeline:
-        """See `Stream.take`."""
+        """Return the stream of the first rows; see `Stream.take`."""
         check_count("num_rows", num_rows, "It is the number of rows in a pass.")
         self._check_rows("take")
         return replace(self, limit=min(num_rows, self.limit or num_rows))

@@ -13,7 +13,7 @@ from raysgd.streams.data import StreamData, check_same_shards
 from raysgd.streams.joint_reader import JointReader, StreamBatch
 from raysgd.streams.lane_ends import StartSum, alone
 from raysgd.streams.lanes import LanePosition, lanes_of
-from raysgd.streams.loading.making import BatchMaker, Collate, Loading, LoadingHere
+from raysgd.streams.loading.making import BatchLoader, BatchMaker, Collate, LoaderInThread
 from raysgd.streams.loading.processes import LoaderProcesses
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
@@ -23,7 +23,7 @@ _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
 
-class Ranks(Protocol):
+class StreamGroup(Protocol):
     """The group of workers that read a stream together."""
 
     @property
@@ -60,7 +60,7 @@ class StreamSource:
     def __init__(
         self,
         data: StreamData,
-        ranks: Ranks,
+        ranks: StreamGroup,
         seed: int,
         collate: Collate,
         item: Callable[..., Any],
@@ -92,7 +92,7 @@ class StreamSource:
     def _shares(self) -> Any:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self, ranks: StreamGroup) -> None:
         """Let ranks tell each other what they see of their lanes, where nothing else says it."""
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
@@ -117,11 +117,11 @@ class StreamSource:
     def _watched(self, of_pass: StreamPass) -> range:
         return lanes_of(self._ranks.rank, self._ranks.world_size, of_pass.num_lanes)
 
-    def _loading(self, of_pass: StreamPass, watched: range) -> Loading:
+    def _loading(self, of_pass: StreamPass, watched: range) -> BatchLoader:
         loader, frameworks = self.data.loader, self._collate
         own, num = loader.collate, min(loader.num_workers, len(watched))
         if not num:
-            return LoadingHere(BatchMaker(of_pass, watched, own or frameworks))
+            return LoaderInThread(BatchMaker(of_pass, watched, own or frameworks))
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:

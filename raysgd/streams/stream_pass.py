@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from raysgd._numbers.seeds import digest
-from raysgd.streams.dealing import Deal, deal
+from raysgd.streams.dealing import DealtRows, deal
 from raysgd.streams.lane_reader import LaneReader
 from raysgd.streams.lanes import NUM_LANES, LanePosition, Lanes
 from raysgd.streams.open_shards import OpenShards
@@ -82,7 +82,7 @@ class StreamPass:
         """The rows in each lane, where they are known."""
         return self.lanes.lengths(self._of_shards)
 
-    def dealt(self, num_rows: int) -> Deal:
+    def dealt(self, num_rows: int) -> DealtRows:
         """Return what the lanes have given after some rows, where lengths are known."""
         return deal(num_rows, self.lengths, turn=0)
 

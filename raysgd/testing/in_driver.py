@@ -64,7 +64,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
             group: WorkerGroup = original(spec, num_workers)
             return group
         undo()
-        doomed_spec = replace(spec, make_replica=_Doomed(spec.make_replica, tuple(ranks)))
+        doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
         return doomed
 
@@ -77,7 +77,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True)
-class _Doomed:
+class _DyingMaker:
     """Makes replicas, but on some ranks ends the process instead."""
 
     make_replica: Callable[[World], Any]

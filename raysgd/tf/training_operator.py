@@ -24,7 +24,7 @@ from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.data.stream_data import data_of, dataset_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
-from raysgd.tf.operator.internals import Registered, RegisteredData, TFInternals
+from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects, TFInternals
 from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
@@ -253,7 +253,7 @@ class TrainingOperator(BaseOperator):
             )
         metric_parts = None if metrics is None else registration.metrics_of(metrics)
         metric_items = [] if metric_parts is None else metric_parts.items
-        self._raysgd.registered = Registered(parts[0].items, parts[1].items, loss, metric_items)
+        self._raysgd.registered = RegisteredObjects(parts[0].items, parts[1].items, loss, metric_items)
         for optimizer in parts[1].items:
             self._raysgd.context.synchronizer.watch(optimizer)
         result = [each.mirror(each.items) for each in parts]

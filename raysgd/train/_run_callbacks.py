@@ -23,7 +23,7 @@ _OBSTACLE = (
 )
 
 
-class RunCallbacks:
+class TrainerCallbacks:
     """The callbacks of a run.
 
     Raises:

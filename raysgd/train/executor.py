@@ -25,7 +25,7 @@ from raysgd.exceptions import (
 )
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
-from raysgd.train._rules.max_retries import MaxRetries, RenewingPolicy
+from raysgd.train._rules.max_retries import LossCounter, RenewingPolicy
 from raysgd.train._rules.settings import ExecutorRules, WorkerSettings, as_range, check_elastic, check_spares
 from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, gather
 from raysgd.train._run.answers import preemption_of
@@ -95,7 +95,7 @@ class BackendExecutor:
         check_spares(self._rules.num_spares, self._rules.is_elastic)
         if self._rules.is_elastic:
             check_elastic(backend_config, as_range(num_workers), num_gpus_per_worker, max_retries)
-        self._max_retries = MaxRetries(max_retries, self._rules.retry_advice)
+        self._max_retries = LossCounter(max_retries, self._rules.retry_advice)
         self._resize_check_s = resize_check_s
         self._controller: ElasticController | None = None
         self.checkpoint_manager = CheckpointManager()

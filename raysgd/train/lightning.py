@@ -38,7 +38,7 @@ _Environment: Any = _imported("plugins.environments").LightningEnvironment
 _Callback: Any = _imported("callbacks").Callback
 
 
-class _OfThisWorker:
+class _PlaceOfWorker:
     """The place of a strategy, from the run."""
 
     @property
@@ -50,11 +50,11 @@ class _OfThisWorker:
         return {"num_replicas": session.world_size(), "rank": session.world_rank()}
 
 
-class RayDDPStrategy(_OfThisWorker, _DDPStrategy):
+class RayDDPStrategy(_PlaceOfWorker, _DDPStrategy):
     """`DDPStrategy` over the workers of the run. Takes the same arguments."""
 
 
-class RayFSDPStrategy(_OfThisWorker, _FSDPStrategy):
+class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
     """`FSDPStrategy` over the workers of the run. Takes the same arguments."""
 
 

@@ -26,7 +26,7 @@ from raysgd.train._object_group import TrainWorkerGroup
 from raysgd.train._rules.run_folders import RunFolders, check_logdir, make_logdir
 from raysgd.train._rules.settings import ExecutorRules, as_range
 from raysgd.train._run.plan import RunPlan
-from raysgd.train._run_callbacks import RunCallbacks
+from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
@@ -202,7 +202,7 @@ class Trainer:
             StepMismatchError: The functions were out of step; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
-        told = RunCallbacks(callbacks)
+        told = TrainerCallbacks(callbacks)
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         run_dir = self.create_run_dir()

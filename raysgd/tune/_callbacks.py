@@ -90,7 +90,7 @@ def for_tune(callbacks: Sequence[Any], purpose: str) -> list[Any]:
 def _tune_class(purpose: str) -> type[CallsInTrials]:
     """`CallsInTrials` as a callback of Ray Tune, which calls every hook that it has."""
 
-    class InTrials(CallsInTrials, tune_trial.require_tune(purpose).Callback):  # type: ignore[misc]
+    class SweepCallbacks(CallsInTrials, tune_trial.require_tune(purpose).Callback):  # type: ignore[misc]
         """The same."""
 
-    return InTrials
+    return SweepCallbacks

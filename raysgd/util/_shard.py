@@ -18,7 +18,7 @@ Stage = Callable[[Iterator[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Shard:
+class ItemShard:
     """The source of elements, and the stages that they go through.
 
     Attributes:
@@ -35,11 +35,11 @@ class Shard:
             elements = stage(iter(elements))
         return iter(elements)
 
-    def then(self, stage: Stage) -> Shard:
+    def then(self, stage: Stage) -> ItemShard:
         """The same with one more stage."""
         return replace(self, stages=(*self.stages, stage))
 
-    def every(self, step: int, start: int) -> Shard:
+    def every(self, step: int, start: int) -> ItemShard:
         """Each `step`-th element from the one at `start` on.
 
         Elements are left out as early as it makes no difference, so that no one works on what is not used.
@@ -86,7 +86,7 @@ class ItemSource:
 class InterleavedShards:
     """One element of each shard after the other, until all have ended."""
 
-    shards: Sequence[Shard]
+    shards: Sequence[ItemShard]
 
     def __call__(self) -> Iterator[Any]:
         live = deque(iter(shard) for shard in self.shards)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd._imports.optional import require, require_installed
-from raysgd.util._shard import Shard, Shuffle
+from raysgd.util._shard import ItemShard, Shuffle
 from raysgd.util.iter import LocalIterator, ParallelIterator
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class MLDataset(ParallelIterator):
         repeated: Whether the shards repeat without end.
     """
 
-    def __init__(self, shards: Sequence[Shard], name: str, batch_size: int = 0, repeated: bool = False) -> None:
+    def __init__(self, shards: Sequence[ItemShard], name: str, batch_size: int = 0, repeated: bool = False) -> None:
         super().__init__(shards, name)
         self.batch_size = batch_size
         self.repeated = repeated
@@ -59,7 +59,7 @@ class MLDataset(ParallelIterator):
     def __repr__(self) -> str:
         return f"MLDataset[{self.name}]"
 
-    def _with(self, shards: Sequence[Shard], name: str) -> MLDataset:
+    def _with(self, shards: Sequence[ItemShard], name: str) -> MLDataset:
         return MLDataset(shards, name, self.batch_size, self.repeated)
 
     def batch(self, batch_size: int) -> MLDataset:

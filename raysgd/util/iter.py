@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from raysgd._arguments.checks import check_count
-from raysgd.util._shard import Batch, InterleavedShards, ItemSource, Map, Shard, Shuffle, Stage
+from raysgd.util._shard import Batch, InterleavedShards, ItemShard, ItemSource, Map, Shuffle, Stage
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
 
@@ -58,7 +58,7 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
             there.
         name: For `repr`.
     """
-    shards = [Shard(ItemSource(each, repeat)) for each in generators]
+    shards = [ItemShard(ItemSource(each, repeat)) for each in generators]
     return ParallelIterator(shards, name or f"from_iterators[shards={len(shards)}{_repeats(repeat)}]")
 
 
@@ -115,7 +115,7 @@ class ParallelIterator(_Stages):
         name: For `repr`.
     """
 
-    def __init__(self, shards: Sequence[Shard], name: str) -> None:
+    def __init__(self, shards: Sequence[ItemShard], name: str) -> None:
         self._shards = tuple(shards)
         self.name = name
 
@@ -134,7 +134,7 @@ class ParallelIterator(_Stages):
     def _then(self, stage: Stage, name: str) -> ParallelIterator:
         return self._with([shard.then(stage) for shard in self._shards], self.name + name)
 
-    def _with(self, shards: Sequence[Shard], name: str) -> ParallelIterator:
+    def _with(self, shards: Sequence[ItemShard], name: str) -> ParallelIterator:
         return type(self)(shards, name)
 
     def local_shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> ParallelIterator:
@@ -154,7 +154,8 @@ class ParallelIterator(_Stages):
         """
         number = _check_shards(num_partitions)
         parts = [
-            Shard(InterleavedShards([shard.every(number, index) for shard in self._shards])) for index in range(number)
+            ItemShard(InterleavedShards([shard.every(number, index) for shard in self._shards]))
+            for index in range(number)
         ]
         if len(self._shards) == 1:
             parts = [self._shards[0].every(number, index) for index in range(number)]
@@ -198,11 +199,11 @@ class ParallelIterator(_Stages):
 
     def gather_sync(self) -> LocalIterator:
         """All elements: one of each shard after the other."""
-        return LocalIterator(Shard(InterleavedShards(self._shards)), f"{self}.gather_sync()")
+        return LocalIterator(ItemShard(InterleavedShards(self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
         """All elements, in an order that no one may rely on."""
-        return LocalIterator(Shard(InterleavedShards(self._shards)), f"{self}.gather_async()")
+        return LocalIterator(ItemShard(InterleavedShards(self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements."""
@@ -212,7 +213,7 @@ class ParallelIterator(_Stages):
         """Prints up to `n` elements."""
         self.gather_sync().show(n)
 
-    def _shard(self, index: int) -> Shard:
+    def _shard(self, index: int) -> ItemShard:
         if not 0 <= index < len(self._shards):
             raise ValueError(f"`shard_index={index}`: there are shards 0 to {len(self._shards) - 1}.")
         return self._shards[index]
@@ -226,7 +227,7 @@ class LocalIterator(_Stages):
         name: For `repr`.
     """
 
-    def __init__(self, shard: Shard, name: str) -> None:
+    def __init__(self, shard: ItemShard, name: str) -> None:
         self._shard = shard
         self.name = name
         self._running: Iterator[Any] | None = None
@@ -254,7 +255,7 @@ class LocalIterator(_Stages):
 
     def union(self, other: LocalIterator) -> LocalIterator:
         """The elements of both, one after the other in turn."""
-        return LocalIterator(Shard(InterleavedShards([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
+        return LocalIterator(ItemShard(InterleavedShards([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
         """Up to `n` elements, from the first one on."""

@@ -214,7 +214,7 @@ class ClassRunner(OperatorChanges):
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
-        """Ends this loan and all before it; called from a second thread."""
+        """End this loan and all before it; called from a second thread."""
         self._last_left = max(self._last_left, number)
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:

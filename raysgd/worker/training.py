@@ -19,7 +19,7 @@ from raysgd.worker.data.kept_loop import KeptLoop
 from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.data.streams import Stream, WatchedBatches, redrawing
+from raysgd.worker.data.streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall
 from raysgd.worker.state.state_copies import StateCopies
@@ -53,7 +53,7 @@ class Training:
         self._kept: KeptLoop | None = None
         self.name = uuid.uuid4().hex
 
-    def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, Stream]:
+    def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, BatchSupply]:
         """Begins a call, and finds the batches for it.
 
         Args:
@@ -84,7 +84,7 @@ class Training:
         self._hosted.feed.begin_again(request, share, run.place)
         return self.go_through(run, loop.stream(request), request)
 
-    def go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+    def go_through(self, run: EpochRun, stream: BatchSupply, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         """Runs the operator's `train_epoch` over these batches, once."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raysgd._text import log_lines
-from raysgd._text.log_lines import DefaultHandler, LogRelay, Notebook, WorkerLogLine
+from raysgd._text.log_lines import DefaultHandler, LogBuffer, LogRelay, WorkerLogLine
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +103,7 @@ def test_of_very_many_lines_the_last_ones_are_kept() -> None:
 
 
 def test_a_forked_process_speaks_for_itself(capfd: pytest.CaptureFixture[str]) -> None:
-    notebook = Notebook()
+    notebook = LogBuffer()
     notebook._pid += 1  # as seen from a loader's process
     notebook.handle(logging.LogRecord("raysgd", logging.WARNING, "", 0, "from the loader", None, None))
     assert notebook.drain() == ()

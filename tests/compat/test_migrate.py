@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raysgd.compat.migrate.command import migrate as command
-from raysgd.compat.migrate.source import Migrated, migrate
+from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 
 def migrated(text: str, ray_train: bool = False) -> str:
@@ -26,7 +26,7 @@ def migrated(text: str, ray_train: bool = False) -> str:
     return found.text.decode()
 
 
-def failed(text: str) -> Migrated:
+def failed(text: str) -> MigratedProgram:
     before = dedent(text).encode()
     found = migrate(before)
     assert found.has_failed

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd.compat.migrate.cells import NotANotebook, Notebook
 from raysgd.compat.migrate.notebook import migrate_notebook
-from raysgd.compat.migrate.source import Migrated
+from raysgd.compat.migrate.source import MigratedProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def sources(text: str) -> list[str]:
     return ["".join(each["source"]) for each in json.loads(text)["cells"]]
 
 
-def failed(text: str | bytes) -> Migrated:
+def failed(text: str | bytes) -> MigratedProgram:
     text = text.encode() if isinstance(text, str) else text
     found = migrate_notebook(text)
     assert found.has_failed

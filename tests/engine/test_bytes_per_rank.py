@@ -21,7 +21,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import SharedValue
-from raysgd.engine.processes.worker import Answer
+from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
 from tests.helpers.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 
@@ -62,7 +62,7 @@ class LightGroup(WorkerGroup):
     def kill(self, timeout_s: float = 5.0) -> None: ...
 
     def _answered(self, calls: Any, on_wait: Any = None) -> GroupReport:
-        return GroupReport(tuple(Outcome(rank, Answer(None)) for rank in calls))
+        return GroupReport(tuple(Outcome(rank, WorkerAnswer(None)) for rank in calls))
 
     def _connected(self, join: Callable[[Rendezvous], Any], on_wait: Any = None) -> GroupReport:
         addresses = tuple(("10.0.0.1", 40_000) for _ in self._members.workers)

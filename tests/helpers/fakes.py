@@ -23,7 +23,7 @@ from raysgd.engine.group.standby import Replacements, StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.transfers import FetchedParts
-from raysgd.engine.processes.worker import Answer
+from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import (
@@ -478,7 +478,7 @@ class FakeGroup(WorkerGroup):
                 outcomes.append(Outcome(rank, answered=False))
                 continue
             is_over = not isinstance(value, HeldAtStep)
-            answer = Answer(value, replica.capture(landed) if capture and is_over else None)
+            answer = WorkerAnswer(value, replica.capture(landed) if capture and is_over else None)
             is_heard = event is None or (isinstance(event, Raised) and event.others_answered)
             outcomes.append(Outcome(rank, answer) if is_heard else Outcome(rank, answered=False))
         return GroupReport(tuple(outcomes))

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine.decisions import ranks as rank_rules
 from raysgd.engine.decisions.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
-from raysgd.train._rules.max_retries import MaxRetries
+from raysgd.train._rules.max_retries import LossCounter
 from raysgd.train._run.launch import Launch
 from raysgd.train._run.run import FunctionRun
 from raysgd.train._torch import joint_steps
@@ -465,7 +465,7 @@ class Simulation:
         spec = FunctionSpec(int, dict, "score", make_session=_make_session, is_elastic=True)
         launch = Launch(spec, cast(Any, self), None, cast(Any, self))
         run = self.function_run = FunctionRun(
-            cast(Any, self), launch, lambda data: data, cast(Any, self), MaxRetries(-1), self.most, resize_check_s=0.0
+            cast(Any, self), launch, lambda data: data, cast(Any, self), LossCounter(-1), self.most, resize_check_s=0.0
         )
         returned: list[Any] = []
         attempt = 0

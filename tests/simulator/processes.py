@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.engine.processes.worker import Answer, LeftGroup, StandbyReady, WorkerFailed
+from raysgd.engine.processes.worker import LeaveAnswer, StandbyReady, WorkerAnswer, WorkerFailed
 from raysgd.engine.shared.types import (
     LOOPBACK,
     Failure,
@@ -332,7 +332,7 @@ class Process:
         self.host.check_built(self.replica)
         facts = self.replica.setup()
         yield from self._point("built")
-        return Answer(facts, self.replica.capture(None) if capture else None)
+        return WorkerAnswer(facts, self.replica.capture(None) if capture else None)
 
     def _prepare_standby(self, hook: Any, world: World, make_replica: Any) -> Task:
         yield from self._point("prepare")
@@ -356,7 +356,7 @@ class Process:
         self.host.check_left(self.replica)
         progress = self.replica.replica_progress()
         self.replica.leave_group()
-        return LeftGroup(progress, self.connection.open_endpoint(host, 0))
+        return LeaveAnswer(progress, self.connection.open_endpoint(host, 0))
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Task:
         self.world = world
@@ -387,7 +387,7 @@ class Process:
             if self.host.copy_s:
                 yield self.host.copy_s
         yield from self._point("answer")
-        return Answer(value, part)
+        return WorkerAnswer(value, part)
 
     def _beside(self, function: Callable[..., Any], *args: Any) -> Task:
         yield 0.0

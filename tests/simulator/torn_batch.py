@@ -11,7 +11,7 @@ from raysgd.messages.recovery import Undo
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.state.time_budget import TimeBudget
@@ -27,7 +27,7 @@ class _Pair(TrainingOperator):
             weight.grad = torch.ones(1)
         first, second = self.weights
         self.global_step = 0
-        registered = Registered(
+        registered = RegisteredObjects(
             original_models=[self.weights],
             optimizers=[torch.optim.Adagrad([first]), torch.optim.SGD([second], lr=1.0, maximize=True)],
         )

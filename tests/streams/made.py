@@ -14,7 +14,7 @@ from raysgd.arrays.division import Division
 from raysgd.streams.joint_reader import JointReader, Shares, StreamBatch
 from raysgd.streams.lane_ends import Numbers, StartSum, alone
 from raysgd.streams.lanes import lanes_of
-from raysgd.streams.loading.making import BatchMaker, LoadingHere
+from raysgd.streams.loading.making import BatchMaker, LoaderInThread
 from raysgd.streams.pipeline import Pipeline
 from raysgd.streams.stream import Shard, Stream, check_shards
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
@@ -93,7 +93,7 @@ def reader(
     pad: bool = True,
 ) -> JointReader:
     watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
-    loading = LoadingHere(BatchMaker(of_pass, watched, list))
+    loading = LoaderInThread(BatchMaker(of_pass, watched, list))
     loading.num_ahead = num_ahead
     return JointReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
 

@@ -7,7 +7,7 @@ import pytest
 
 from raysgd.callbacks.callback import Callback
 from raysgd.storage import open_folder
-from raysgd.train._run_callbacks import RunCallbacks
+from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train.callbacks import TrainingCallback
 
 
@@ -31,7 +31,7 @@ class Noting(TrainingCallback):
 
 def test_all_are_called_in_their_order() -> None:
     calls: list[tuple[Any, ...]] = []
-    callbacks = RunCallbacks([Noting(calls, "a"), Noting(calls, "b")])
+    callbacks = TrainerCallbacks([Noting(calls, "a"), Noting(calls, "b")])
     with callbacks.around(Path("run"), None):
         callbacks.process([{"loss": 1}])
     assert calls == [
@@ -46,7 +46,7 @@ def test_all_are_called_in_their_order() -> None:
 
 def test_all_hear_of_a_failed_run_and_none_of_them_hides_it(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[tuple[Any, ...]] = []
-    callbacks = RunCallbacks([Noting(calls, "a", OSError("disk full")), Noting(calls, "b")])
+    callbacks = TrainerCallbacks([Noting(calls, "a", OSError("disk full")), Noting(calls, "b")])
     with pytest.raises(KeyError), callbacks.around(Path("run"), {"lr": 1}):
         raise KeyError("bad sample")
     assert calls[2:] == [("a", "finish", True), ("b", "finish", True)]
@@ -55,7 +55,7 @@ def test_all_hear_of_a_failed_run_and_none_of_them_hides_it(caplog: pytest.LogCa
 
 def test_the_first_that_fails_at_the_end_is_raised_after_all_were_called(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[tuple[Any, ...]] = []
-    callbacks = RunCallbacks([Noting(calls, "a", OSError("first")), Noting(calls, "b", OSError("second"))])
+    callbacks = TrainerCallbacks([Noting(calls, "a", OSError("first")), Noting(calls, "b", OSError("second"))])
     with pytest.raises(OSError, match="first"), callbacks.around(Path("run"), None):
         pass
     assert [call[:2] for call in calls[2:]] == [("a", "finish"), ("b", "finish")]
@@ -84,7 +84,7 @@ def test_with_a_store_callbacks_have_a_folder_of_this_machine(
     monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
     run_dir = open_folder(f"memory://run-callbacks/{reads_checkpoints}")
     callback = Reading(reads_checkpoints)
-    with RunCallbacks([callback]).around(run_dir, None):
+    with TrainerCallbacks([callback]).around(run_dir, None):
         (run_dir / "checkpoints").write("checkpoint_000001", b"1")
     assert callback.found == ["checkpoints/checkpoint_000001", "log"][not reads_checkpoints :]
     assert run_dir.read("log") == b"started"
@@ -92,13 +92,13 @@ def test_with_a_store_callbacks_have_a_folder_of_this_machine(
 
 
 def test_only_callbacks_of_the_library_wait_for_checkpoints() -> None:
-    assert not RunCallbacks([Noting([], "a")]).are_told_of_checkpoints
-    assert RunCallbacks([Noting([], "a"), Callback()]).are_told_of_checkpoints
+    assert not TrainerCallbacks([Noting([], "a")]).are_told_of_checkpoints
+    assert TrainerCallbacks([Noting([], "a"), Callback()]).are_told_of_checkpoints
 
 
 def test_without_callbacks_no_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
-    with RunCallbacks(None).around(open_folder("memory://run-callbacks/none"), None):
+    with TrainerCallbacks(None).around(open_folder("memory://run-callbacks/none"), None):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -106,4 +106,4 @@ def test_without_callbacks_no_folder_is_made(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("callbacks", ["json", 3, [Noting], [print]])
 def test_what_is_no_callback_is_refused(callbacks: Any) -> None:
     with pytest.raises(TypeError, match="`callbacks"):
-        RunCallbacks(callbacks)
+        TrainerCallbacks(callbacks)

@@ -1,6 +1,6 @@
 """Callbacks that users give, checked: each becomes one of `raysgd.callbacks`, whatever front end it was written for.
 
-`OfTrainer` and `OfTune` stand around a callback that was written for `raysgd.train.Trainer` or for Ray Tune.
+`TrainAdapter` and `TuneAdapter` stand around a callback that was written for `raysgd.train.Trainer` or for Ray Tune.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def adapted(callback: Any) -> Callback | None:
     """One of our callbacks that calls `callback`; None if it is of no kind that we know."""
     own = as_own(callback)
     if own is None and not isinstance(callback, type) and any(hasattr(callback, hook) for hook in TUNE_HOOKS):
-        return OfTune(callback)
+        return TuneAdapter(callback)
     return own
 
 
@@ -67,10 +67,10 @@ def as_own(callback: Any) -> Callback | None:
     if isinstance(callback, Callback):
         return callback
     is_of_trainer = hasattr(callback, "start_training") and hasattr(callback, "process_results")
-    return OfTrainer(callback) if is_of_trainer and not isinstance(callback, type) else None
+    return TrainAdapter(callback) if is_of_trainer and not isinstance(callback, type) else None
 
 
-class OfTrainer(Callback):
+class TrainAdapter(Callback):
     """A `raysgd.train.TrainingCallback`.
 
     Args:
@@ -97,7 +97,7 @@ class OfTrainer(Callback):
         self.adapted.finish_training(error=error is not None)
 
 
-class OfTune(Callback):
+class TuneAdapter(Callback):
     """A callback or a logger of Ray Tune, which is shown the run as a trial.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.air.metrics import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling.adapters import OfTrainer
+from raysgd.callbacks.calling.adapters import TrainAdapter
 from raysgd.callbacks.calling.calling import CallbackCalls
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class FunctionCalls(CallbackCalls):
             obstacle_to_stop=obstacle_to_stop,
         )
         super().__init__(callbacks, run)
-        self._keeps_history = not all(isinstance(each, OfTrainer) for each in callbacks)  # which cannot see it
+        self._keeps_history = not all(isinstance(each, TrainAdapter) for each in callbacks)  # which cannot see it
         for owner, _ in self.worker_callbacks():
             raise TypeError(
                 f"`{owner}` runs in the workers, around each step, and a training function takes its steps itself: "
@@ -83,7 +83,7 @@ class FunctionCalls(CallbackCalls):
         self.result(run.history.add_row(row) if self._keeps_history else row)
 
 
-class InTrial:
+class TrialHooks:
     """Our callbacks with the hooks of a callback of Ray Tune, and what only ours are told.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.calling.adapters import as_own
-from raysgd.callbacks.calling.function_calls import FunctionCalls, InTrial
+from raysgd.callbacks.calling.function_calls import FunctionCalls, TrialHooks
 from raysgd.callbacks.calling.trial_calls import TUNE_HOOKS, TrialCalls
 
 _ADVICE = (
@@ -38,7 +38,7 @@ class RunCallbacks(TrialCalls):
         config = trial.config.get("train_loop_config", trial.config)
         self._calls = FunctionCalls(own, trial.trainable_name, config, trial.local_path)
         of_tune = [_checked(each) for each in given if as_own(each) is None]
-        super().__init__([*of_tune, InTrial(self._calls)] if own else of_tune, trial, _ADVICE)
+        super().__init__([*of_tune, TrialHooks(self._calls)] if own else of_tune, trial, _ADVICE)
 
     @property
     def replaced_loggers(self) -> frozenset[str]:

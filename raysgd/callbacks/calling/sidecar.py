@@ -40,7 +40,7 @@ class Sidecar:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _HistoryFiles:
     """The parts of a history that are files in a folder.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sidecars:
     """Writes and reads what stands beside the checkpoints of one run."""
 
     def __init__(self) -> None:
-        self._written: dict[str, _Written] = {}
+        self._written: dict[str, _HistoryFiles] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
         """Writes what is to stand beside a checkpoint.
@@ -78,17 +78,17 @@ class Sidecars:
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
-    def _with_parts(self, checkpoint: str, history: History) -> _Written:
+    def _with_parts(self, checkpoint: str, history: History) -> _HistoryFiles:
         """Write another part once there is enough for one: all but the last of each kind, which may still change."""
         folder = files.in_folder_of(checkpoint, "")
-        written = self._written.get(folder, _Written())
+        written = self._written.get(folder, _HistoryFiles())
         end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
         if end.rows - written.extent.rows < _ROWS_OF_PART:
             return written
         content = history.part(written.extent, end).to_json()
         name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # another run has other names
         _write(files.in_folder_of(checkpoint, name), content)
-        self._written[folder] = _Written((*written.names, name), end)
+        self._written[folder] = _HistoryFiles((*written.names, name), end)
         return self._written[folder]
 
     def read(self, checkpoint: str) -> Sidecar | None:
@@ -108,7 +108,7 @@ class Sidecars:
         for part in reversed(parts):
             history.take_over(part)
         extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
-        self._written[files.in_folder_of(checkpoint, "")] = _Written(tuple(names), extent)
+        self._written[files.in_folder_of(checkpoint, "")] = _HistoryFiles(tuple(names), extent)
         return Sidecar(int(content["epoch"]), history, list(content["callbacks"]), content.get("pending"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from raysgd._files.atomic_file import replacing
 from raysgd.compat.migrate.findings import Finding
 from raysgd.compat.migrate.notebook import migrate_notebook
-from raysgd.compat.migrate.source import Migrated, migrate
+from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 _WRITABLE = 0o222
@@ -23,7 +23,7 @@ class MigratedFile:
 
     path: Path
     before: bytes
-    after: Migrated
+    after: MigratedProgram
 
     @property
     def has_changed(self) -> bool:
@@ -75,11 +75,11 @@ def migrate_file(path: Path, ray_train: bool, is_strict: bool = False) -> Migrat
     """
     reason = _obstacle(path)
     if reason is not None:
-        return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"left alone: {reason}", is_error=False)]))
+        return MigratedFile(path, b"", MigratedProgram(b"", [Finding(1, f"left alone: {reason}", is_error=False)]))
     try:
         before = path.read_bytes()
     except OSError as error:
-        return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
+        return MigratedFile(path, b"", MigratedProgram(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
     after = migrate_notebook(before, ray_train) if path.suffix == ".ipynb" else migrate(before, ray_train)
     return MigratedFile(path, before, after.or_nothing(before) if is_strict else after)
 

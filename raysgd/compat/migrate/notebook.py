@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from raysgd.compat.migrate.cells import Cell, NotANotebook, Notebook
 from raysgd.compat.migrate.findings import Finding
-from raysgd.compat.migrate.source import Migrated, migrate
+from raysgd.compat.migrate.source import MigratedProgram, migrate
 
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
 _OF_IPYTHON = re.compile(r"^(\s*)(?:[%!?]|[\w.,\s]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")
@@ -22,7 +22,7 @@ _HEAD = "#\n#\n"
 """So that no cell stands in the first two lines, where a comment may name an encoding."""
 
 
-def migrate_notebook(text: bytes, ray_train: bool = False) -> Migrated:
+def migrate_notebook(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """Rewrites a notebook. A line that only a person can rewrite gets a comment.
 
     Args:
@@ -33,12 +33,12 @@ def migrate_notebook(text: bytes, ray_train: bool = False) -> Migrated:
         notebook = Notebook(text.decode("utf-8"))
         cells = [cell for cell in notebook.code_cells if cell.source]
         if not any("ray" in cell.source for cell in cells):
-            return Migrated(text, [])
+            return MigratedProgram(text, [])
         return _Program(notebook, cells).migrated(ray_train)
     except UnicodeError as error:
-        return Migrated(text, [Finding(1, f"it cannot be read as UTF-8: {error}", is_error=True)])
+        return MigratedProgram(text, [Finding(1, f"it cannot be read as UTF-8: {error}", is_error=True)])
     except NotANotebook as error:
-        return Migrated(text, [Finding(1, str(error), is_error=True)])
+        return MigratedProgram(text, [Finding(1, str(error), is_error=True)])
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class _Program:
         of_python = {part.cell.number for part in self._parts}
         self._left = [cell for cell in cells if cell.number not in of_python]
 
-    def migrated(self, ray_train: bool) -> Migrated:
+    def migrated(self, ray_train: bool) -> MigratedProgram:
         """The notebook, rewritten."""
         broken = [self._finding(part.cell, 1, part.problem, is_error=True) for part in self._parts if part.problem]
         if broken:
-            return Migrated(self._notebook.text.encode(), broken)
+            return MigratedProgram(self._notebook.text.encode(), broken)
         program = _HEAD + "".join(f"{self._name}\n{part.code}" for part in self._parts)
         found = migrate(program.encode(), ray_train)
         findings = sorted([*self._left_alone(), *(self._located(finding) for finding in found.findings)])
         if found.text == program.encode():
-            return Migrated(self._notebook.text.encode(), findings)
-        return Migrated(self._notebook.with_sources(self._sources(found.text.decode())).encode(), findings)
+            return MigratedProgram(self._notebook.text.encode(), findings)
+        return MigratedProgram(self._notebook.with_sources(self._sources(found.text.decode())).encode(), findings)
 
     def _part(self, cell: Cell) -> _CellCode | None:
         """The cell as a part; None for one in another language."""

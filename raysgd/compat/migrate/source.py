@@ -21,7 +21,7 @@ _PIPELINES = ("DatasetPipeline", "dataset_pipeline", "predict_pipelined")
 
 
 @dataclass(frozen=True)
-class Migrated:
+class MigratedProgram:
     """A program after it was rewritten.
 
     Attributes:
@@ -32,9 +32,9 @@ class Migrated:
     text: bytes
     findings: list[Finding]
 
-    def or_nothing(self, before: bytes) -> Migrated:
+    def or_nothing(self, before: bytes) -> MigratedProgram:
         """The same, with the old text if something is left for a person."""
-        return Migrated(before, self.findings) if self.has_failed else self
+        return MigratedProgram(before, self.findings) if self.has_failed else self
 
     @property
     def has_failed(self) -> bool:
@@ -42,7 +42,7 @@ class Migrated:
         return any(finding.is_error for finding in self.findings)
 
 
-def migrate(text: bytes, ray_train: bool = False) -> Migrated:
+def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """Rewrites a program. A line that only a person can rewrite gets a comment.
 
     Args:
@@ -55,17 +55,17 @@ def migrate(text: bytes, ray_train: bool = False) -> Migrated:
         module = cst.parse_module(text)
     except SyntaxError as error:
         findings.add(error.lineno or 1, f"this is no valid Python: {error.msg}", is_error=True)
-        return Migrated(text, findings.sorted())
+        return MigratedProgram(text, findings.sorted())
     except (cst.ParserSyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         findings.add(1, f"it cannot be read as Python: {error}", is_error=True)
-        return Migrated(text, findings.sorted())
+        return MigratedProgram(text, findings.sorted())
     try:
         new = _rewritten(module, Paths(ray_train, _is_of_sgd(module)), findings)
     except RecursionError:
         findings = Findings()
         findings.add(1, "its code is nested too deeply, or joins too many parts in one expression", is_error=True)
-        return Migrated(text, findings.sorted())
-    return Migrated(new.bytes, findings.sorted())
+        return MigratedProgram(text, findings.sorted())
+    return MigratedProgram(new.bytes, findings.sorted())
 
 
 def _is_of_sgd(module: cst.Module) -> bool:

@@ -17,7 +17,7 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.outliving import keeper
 from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
-from raysgd.engine.processes.worker import Answer
+from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport
@@ -194,7 +194,7 @@ class Lifecycle:
         self.end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended", *, unless_local: bool = False) -> None:
-        """Kills the processes where that ends the call, and records so."""
+        """Kill the group of a call that cannot go on, and record why."""
         began, group = self.now(), self.group
         self.kill_group(unless_local)
         if group is not None and self.group is None:
@@ -255,7 +255,7 @@ class Lifecycle:
 
     def take_snapshot(self, report: GroupReport, *, is_first: bool = False) -> None:
         """Takes over the copies of the state that came with the answers."""
-        answers: list[Answer] = report.values
+        answers: list[WorkerAnswer] = report.values
         captures = [answer.capture for answer in answers if answer.capture is not None]
         if captures:
             self.take_parts(captures, is_first=is_first)

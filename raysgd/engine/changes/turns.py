@@ -13,7 +13,7 @@ from raysgd.exceptions import TrainerShutdownError
 logger = logging.getLogger(__name__)
 
 
-class Place:
+class PlaceInLine:
     """A place in the line of calls, kept for a thread that takes its turn later.
 
     Attributes:
@@ -39,22 +39,22 @@ class Turns:
         self._lock = lifecycle.clock.make_lock()
         self._num_inside = 0
         self._owner: int | None = None
-        self._line: list[Place] = []
+        self._line: list[PlaceInLine] = []
         self._line_moves = lifecycle.clock.make_condition()
 
-    def reserve(self) -> Place:
+    def reserve(self) -> PlaceInLine:
         """A place ahead of all calls that are made from now on.
 
         Raises:
             TrainerShutdownError: After `stop`.
         """
         self._lifecycle.check_active()
-        place = Place()
+        place = PlaceInLine()
         self._line.append(place)
         return place
 
     @contextmanager
-    def take(self, place: Place | None = None) -> Iterator[None]:
+    def take(self, place: PlaceInLine | None = None) -> Iterator[None]:
         """One thread after the other. What fails after `stop` fails because of that, and the group ends here.
 
         Args:
@@ -89,7 +89,7 @@ class Turns:
             self._lifecycle.stop_group(force=True)
 
     @contextmanager
-    def _kept(self, place: Place) -> Iterator[None]:
+    def _kept(self, place: PlaceInLine) -> Iterator[None]:
         place.thread = threading.get_ident()
         try:
             yield
@@ -98,7 +98,7 @@ class Turns:
                 self._line.remove(place)
                 self._line_moves.notify_all()
 
-    def _wait_in_line(self, place: Place | None) -> None:
+    def _wait_in_line(self, place: PlaceInLine | None) -> None:
         """Waits for the calls whose places are ahead, unless this thread is inside a call already."""
         if self._owner == threading.get_ident():
             return
@@ -107,7 +107,7 @@ class Turns:
             while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
                 self._line_moves.wait()
 
-    def interrupt(self, place: Place) -> None:
+    def interrupt(self, place: PlaceInLine) -> None:
         """From another thread: ends the call of a place, whether it runs or waits, as Ctrl-C inside it would."""
         with self._line_moves:
             place.is_interrupted = True

@@ -104,7 +104,7 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | KeepGroup:
-        """Return whether a group of `num_workers`, which gives `num_reserved` back, gains by what is free beside."""
+        """Return the larger size that fits now, if there is one; a group of `num_workers` gives `num_reserved` back."""
         target = min(self.max_workers, num_reserved + capacity(view, need))
         return Resize(target) if target > num_workers else KeepGroup()
 

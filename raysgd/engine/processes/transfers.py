@@ -43,7 +43,7 @@ def store(value: Any) -> SharedValue:
 
 def transfer(call: Any) -> Transfer:
     """Return what a call will return, on its way."""
-    return _Done(call.function()) if isinstance(call, LocalCall) else _StoreTransfer(call)
+    return _NoTransfer(call.function()) if isinstance(call, LocalCall) else _StoreTransfer(call)
 
 
 class StoringTransfer:
@@ -199,7 +199,7 @@ class FetchedParts:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _NoTransfer:
     """A transfer that needed no travel."""
 
     value: Any

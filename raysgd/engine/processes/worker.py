@@ -51,7 +51,7 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """A call's value and, when asked for, this rank's part of a snapshot; `notes` are what the worker logged."""
 
     value: Any
@@ -69,7 +69,7 @@ class StandbyReady:
 
 
 @dataclass(frozen=True)
-class LeftGroup:
+class LeaveAnswer:
     """The answer of a worker that has left its group.
 
     Attributes:
@@ -85,7 +85,7 @@ def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
     """Return what a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
-    return found.value.notes if isinstance(found.value, Answer | StandbyReady) else ()
+    return found.value.notes if isinstance(found.value, WorkerAnswer | StandbyReady) else ()
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ def _unpacked(packed: bytes, values: Sequence[Any]) -> tuple[Any, bool, int | No
     return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args], number
 
 
-def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> Answer:
+def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
     """The answer to a call; a copy of the state goes with it, if the call is over."""
     is_over = not isinstance(value, HeldAtStep)
     part = _timed_capture(replica, landed) if capture and is_over else None
-    return Answer(value, part, log_lines.drain())
+    return WorkerAnswer(value, part, log_lines.drain())
 
 
 class WorkerProcess:
@@ -179,7 +179,7 @@ class WorkerProcess:
         self._replica: Replica | None = None
         self._busy_thread: int | None = None
         self._number: CallNumber | None = None
-        self._reply: Answer | Failure | None = None
+        self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
         """Return where this worker lives. Answered beside its work, so it is a sign of life too."""
@@ -212,10 +212,10 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
         """Joins the group and builds the replica in it, instead of one that was here before."""
 
-        def body() -> Answer:
+        def body() -> WorkerAnswer:
             self._world = world
             if self._replica is not None:
                 self._end_replica()
@@ -223,7 +223,7 @@ class WorkerProcess:
             self._connection.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
-            return Answer(facts, _timed_capture(self._replica, None) if capture else None, log_lines.drain())
+            return WorkerAnswer(facts, _timed_capture(self._replica, None) if capture else None, log_lines.drain())
 
         return self._guarded(body)
 
@@ -250,14 +250,14 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def leave_group(self, host: str) -> LeftGroup:
+    def leave_group(self, host: str) -> LeaveAnswer:
         """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one."""
 
-        def body() -> LeftGroup:
+        def body() -> LeaveAnswer:
             connection, replica = self._connection, self.replica
             connection.leave_for_another()
             progress: ReplicaProgress = cast(Any, replica).replica_progress()
-            return LeftGroup(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
+            return LeaveAnswer(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
 
         return self._guarded(body)
 
@@ -272,15 +272,15 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answer:
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
         """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
 
-        def body() -> Answer:
+        def body() -> WorkerAnswer:
             return _answer(self.replica, function(self.replica, *args), capture, landed)
 
         return self._guarded(body)
 
-    def on_packed(self, packed: bytes, *values: Any) -> Answer:
+    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
         """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them.
 
         One whose number it has had is not run again: it was sent by a host that has died since.
@@ -300,7 +300,7 @@ class WorkerProcess:
             reply = self._failure(error)
         if number is not None:
             self._reply = reply
-        return cast(Answer, self._fail(reply) if isinstance(reply, Failure) else reply)
+        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
         """From another thread: the number of the last call that had one, whether or not it has ended."""

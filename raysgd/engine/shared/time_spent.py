@@ -69,7 +69,7 @@ class TimeSpent:
 
     @cached_property
     def total_s(self) -> float:
-        """All of it."""
+        """The seconds of all bins."""
         return sum(self.seconds.values())
 
 

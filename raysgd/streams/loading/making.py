@@ -25,7 +25,7 @@ class Collate(Protocol):
         """Called first in a process that makes batches."""
 
 
-class Order(NamedTuple):
+class BatchOrder(NamedTuple):
     """An order for batches of one joint batch.
 
     Attributes:
@@ -41,7 +41,7 @@ class Order(NamedTuple):
     num_seen: int = 0
 
 
-class Made(NamedTuple):
+class MadeBatches(NamedTuple):
     """The outcome of an order.
 
     Attributes:
@@ -53,7 +53,7 @@ class Made(NamedTuple):
     found: list[tuple[int, LanePosition]]
 
 
-class Loading(Protocol):
+class BatchLoader(Protocol):
     """Makes what is ordered, in the order in which it was.
 
     Attributes:
@@ -62,10 +62,10 @@ class Loading(Protocol):
 
     num_ahead: int
 
-    def order(self, order: Order) -> None:
+    def order(self, order: BatchOrder) -> None:
         """Order something."""
 
-    def receive(self) -> Made:
+    def receive(self) -> MadeBatches:
         """Return what became of the first order that was not answered yet."""
 
     def close(self) -> None:
@@ -87,33 +87,33 @@ class BatchMaker:
         self._places: Sequence[Place] = ()
         self._lanes = OpenLanes(of_pass, watched, lambda lane: of_pass.position(lane, self._places[lane]))
 
-    def make(self, order: Order) -> Made:
+    def make(self, order: BatchOrder) -> MadeBatches:
         """Make the batches of an order."""
         self._places = order.places
         batches = [self._batch(wanted) if wanted else None for wanted in order.batches]
         self._lanes.end_batch(order.counts)
         num_seen = order.num_seen
         found = [self._lanes.peek(lane, num_seen) for lane in self.watched] if num_seen else []
-        return Made(batches, found)
+        return MadeBatches(batches, found)
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps = self._pass.last_steps
         return self._collate([steps(*row) for each in wanted for row in self._lanes.take(each)])
 
 
-class LoadingHere:
+class LoaderInThread:
     """Makes batches when they are needed, in the thread that needs them."""
 
     num_ahead = 0
 
     def __init__(self, maker: BatchMaker) -> None:
         self._maker = maker
-        self._orders: deque[Order] = deque()
+        self._orders: deque[BatchOrder] = deque()
 
-    def order(self, order: Order) -> None:
+    def order(self, order: BatchOrder) -> None:
         self._orders.append(order)
 
-    def receive(self) -> Made:
+    def receive(self) -> MadeBatches:
         return self._maker.make(self._orders.popleft())
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.loading.making import BatchMaker, Made, Order
+from raysgd.streams.loading.making import BatchMaker, BatchOrder, MadeBatches
 from raysgd.streams.loading.parent import end_with_parent
 
 
@@ -45,17 +45,17 @@ class LoaderProcesses:
         self._ends = [maker.watched.stop for maker in makers[:-1]]
         self._processes = [_LoaderProcess(maker, begin) for maker in makers]
 
-    def order(self, order: Order) -> None:
+    def order(self, order: BatchOrder) -> None:
         for number, process in enumerate(self._processes):
             own = [
                 [each for each in wanted if bisect_right(self._ends, each.lane) == number] for wanted in order.batches
             ]
             process.send(order._replace(batches=own))
 
-    def receive(self) -> Made:
+    def receive(self) -> MadeBatches:
         made = [process.receive() for process in self._processes]
         batches = [self._joined(parts) for parts in zip(*(each.batches for each in made), strict=True)]
-        return Made(batches, [each for part in made for each in part.found])
+        return MadeBatches(batches, [each for part in made for each in part.found])
 
     def _joined(self, parts: Sequence[Any]) -> Any:
         found = [part for part in parts if part is not None]
@@ -76,18 +76,18 @@ class _LoaderProcess:
         self._process.start()
         theirs.close()  # so that its end is seen
 
-    def send(self, order: Order) -> None:
+    def send(self, order: BatchOrder) -> None:
         try:
             self._connection.send(order)
         except OSError:
             raise self._died() from None
 
-    def receive(self) -> Made:
+    def receive(self) -> MadeBatches:
         try:
             answer = self._connection.recv()
         except (EOFError, OSError):
             raise self._died() from None
-        if isinstance(answer, Made):
+        if isinstance(answer, MadeBatches):
             return answer
         raise answer
 
@@ -104,7 +104,7 @@ class _LoaderProcess:
         self._connection.close()
 
 
-def _serve(maker: BatchMaker, connection: Connection[Any, Order], begin: Callable[[], None]) -> None:
+def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Callable[[], None]) -> None:
     """Make what is ordered, until the process is ended. Another thread sends it, so what is ready waits here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -123,7 +123,7 @@ def _serve(maker: BatchMaker, connection: Connection[Any, Order], begin: Callabl
             answers.put(ExceptionWithTraceback(error, error.__traceback__))
 
 
-def _send(connection: Connection[Any, Order], answers: SimpleQueue[Any]) -> None:
+def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) -> None:
     while True:
         answer = answers.get()
         try:

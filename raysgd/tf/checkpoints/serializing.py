@@ -18,7 +18,7 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
     keras = registration.keras_of(model)
     parts = {"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)}
     if type(model).__name__ == "Sequential":
-        _know_input_shapes(parts["model"]["config"]["layers"])
+        _fill_in_input_shapes(parts["model"]["config"]["layers"])
     if optimizer is None or getattr(model, "optimizer", None) is not None:
         return json.dumps(parts)
     try:
@@ -34,7 +34,7 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
         return json.dumps({**parts, "obstacle": str(error)})
 
 
-def _know_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
+def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
     """Fills in the sizes of inputs that tf_keras leaves out where a layer was adapted ahead of its model."""
     known: Sequence[Any] = ()
     for layer in reversed(layers):

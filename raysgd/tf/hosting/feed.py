@@ -110,7 +110,7 @@ class TFFeed(feed.Feed):
         if stream is not None:
             return source_of(stream, self._ranks, self._seed)
         if dataset is None:
-            return _Missing(f"{name}_dataset")
+            return _MissingDataset(f"{name}_dataset")
         if datasets.is_divided(dataset):
             passes, num_joint = self._passes_of(name), self._num_joint or world.size
             sharding = operator._raysgd.data.sharding
@@ -150,7 +150,7 @@ def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
     return undo
 
 
-class _Missing(OwnSource):
+class _MissingDataset(OwnSource):
     """Stands for a dataset that was not registered; an error only where a batch is drawn."""
 
     def __init__(self, name: str) -> None:

@@ -32,14 +32,14 @@ Average = Callable[[Sequence[Any]], Sequence[Any]]
 _ACROSS_BATCH = ("sum_over_batch_size", "mean", "auto")
 
 
-class _Inside(threading.local):
+class _CallDepth(threading.local):
     """The depth at which the code of this thread is inside."""
 
     def __init__(self) -> None:
         self.rules: list[tuple[Factor, Average]] = []
 
 
-_inside = _Inside()
+_inside = _CallDepth()
 _lock = threading.Lock()
 _num_inside = 0
 _replaced = ExitStack()

@@ -21,7 +21,7 @@ from raysgd.worker.operator import Internals, required
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredObjects:
     """The record of what `register` was given; all empty before."""
 
     models: list[Any] = field(default_factory=list)
@@ -64,7 +64,7 @@ class TFInternals(Internals):
     def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, context)
         self._operator = operator
-        self.registered, self.data = Registered(), RegisteredData()
+        self.registered, self.data = RegisteredObjects(), RegisteredData()
         self.train_function: Any = None
         self.test_function: Any = None
         self._predict_function: Any = None

@@ -220,7 +220,7 @@ class _Source:
 
     def __init__(self, file: IO[bytes], identity: FileIdentity, name: str, weights_only: bool) -> None:
         self._file, self._identity, self._name, self._weights_only = file, identity, name, weights_only
-        self._kind = _recognise(file, identity.num_bytes, name)
+        self._kind = _kind_of(file, identity.num_bytes, name)
 
     def content(self, maps: bool) -> mmap.mmap | bytearray:
         """All of an archive, in memory that can be written to: mapped if it has a checksum, else read."""
@@ -358,7 +358,7 @@ def _is_zip_end(tail: bytes) -> bool:
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_COMMENT_LENGTH_BYTES))
 
 
-def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
+def _kind_of(file: IO[bytes], size: int, name: str) -> _FileKind:
     """Tell what kind of file this is by its first and last bytes."""
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - seal.MAX_BYTES))

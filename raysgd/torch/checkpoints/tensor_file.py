@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from raysgd._reading.plain_pickle import Function, PlainUnpickler, set_attributes
+from raysgd._reading.plain_pickle import AllowedFunction, PlainUnpickler, set_attributes
 from raysgd._reading.stored_archive import ArchiveMember, members
 from raysgd._reading.strict_reading import NotPlainError, fill, require
 
@@ -173,17 +173,17 @@ class _Tensors:
         self._seen: set[Any] = set()
 
     @property
-    def functions(self) -> dict[str, Function]:
+    def functions(self) -> dict[str, AllowedFunction]:
         """The functions that a pickle may call for that, by their names in PyTorch."""
         return {
-            "torch._utils._rebuild_tensor": Function(self._tensor),
-            "torch._utils._rebuild_tensor_v2": Function(self._tensor),
-            "torch._utils._rebuild_tensor_v3": Function(self._tensor_of_bytes),
-            "torch._utils._rebuild_sparse_tensor": Function(_sparse),
-            "torch._utils._rebuild_meta_tensor_no_storage": Function(_meta),
-            "torch._utils._rebuild_parameter": Function(_parameter),
-            "torch._utils._rebuild_parameter_with_state": Function(_parameter_with_attributes),
-            "torch._tensor._rebuild_from_type_v2": Function(_with_attributes),
+            "torch._utils._rebuild_tensor": AllowedFunction(self._tensor),
+            "torch._utils._rebuild_tensor_v2": AllowedFunction(self._tensor),
+            "torch._utils._rebuild_tensor_v3": AllowedFunction(self._tensor_of_bytes),
+            "torch._utils._rebuild_sparse_tensor": AllowedFunction(_sparse),
+            "torch._utils._rebuild_meta_tensor_no_storage": AllowedFunction(_meta),
+            "torch._utils._rebuild_parameter": AllowedFunction(_parameter),
+            "torch._utils._rebuild_parameter_with_state": AllowedFunction(_parameter_with_attributes),
+            "torch._tensor._rebuild_from_type_v2": AllowedFunction(_with_attributes),
         }
 
     def _tensor(
@@ -252,7 +252,7 @@ def _parameter_with_attributes(values: Any, requires_grad: Any, hooks: Any, attr
 
 
 def _with_attributes(function: Any, kind: Any, arguments: Any, attributes: Any) -> torch.Tensor:
-    if kind is not torch.Tensor or not isinstance(function, Function):
+    if kind is not torch.Tensor or not isinstance(function, AllowedFunction):
         raise NotPlainError("a tensor of a subclass")
     return _hung(function.call(*arguments), attributes)
 
@@ -321,7 +321,7 @@ _VALUES: dict[str, Any] = {
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.Tensor": torch.Tensor,
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
-    "torch.Size": Function(torch.Size),
-    "torch.device": Function(torch.device),
-    "torch.serialization._get_layout": Function(_layout),
+    "torch.Size": AllowedFunction(torch.Size),
+    "torch.device": AllowedFunction(torch.device),
+    "torch.serialization._get_layout": AllowedFunction(_layout),
 }

@@ -35,7 +35,7 @@ _WHEN_LOADED = 1
 
 
 @dataclass(frozen=True)
-class JointBatches:
+class JointBatchRule:
     """Says that the batch size of a loader is that of all ranks together.
 
     Attributes:
@@ -123,7 +123,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         pad: bool,
         rank: int,
         world_size: int,
-        joint: JointBatches | None = None,
+        joint: JointBatchRule | None = None,
     ) -> None:
         self.order = order
         self.joint = joint

@@ -17,7 +17,7 @@ from raysgd.arrays.whole_data import Creator, DealtBatches, OwnData, creator_of,
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction_data import num_rows_of
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 
@@ -127,7 +127,7 @@ def seed_of(loader: Any, seed: int) -> int:
     return seed if own is None else own.initial_seed()
 
 
-def divided(loader: Any, world: World, training: bool, joint: JointBatches | None = None) -> ShardedLoader | Any:
+def divided(loader: Any, world: World, training: bool, joint: JointBatchRule | None = None) -> ShardedLoader | Any:
     """The loader as this worker uses it: divided by samples, or else dealt by batches.
 
     Raises:

@@ -17,7 +17,7 @@ from raysgd.streams.data import StreamData, stream_data
 from raysgd.streams.source import StreamSource
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
-from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
@@ -61,7 +61,7 @@ class TorchFeed(feed.Feed):
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
-        joint: JointBatches | None = None,
+        joint: JointBatchRule | None = None,
         balance: bool = False,
     ) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TorchFeed(feed.Feed):
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         share, ranks = self.data_of_call[name], self._ranks
-        data: Any = _DataOfCall(share)
+        data: Any = _CallBatches(share)
         if isinstance(share, WholeShare):
             loader = self.made_of_call(name, request)
             if isinstance(loader, Stream):
@@ -107,7 +107,7 @@ class TorchFeed(feed.Feed):
         return loader if isinstance(loader, RayLoader) else None
 
     def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
-        return TorchBatchStream(self._validation_source(request), _StepOfEvaluation(self._parallel), lambda: 0)
+        return TorchBatchStream(self._validation_source(request), _EvaluationStep(self._parallel), lambda: 0)
 
     def _validation_source(self, request: EpochRequest) -> LoaderSource:
         if request.shard_key is not None:
@@ -118,7 +118,7 @@ class TorchFeed(feed.Feed):
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         data = self._data_of(name)
         if data is None:
-            return PlainSource(_Missing(name))
+            return PlainSource(_MissingLoader(name))
         if isinstance(data, ShardedLoader):
             return _divided_source(data, request.seed, data.given)
         if isinstance(data, StreamData):
@@ -191,7 +191,7 @@ def _divided_source(data: ShardedLoader, seed: int, plain: Any) -> DividedLoader
     return DividedLoaderSource(data, seed)
 
 
-class _StepOfEvaluation(BatchStep):
+class _EvaluationStep(BatchStep):
     """A step that trains nothing. Where forward passes take all ranks, the last batch is followed by those of others.
 
     So code behind the user's loop runs on all ranks at the same time, and may talk to other ranks.
@@ -206,7 +206,7 @@ class _StepOfEvaluation(BatchStep):
         self._parallel.await_others()
 
 
-class _Missing:
+class _MissingLoader:
     """Stands for a loader that was not registered; an error only once somebody draws from it."""
 
     def __init__(self, name: str) -> None:
@@ -217,7 +217,7 @@ class _Missing:
         raise NoDataError(f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")
 
 
-class _DataOfCall:
+class _CallBatches:
     """Batches of a dataset that a call brought along. Lists of tuples of tensors become one tensor for each place."""
 
     def __init__(self, shard: Any) -> None:

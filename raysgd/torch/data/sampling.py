@@ -20,7 +20,7 @@ from torch.utils.data import (
     Sampler,
 )
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatches
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatchRule
 from raysgd.torch.data.loader_process import EndsWithParent, kept_options
 from raysgd.torch.data.sample_order import BatchesOrder, divides_data, has_no_length, order_of
 from raysgd.torch.data.seeded_rows import SeededRows
@@ -93,7 +93,7 @@ def shard_loader(
     world_size: int,
     training: bool,
     pin_memory: bool = False,
-    joint: JointBatches | None = None,
+    joint: JointBatchRule | None = None,
 ) -> ShardedLoader | UndividedLoader:
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
@@ -156,7 +156,7 @@ def _obstacle(loader: Any) -> UndividedLoader | None:
     return None
 
 
-def _obstacle_of_batches(joint: JointBatches | None, training: bool) -> str | None:
+def _obstacle_of_batches(joint: JointBatchRule | None, training: bool) -> str | None:
     """Return why batches of a user's batch sampler are not divided; None where they are."""
     if joint is None:
         return None if training else "custom `batch_sampler`"

@@ -229,7 +229,7 @@ _OTHER_FSDP = {
 
 
 def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
-    """Refuses options that are unknown, of the wrong kind or not asked for."""
+    """Return the options of FSDP; refuses those that are unknown, of the wrong kind or not asked for."""
     if fsdp_args is None:
         return FSDPOptions()
     if not isinstance(fsdp_args, Mapping):

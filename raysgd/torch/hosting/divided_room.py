@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from raysgd.torch.checkpoints.divided_index import Path_
 from raysgd.torch.objects.plain_names import plain, with_plain_names
-from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 
 
@@ -32,7 +32,7 @@ class DividedRoom:
         outline: The state, with tensors that have a shape and no memory.
     """
 
-    registered: Registered
+    registered: RegisteredObjects
     criterion: Any
     optimizers: list[Any]
     outline: Mapping[str, Any]

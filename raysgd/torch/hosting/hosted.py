@@ -31,7 +31,7 @@ from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import Registered, joint_batches
+from raysgd.torch.operator.registrar import RegisteredObjects, joint_batches
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
@@ -236,7 +236,7 @@ class TorchHosted(hosted.Hosted):
             self._arming.begin(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                with putting_back(operator, self.state.objects(), _undo_of_tensor, _is_open_class):
+                with putting_back(operator, self.state.objects(), _undo_of_tensor, _may_hold_tensors):
                     self._warm_up(batch[0])
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
@@ -426,9 +426,9 @@ def _device(use_gpu: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def _is_open_class(kind: type) -> bool:
+def _may_hold_tensors(kind: type) -> bool:
     """Tells whether to look into objects of this class: PyTorch's that hold tensors, raysgd's that lead to them."""
-    if kind in (TorchInternals, Internals, Registered):
+    if kind in (TorchInternals, Internals, RegisteredObjects):
         return True
     return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
 

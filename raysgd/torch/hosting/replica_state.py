@@ -17,7 +17,7 @@ from raysgd.torch.objects.fitting import check_model, check_optimizer, check_pre
 from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
 from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.operator.added_groups import AddedGroups
-from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.state.copies import StateCopy
@@ -127,7 +127,7 @@ class TorchState(ReplicaState):
         return self._internals.registered.original_criterion
 
     @property
-    def registered(self) -> Registered:
+    def registered(self) -> RegisteredObjects:
         """The arguments of `register`.
 
         Raises:

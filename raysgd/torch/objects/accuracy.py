@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._text.once import Once
-from raysgd.torch.objects.criteria import IGNORED, Comparison, are_classes, in_host
+from raysgd.torch.objects.criteria import IGNORED, LossCall, are_classes, in_host
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(
-    output: Any, target: Any, comparisons: Sequence[Comparison] = (), weight: Any = None, ignored: int = IGNORED
+    output: Any, target: Any, comparisons: Sequence[LossCall] = (), weight: Any = None, ignored: int = IGNORED
 ) -> Accuracy | None:
     """Compare predictions with targets: one label for each sample, or for each pixel and the like.
 
@@ -81,7 +81,7 @@ def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
     return Accuracy()
 
 
-def _as_read(found: Comparison) -> Accuracy:
+def _as_read(found: LossCall) -> Accuracy:
     output, target = found.output, found.target
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         return Accuracy()

@@ -52,7 +52,7 @@ def _shares(block: torch.nn.Module, owners: Counter[int]) -> bool:
     return any(owners[identity] > count for identity, count in own.items())
 
 
-class _Recomputed:
+class _RecomputedForward:
     """The forward pass of a block that keeps its inputs only; the backward pass computes it a second time."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -72,7 +72,7 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
     """
     blocks = [block for block in blocks_of(model) if not any(isinstance(part, _BatchNorm) for part in block.modules())]
     for block in blocks:
-        block.forward = _Recomputed(block.forward)
+        block.forward = _RecomputedForward(block.forward)
     if not blocks:
         logger.warning(
             "`activation_checkpointing=True` changes nothing: `%s` has no element of a `ModuleList` or `Sequential` "
@@ -85,6 +85,6 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:
     """The same model, with its blocks as they were."""
     for part in model.modules():
-        if isinstance(vars(part).get("forward"), _Recomputed):
+        if isinstance(vars(part).get("forward"), _RecomputedForward):
             del part.forward
     return model

@@ -56,7 +56,7 @@ class CountedLabels:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class LossCall:
     """A call of a loss of PyTorch.
 
     Attributes:
@@ -108,11 +108,11 @@ class LossCalls:
     """Tells listeners how the losses of PyTorch in a criterion, itself included, are called."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[Comparison], None]] = []
+        self._listeners: list[Callable[[LossCall], None]] = []
         self._hooked: Any = None
 
     @contextmanager
-    def on(self, criterion: Any, listener: Callable[[Comparison], None], only_labels: bool = False) -> Iterator[None]:
+    def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
         """Let `listener` hear of all calls inside the block; with `only_labels` of those that may leave labels out."""
         before, takes_hooks = self._hooked, _takes_hooks(criterion)
         hooked = [(each, loss) for each, loss in losses_in(criterion) if loss.counts_labels or not only_labels]
@@ -147,7 +147,7 @@ def losses_in(criterion: Any) -> list[tuple[Any, _Loss]]:
     return [(part, loss) for part in parts if (loss := _known(part)) is not None]
 
 
-def compared_by(criterion: Any, output: Any, target: Any) -> Comparison | None:
+def compared_by(criterion: Any, output: Any, target: Any) -> LossCall | None:
     """Return what `criterion(output, target)` compares; None if it is not one of the losses of PyTorch."""
     whole = getattr(criterion, "_orig_mod", criterion)
     loss = _known(whole)
@@ -179,16 +179,16 @@ def _known(part: Any) -> _Loss | None:
 
 
 def _tell(
-    listener: Callable[[Comparison], None], loss: _Loss, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    listener: Callable[[LossCall], None], loss: _Loss, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
     listener(_comparison(part, loss, output, target))
 
 
-def _comparison(part: Any, loss: _Loss, output: Any, target: Any) -> Comparison:
+def _comparison(part: Any, loss: _Loss, output: Any, target: Any) -> LossCall:
     labels = CountedLabels.of(part) if loss.counts_labels and are_classes(target) else None
-    return Comparison(loss.reading, output, target, labels, _is_mean(part))
+    return LossCall(loss.reading, output, target, labels, _is_mean(part))
 
 
 def are_classes(target: Any) -> bool:

@@ -75,7 +75,7 @@ def part_ways(seed: int, rank: int) -> None:
 
 
 def fork(state: Mapping[str, Any], number: int) -> None:
-    """Go on where `capture` returned `state`; but for the number 0, with random numbers that follow from it.
+    """Set the generators to a state that `capture` returned; above 0, to a branch of it that `number` decides.
 
     Every generator has its own successor: one that was seeded repeats its numbers also where another was not.
     """

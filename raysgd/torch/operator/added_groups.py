@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raysgd.torch.objects.plain_names import plain
-from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.worker.state.fitting import require
 
 ADDED = "added_groups"  # key in the state of an optimizer: for each such group, the names of its parameters
@@ -27,7 +27,7 @@ class AddedGroups:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._counts = [len(getattr(optimizer, "param_groups", ())) for optimizer in optimizers]
 
-    def in_states(self, registered: Registered) -> list[dict[str, Names]]:
+    def in_states(self, registered: RegisteredObjects) -> list[dict[str, Names]]:
         """Return what the state of each optimizer says of them. A parameter that nothing saves has the name None."""
         groups = [self._of(index, optimizer) for index, optimizer in enumerate(registered.optimizers)]
         if not any(groups):
@@ -36,7 +36,7 @@ class AddedGroups:
         named = [[[names.get(id(parameter)) for parameter in group["params"]] for group in each] for each in groups]
         return [{ADDED: each} if each else {} for each in named]
 
-    def fitted(self, registered: Registered, states: Sequence[Any], *, in_place: bool) -> list[Any]:
+    def fitted(self, registered: RegisteredObjects, states: Sequence[Any], *, in_place: bool) -> list[Any]:
         """Return the optimizers with the groups of their states; unless `in_place`, copies where these are others.
 
         Raises:
@@ -66,7 +66,7 @@ class AddedGroups:
         del optimizer.param_groups[len(optimizer.param_groups) - len(added) :]
 
 
-def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
+def _parameters(registered: RegisteredObjects) -> dict[Any, torch.Tensor]:
     return {
         f"{index}.{plain(name)}": parameter
         for index, part in enumerate(registered.trained)

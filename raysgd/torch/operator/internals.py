@@ -15,12 +15,12 @@ from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
 from raysgd.torch.objects import hyperparameters, metric_objects
-from raysgd.torch.objects.criteria import Comparison, LossCalls
+from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import Registered, RegisteredData, Registrar
+from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
 from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
 from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, step_with
@@ -32,7 +32,7 @@ from raysgd.worker.operator import Internals, required
 _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
 
 
-class Evaluated(NamedTuple):
+class EvaluatedBatch(NamedTuple):
     """The result of `forward` for a batch.
 
     Attributes:
@@ -44,7 +44,7 @@ class Evaluated(NamedTuple):
 
     output: Any
     target: Any
-    comparisons: list[Comparison]
+    comparisons: list[LossCall]
     metrics: dict[str, Any]
 
 
@@ -74,7 +74,7 @@ class TorchInternals(Internals):
         self._operator = operator
         self.data = RegisteredData()
         self.choice = OptimizerChoice(partial(required, operator, "optimizer"))
-        self._keep(Registered())
+        self._keep(RegisteredObjects())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         options, step = context.settings.step_options, context.parallel.step
@@ -118,7 +118,7 @@ class TorchInternals(Internals):
         self.own_steps.watch(self.registered.optimizers)
         return self.registered.returned
 
-    def _keep(self, registered: Registered) -> None:
+    def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
@@ -175,15 +175,15 @@ class TorchInternals(Internals):
         counts = {NUM_SAMPLES: batches.samples_of((*features, target), num_drawn or None)}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
-    def evaluate(self, batch: Any) -> Evaluated:
+    def evaluate(self, batch: Any) -> EvaluatedBatch:
         """Return what `forward` makes of a batch of the validation."""
-        operator, comparisons = self._operator, list[Comparison]()
+        operator, comparisons = self._operator, list[LossCall]()
         features, target = operator.prepare_batch(batch)
         noting = self.loss_calls.on(self.criterion, comparisons.append)
         with operator.timers.record("eval_fwd"), self.precision.forward(), noting:
             output, loss, weight = self.parts_of_forward(operator.forward(features, target))
         metrics = {"val_loss": loss.detach(), **self.counts_of(features, target, weight)}
-        return Evaluated(batches.prediction(output), target, comparisons, metrics)
+        return EvaluatedBatch(batches.prediction(output), target, comparisons, metrics)
 
     def begin_batch(self) -> None:
         if self.logged:
@@ -201,7 +201,7 @@ class TorchInternals(Internals):
             metrics = self._weighted(metrics)
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics[NUM_SAMPLES]
 
-    def note_amount(self, comparison: Comparison) -> None:
+    def note_amount(self, comparison: LossCall) -> None:
         """Note what a mean in an evaluation is over."""
         if (amount := comparison.amount) is not None:
             self.place.amounts.append(amount)

@@ -18,7 +18,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.data import StreamData, stream_data
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.objects import registration
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredObjects:
     """The record of what `register` was given; all empty before.
 
     Attributes:
@@ -107,13 +107,13 @@ class Registrar:
         keep: Called with the record, also while it is being made: the hooks may look at it.
     """
 
-    def __init__(self, operator: Any, context: OperatorContext, keep: Callable[[Registered], None]) -> None:
+    def __init__(self, operator: Any, context: OperatorContext, keep: Callable[[RegisteredObjects], None]) -> None:
         self._operator = operator
         self._context = context
         self._parallel = context.parallel
         self._keep = keep
 
-    def register(self, given: Mapping[str, Any], before: Registered) -> Registered:
+    def register(self, given: Mapping[str, Any], before: RegisteredObjects) -> RegisteredObjects:
         """Checks, places, prepares and wraps.
 
         Args:
@@ -141,7 +141,7 @@ class Registrar:
         )
         _warn_of_models_left_out(prepared, before.original_models)
         stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
-        record = Registered(prepared, prepared, stepped, criterion)
+        record = RegisteredObjects(prepared, prepared, stepped, criterion)
         self._keep(record)
         record = replace(record, models=self._wrapped(prepared, ddp_args))
         record = self._with_criterion(record, own_of_criterion, ddp_args)
@@ -176,8 +176,8 @@ class Registrar:
         return [self._parallel.wrap(model, device_ids, {}) for model in prepared]
 
     def _with_criterion(
-        self, record: Registered, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
-    ) -> Registered:
+        self, record: RegisteredObjects, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
+    ) -> RegisteredObjects:
         """Treats a criterion with parameters as a model."""
         if not own:
             return record
@@ -245,14 +245,14 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     )
 
 
-def joint_batches(settings: TorchSettings) -> JointBatches | None:
+def joint_batches(settings: TorchSettings) -> JointBatchRule | None:
     """Returns how loaders are divided by joint batches; None where the size of a worker's batch is given."""
     options = settings.batch_options
     if not options.is_joint:
         return None
     num_shards = options.num_shards if options.deterministic else 0
     multiple = 1 if options.is_constant else num_shards
-    return JointBatches(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
+    return JointBatchRule(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
 
 
 def _divided(

@@ -31,7 +31,7 @@ _KEPT_BY_WRAPPER = (
 
 
 @dataclass(eq=False)
-class _Wrapping:
+class _WrappedModel:
     """A model that `DistributedDataParallel` was put around.
 
     Attributes:
@@ -69,7 +69,7 @@ class DDP(NoParallel):
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
         self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
-        self._wrapped: list[_Wrapping] = []
+        self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
         self._uncovered: list[torch.nn.Parameter] = []
@@ -84,7 +84,7 @@ class DDP(NoParallel):
         options = {"device_ids": device_ids, **options}
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
         self._register_hook(wrapped, options)
-        self._wrapped.append(_Wrapping(wrapped, options, covered))
+        self._wrapped.append(_WrappedModel(wrapped, options, covered))
         return wrapped
 
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class DDP(NoParallel):
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
-    def _build_anew(self, each: _Wrapping, init_sync: bool) -> None:
+    def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
         kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
         with _something_to_train(wrapped.module):

@@ -95,7 +95,7 @@ class Exchanges:
         return 0.0 if self.ledger is None else self.ledger.own_s()
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
-        """Inside is an exchange that the backward pass waits for."""
+        """Count the time inside as an exchange that the backward pass waits for."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:

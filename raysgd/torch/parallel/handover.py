@@ -68,14 +68,14 @@ def _receive_staged(source: int, takers: Sequence[int], device: torch.device) ->
 
 
 def _staged_chain(source: int, takers: Sequence[int], device: torch.device) -> Chain:
-    return Chain(_Staged(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
+    return Chain(_StagingBuffers(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
 
 
 def _topic(key: bytes) -> str:
     return f"raysgd/state/{key.hex()}"
 
 
-class _Staged:
+class _StagingBuffers:
     """Moves bytes of the host through two buffers where the transport reaches them.
 
     Args:

@@ -44,7 +44,7 @@ class HorovodParallel(HorovodByHand):
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self.synchronizes = self.step.is_joint = world_size > 1
-        self._outgoing = _Outgoing(self.step)
+        self._outgoing = _OutgoingGradient(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()
         self._num_models = 0
@@ -177,7 +177,7 @@ class HorovodParallel(HorovodByHand):
             raise
 
 
-class _Outgoing:
+class _OutgoingGradient:
     """A gradient's way before it is sent: Horovod has a place for it, which it calls compression."""
 
     def __init__(self, step: BatchStep) -> None:

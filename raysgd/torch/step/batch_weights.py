@@ -17,7 +17,7 @@ import torch
 from raysgd._numbers.meters import NUM_SAMPLES
 from raysgd._numbers.weights import BATCH_WEIGHT, as_weight, weight_of
 from raysgd._text.once import Once
-from raysgd.torch.objects.criteria import Comparison, CountedLabels, are_classes, means_over_labels
+from raysgd.torch.objects.criteria import CountedLabels, LossCall, are_classes, means_over_labels
 from raysgd.torch.parallel.strategy import NoParallel
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class BatchWeights:
         if votes:
             self._count_by_labels(votes[0] > 0)
 
-    def note(self, comparison: Comparison) -> None:
+    def note(self, comparison: LossCall) -> None:
         """Take notice of what the criterion compares."""
         step = self._parallel.step
         if step.is_padding or not torch.is_grad_enabled():

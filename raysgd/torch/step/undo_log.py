@@ -24,7 +24,7 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.objects.rng import GeneratorCopies
 from raysgd.torch.step.own_steps import tells_of_steps
 from raysgd.torch.step.tensor_copies import PooledCopies, TensorCopies
-from raysgd.worker.state.putting_back import Notes
+from raysgd.worker.state.putting_back import StateNotes
 from raysgd.worker.state.time_budget import TimeBudget
 from raysgd.worker.time.ledger import Ledger
 
@@ -152,7 +152,7 @@ class UndoLog:
         if not new:
             return
         self._noted.update(new)
-        notes = Notes(set(self._apart), self._pool.undo_of, _is_open_class, most_objects=None)
+        notes = StateNotes(set(self._apart), self._pool.undo_of, _may_hold_tensors, most_objects=None)
         for owner in new.values():
             notes.take(owner)
         self._undos += notes.undos
@@ -237,7 +237,7 @@ def _groups_of(optimizers: Iterable[Any]) -> Iterator[dict[str, Any]]:
     return (group for optimizer in optimizers for group in optimizer.param_groups)
 
 
-def _is_open_class(kind: type) -> bool:
+def _may_hold_tensors(kind: type) -> bool:
     return issubclass(kind, _OPEN)
 
 

@@ -16,7 +16,7 @@ RETRY_ADVICE = (
 )
 
 
-class MaxRetries:
+class LossCounter:
     """Counts the losses of workers, separately for each piece of work.
 
     Attributes:

@@ -186,7 +186,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
         config: Connects the workers.
         num_workers: The smallest and the largest number of workers.
         num_gpus: GPUs for each.
-        max_retries: As for `MaxRetries`.
+        max_retries: As for `LossCounter`.
 
     Raises:
         ValueError: They cannot, with these arguments.

@@ -24,7 +24,7 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
-from raysgd.train._rules.max_retries import MaxRetries
+from raysgd.train._rules.max_retries import LossCounter
 from raysgd.train._run.answers import answer_to, questions_in
 from raysgd.train._run.launch import Launch
 from raysgd.train._worker.ahead import MessageQueues
@@ -118,7 +118,7 @@ class FunctionRun:
         launch: Launch,
         decode: Callable[[Any], dict[str, Any]],
         checkpoints: CheckpointTaker,
-        retries: MaxRetries,
+        retries: LossCounter,
         max_workers: int = 1,
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,

@@ -28,7 +28,7 @@ from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.step.undo_log import UndoLog
-from raysgd.train._worker.membership import Mark, Membership, Place
+from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_joint"
@@ -154,7 +154,7 @@ class JointSteps:
 
     # ------------------------------------------------------------------------------------------------------- a batch
 
-    def enter(self, takes_steps: bool = True) -> Place:
+    def enter(self, takes_steps: bool = True) -> GroupPlace:
         """Waits for a group, connects the models with it, and returns the place in it.
 
         A function that is to step in takes over there what the others have, unless no step follows.
@@ -239,7 +239,7 @@ class JointSteps:
         self._learn(state["num_usual"])
         self._membership.step_in(state["number"], state["num_done"])
 
-    def open_batch(self, place: Place, weight: float, has_trained: bool) -> Mark:
+    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool) -> BatchStart:
         """A batch begins.
 
         Args:
@@ -271,7 +271,7 @@ class JointSteps:
     def _count_changes(self) -> int:
         return sum(parameter._version for model in self._models for parameter in model.parameters())
 
-    def close_batch(self, mark: Mark) -> str:
+    def close_batch(self, mark: BatchStart) -> str:
         """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
 
         Raises:

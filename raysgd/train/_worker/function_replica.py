@@ -149,7 +149,7 @@ class FunctionReplica:
             return list(self._unconfirmed)
         try:
             messages = [self.next(index)] if is_needed else []
-        except _Held:
+        except _WaitBrokenOff:
             assert self._membership is not None, "only functions that go on are held"
             return HeldAtStep(self._membership.num_done, None)
         while messages and self._has_more_behind(messages):
@@ -261,7 +261,7 @@ class FunctionReplica:
         """Ends a call that waits for a message, so that others can step in. The function goes on meanwhile."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
-            session.mailbox.break_off(_Held())
+            session.mailbox.break_off(_WaitBrokenOff())
 
     def heartbeat(self) -> Heartbeat:
         """A sign of life."""
@@ -275,7 +275,7 @@ class FunctionReplica:
         self._close()
 
 
-class _Held(BaseException):
+class _WaitBrokenOff(BaseException):
     """Ends the wait for a message, so that others can step in."""
 
 

@@ -24,7 +24,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GroupPlace:
     """A place in one of the groups that the function has been in.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Mark:
+class BatchStart:
     """The progress of the function when a batch began."""
 
     num_done: int
@@ -78,7 +78,7 @@ class Membership:
         is_new: bool = False,
         note: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self.place = Place(0, world)
+        self.place = GroupPlace(0, world)
         self.num_done = 0
         self.has_failed = self.is_new = is_new
         self.admits = False
@@ -86,7 +86,7 @@ class Membership:
         self._tell, self._is_held, self._note = tell, is_held, note
         self._changed = threading.Condition()
         self._next: World | None = None
-        self._batch: Place | None = None
+        self._batch: GroupPlace | None = None
         self._num_failed = 0
         self._is_open, self._is_broken = not is_new, False
         self._is_placed, self._has_entered = not is_new, False
@@ -97,7 +97,7 @@ class Membership:
 
     # ------------------------------------------------------------------------------------------------- the function
 
-    def enter(self) -> Place:
+    def enter(self) -> GroupPlace:
         """Waits until there is a group that is not known to be broken; returns the place in it."""
         with self._changed:
             self._has_entered = True
@@ -116,7 +116,7 @@ class Membership:
         self._changed.wait_for(is_so)
         self._is_waiting = False
 
-    def open_batch(self, place: Place, has_trained: bool) -> Mark:
+    def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
         """A batch begins that was divided for a place.
 
         With each new group one batch fails on every survivor, also on those that were between two batches: so all
@@ -130,9 +130,9 @@ class Membership:
             self._batch = place
             self.has_failed = has_trained and self._num_failed < place.number
             self._num_failed += self.has_failed
-            return Mark(self.num_done, self._num_failed, self.has_failed)
+            return BatchStart(self.num_done, self._num_failed, self.has_failed)
 
-    def has_repeated(self, mark: Mark) -> bool:
+    def has_repeated(self, mark: BatchStart) -> bool:
         """Return whether the batch that began at this mark failed."""
         return mark.has_failed or self._num_failed != mark.num_failed
 
@@ -183,7 +183,7 @@ class Membership:
             self._wait_until(lambda: self._verdict is not None)
             return bool(self._verdict)
 
-    def meet(self, place: Place, exchange: Callable[[], BaseException | None]) -> bool:
+    def meet(self, place: GroupPlace, exchange: Callable[[], BaseException | None]) -> bool:
         """Lets the ranks of another group meet; returns False where it is broken.
 
         Args:
@@ -216,7 +216,7 @@ class Membership:
             num_done: Their steps that counted.
         """
         with self._changed:
-            self.place, self.num_done = Place(number, self.place.world), num_done
+            self.place, self.num_done = GroupPlace(number, self.place.world), num_done
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
@@ -297,7 +297,7 @@ class Membership:
                     self._fail()
             self._next = world
             if self.is_new:
-                self.place, self._is_placed = Place(self.place.number, world), True
+                self.place, self._is_placed = GroupPlace(self.place.number, world), True
             self._changed.notify_all()
         if self.is_new:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
@@ -307,6 +307,6 @@ class Membership:
         with self._changed:
             if self._next is None:
                 return
-            self.place, self._next = Place(self.place.number + 1, self._next), None
+            self.place, self._next = GroupPlace(self.place.number + 1, self._next), None
             self._is_open, self._is_broken = True, False
             self._changed.notify_all()

@@ -13,12 +13,12 @@ from raysgd.streams.data import stream_data
 from raysgd.streams.lane_ends import StartSum
 from raysgd.streams.loading.array_collate import ArrayCollate
 from raysgd.streams.loading.making import Collate
-from raysgd.streams.source import Ranks, StreamSource
+from raysgd.streams.source import StreamGroup, StreamSource
 from raysgd.streams.stream import Stream
 
 
 @dataclass
-class _Place:
+class _StreamGroup:
     world: Callable[[], World]
 
     @property
@@ -59,7 +59,7 @@ class StreamPart:
         self._has_own_rows = not data.open_pass(0, 0).is_known
         data = replace(data, is_training=not self._has_own_rows)
         self._seed = data.loader.seed or 0
-        self._place = _Place(partial(World, 0, world_size))
+        self._place = _StreamGroup(partial(World, 0, world_size))
         self._source = StreamSource(data, self._place, self._seed, ArrayCollate(), _as_pair)
         self.epoch, self.consumed = 0, 0
         self.is_known = not self._has_own_rows
@@ -69,7 +69,7 @@ class StreamPart:
         self._place.world = world
         return self
 
-    def joined(self, ranks: Ranks, collate: Collate, *, exact: bool) -> StreamPart:
+    def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
         """Return the part for workers that tell each other what they see of the stream.
 
         Args:
@@ -123,7 +123,7 @@ class StreamPart:
 
     def batches_of(self, world: World, consumed: int) -> Iterator[Any]:
         """Iterate over the batches of any place in a group of any size, after so many rows of the epoch."""
-        self._source.join(_Place(lambda: world))
+        self._source.join(_StreamGroup(lambda: world))
         return (batch for batch, _ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class PlaceInStep(Protocol):
         """Called when no batch follows in this call."""
 
 
-class Stream(Steps, Protocol):
+class BatchSupply(Steps, Protocol):
     """Hands out batches, and remembers where it is."""
 
     num_steps_taken: int

@@ -43,7 +43,7 @@ def putting_back(
         undo_of: Notes how objects are that only the caller knows, such as tensors; None for any other.
         is_open: Whether to look into objects of a library's class, and of those derived from it.
     """
-    notes = Notes({id(value) for value in apart}, undo_of, is_open)
+    notes = StateNotes({id(value) for value in apart}, undo_of, is_open)
     notes.take(owner)
     try:
         yield
@@ -60,7 +60,7 @@ def _try(undo: Undo) -> None:
 
 
 @dataclass
-class Notes:
+class StateNotes:
     """Notes of the state of objects, to put them back.
 
     Attributes:

@@ -17,7 +17,7 @@ from raysgd.engine.decisions.history import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
 from raysgd.train import TrainingCallback
-from raysgd.train._run_callbacks import RunCallbacks as RunCallbacksOfTrainer
+from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train.callbacks import JsonLoggerCallback
 
 Make = Callable[..., TorchTrainer]
@@ -78,7 +78,7 @@ class TestInTrainerRun:
 
     def test_callbacks_see_reports_checkpoints_and_losses(self, tmp_path: Path) -> None:
         notes = Notes()
-        callbacks = RunCallbacksOfTrainer([notes])
+        callbacks = TrainerCallbacks([notes])
         with callbacks.around(tmp_path, {"lr": 1}):
             callbacks.process([{"loss": 1.0, "_timestamp": 5}, {"loss": 3.0}])
             callbacks.process([{"loss": 0.5}], [LOSS], "somewhere")
@@ -92,12 +92,12 @@ class TestInTrainerRun:
 
     def test_they_hear_what_ended_the_run(self, tmp_path: Path) -> None:
         notes, error = Notes(), KeyError("bad sample")
-        with pytest.raises(KeyError), RunCallbacksOfTrainer([notes]).around(tmp_path, None):
+        with pytest.raises(KeyError), TrainerCallbacks([notes]).around(tmp_path, None):
             raise error
         assert notes.calls[-1] == ("end", error)
 
     def test_they_cannot_stop_the_function_and_are_told_so(self, tmp_path: Path) -> None:
-        callbacks = RunCallbacksOfTrainer([Notes(stops_at=1)])
+        callbacks = TrainerCallbacks([Notes(stops_at=1)])
         words = r"`Notes` failed in `on_result`.*`run\.stop` cannot end a run of"
         with pytest.raises(CallbackError, match=words), callbacks.around(tmp_path, None):
             callbacks.process([{"loss": 1.0}])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.changes.lifecycle import Clock
-from raysgd.engine.changes.turns import Place, Turns
+from raysgd.engine.changes.turns import PlaceInLine, Turns
 from raysgd.exceptions import TrainerShutdownError
 
 
@@ -49,7 +49,7 @@ class Line:
         self.ended: list[str] = []
         self.pool = ThreadPoolExecutor(8)
 
-    def call(self, name: str, place: Place | None, body: Callable[[], Any] = lambda: None) -> Future[None]:
+    def call(self, name: str, place: PlaceInLine | None, body: Callable[[], Any] = lambda: None) -> Future[None]:
         def run() -> None:
             with self.turns.take(place):
                 body()

@@ -9,7 +9,7 @@ import pytest
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import Loan, StandbyWorker
 from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.worker import Answer
+from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
 from tests.helpers.fakes import FakeClock, fault
@@ -62,14 +62,14 @@ def failed(kind: FailureKind) -> Outcome:
 
 
 def test_a_call_that_is_answered_counts() -> None:
-    scene = Scene(Outcome(-1, Answer("value")))
+    scene = Scene(Outcome(-1, WorkerAnswer("value")))
     assert scene.run() == scene.found
     assert scene.loan.is_over
     assert not scene.loan.has_died
 
 
 def test_no_call_begins_after_a_recall() -> None:
-    scene = Scene(Outcome(-1, Answer("value")))
+    scene = Scene(Outcome(-1, WorkerAnswer("value")))
     scene.loan.recall()
     assert scene.loan.is_over
     assert scene.run() is None
@@ -77,7 +77,8 @@ def test_no_call_begins_after_a_recall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "counts"), [(Outcome(-1, Answer(None)), False), (failed("user"), False), (Outcome(-1, Answer(1)), True)]
+    ("found", "counts"),
+    [(Outcome(-1, WorkerAnswer(None)), False), (failed("user"), False), (Outcome(-1, WorkerAnswer(1)), True)],
 )
 def test_a_call_that_gave_up_or_failed_after_a_recall_does_not_count(found: Outcome, counts: bool) -> None:
     scene = Scene()
@@ -117,5 +118,5 @@ def test_what_is_raised_meanwhile_ends_the_loan() -> None:
         scene.run(interrupt)
     assert scene.calls == ["on_packed", "beside"]
     assert not scene.loan.is_over
-    scene.found = Outcome(-1, Answer(None))
+    scene.found = Outcome(-1, WorkerAnswer(None))
     assert scene.loan.is_over

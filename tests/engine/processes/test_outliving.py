@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.processes.outliving import CallNumber, Keeper
-from raysgd.engine.processes.worker import Answer, WorkerFailed, WorkerProcess, pack
+from raysgd.engine.processes.worker import WorkerAnswer, WorkerFailed, WorkerProcess, pack
 from raysgd.engine.shared.call import Call
 from tests.helpers.fakes import NullConnection
 
@@ -81,7 +81,7 @@ def test_a_call_that_is_sent_twice_runs_once_and_is_answered_twice() -> None:
     assert replica == [7]
     assert process.last_call() == number
     again = process.on_packed(*pack(train, False, None, (8,), replace(number, attempt=1)))
-    assert again == Answer(2)
+    assert again == WorkerAnswer(2)
 
 
 def test_a_call_that_has_failed_fails_again_with_the_same_error() -> None:

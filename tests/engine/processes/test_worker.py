@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.processes.worker import LeftGroup, WorkerFailed, WorkerProcess, _HostedProcess
+from raysgd.engine.processes.worker import LeaveAnswer, WorkerFailed, WorkerProcess, _HostedProcess
 from raysgd.engine.shared.faults import describe_fault
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
@@ -115,7 +115,7 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.leave_group("10.0.0.1") == LeftGroup(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
+    assert worker.leave_group("10.0.0.1") == LeaveAnswer(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
     assert worker.leave_group("10.0.0.1").progress.progress == 5
     assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
 

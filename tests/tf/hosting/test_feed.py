@@ -11,7 +11,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.operator.internals import Registered, RegisteredData
+from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
@@ -25,7 +25,7 @@ class Operator:
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset
-        self._raysgd = SimpleNamespace(registered=Registered(), data=RegisteredData(sharding="global"))
+        self._raysgd = SimpleNamespace(registered=RegisteredObjects(), data=RegisteredData(sharding="global"))
 
 
 ALONE = World(0, 1)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch.data.batch_norms import leave_out, refusing_single_samples
-from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.data.streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.parallel.step import BatchStep
@@ -33,7 +33,7 @@ class Views(nn.Module):
 def train(model: nn.Module, shape: tuple[int, ...], num_samples: int, taken: list[int]) -> None:
     """Forward passes of rank 0 of two, in joint batches of 16 samples of a shape."""
     loader = DataLoader(torch.rand(num_samples, *shape), 16)  # type: ignore[arg-type]
-    sharded = shard_loader(loader, rank=0, world_size=2, training=True, joint=JointBatches())
+    sharded = shard_loader(loader, rank=0, world_size=2, training=True, joint=JointBatchRule())
     assert isinstance(sharded, ShardedLoader)
     source, step = DividedLoaderSource(sharded, seed=0), BatchStep()
     with refusing_single_samples([model], source, step):

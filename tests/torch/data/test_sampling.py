@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.torch.data.batch_sampler import JointBatches
+from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.loader_process import EndsWithParent
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
@@ -123,10 +123,10 @@ def test_a_loader_that_cannot_be_divided_is_left_alone(loader: Any, reason: str,
 
 @pytest.mark.parametrize(
     ("joint", "training"),
-    [(None, False), (JointBatches(num_shards=4, multiple=4), True), (JointBatches(num_shards=4), True)],
+    [(None, False), (JointBatchRule(num_shards=4, multiple=4), True), (JointBatchRule(num_shards=4), True)],
 )
 def test_batches_of_a_batch_sampler_are_not_divided_where_their_sizes_must_be_known(
-    joint: JointBatches | None, training: bool
+    joint: JointBatchRule | None, training: bool
 ) -> None:
     loader = DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False))
     left_alone = shard_loader(loader, rank=0, world_size=2, training=training, joint=joint)
@@ -139,7 +139,7 @@ def test_each_batch_of_a_batch_sampler_is_a_joint_batch_where_these_stay(trainin
     loader = DataLoader(Squares(9), batch_sampler=[[8, 7, 6, 5, 4], [3], [2, 1]])
     found = []
     for rank in range(2):
-        ranked = shard_loader(loader, rank=rank, world_size=2, training=training, joint=JointBatches())
+        ranked = shard_loader(loader, rank=rank, world_size=2, training=training, joint=JointBatchRule())
         assert isinstance(ranked, ShardedLoader)
         assert len(ranked.sampler) == 3
         plan = ranked.sampler.begin_pass(0, seed=0)
@@ -152,7 +152,7 @@ def test_each_batch_of_a_batch_sampler_is_a_joint_batch_where_these_stay(trainin
 
 def test_batches_of_one_sample_may_be_tensors() -> None:
     loader = DataLoader(Squares(3), batch_sampler=torch.tensor([2, 0, 1]).split(1))
-    for joint in (None, JointBatches()):
+    for joint in (None, JointBatchRule()):
         sharded = shard_loader(loader, rank=0, world_size=1, training=True, joint=joint)
         assert isinstance(sharded, ShardedLoader)
         sharded.sampler.begin_pass(0, seed=0)

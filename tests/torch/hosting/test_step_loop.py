@@ -10,7 +10,7 @@ import torch
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.operator.registrar import Registered
+from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.worker_callbacks import InstalledCallbacks
@@ -23,7 +23,7 @@ class Plain(TrainingOperator):
         self.part = torch.nn.Linear(1, 1)
         self.sgd = torch.optim.SGD(self.part.parameters(), lr=0.1)
         self.global_step = 0
-        registered = Registered(original_models=[self.part], optimizers=[self.sgd])
+        registered = RegisteredObjects(original_models=[self.part], optimizers=[self.sgd])
         internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=InstalledCallbacks())
         self._raysgd = internals
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from raysgd._text.once import Once
 from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import Comparison, LossCalls
+from raysgd.torch.objects.criteria import LossCall, LossCalls
 
 SAMPLES, PLACES = 40, 5
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,15 +29,15 @@ def flipped(classes: torch.Tensor, num_classes: int) -> torch.Tensor:
     return torch.where(wrong, (classes + 1) % num_classes, classes)
 
 
-def seen_by(criterion: Any, *args: Any, **kwargs: Any) -> list[Comparison]:
-    comparisons: list[Comparison] = []
+def seen_by(criterion: Any, *args: Any, **kwargs: Any) -> list[LossCall]:
+    comparisons: list[LossCall] = []
     with LossCalls().on(criterion, comparisons.append):
         criterion(*args, **kwargs)
     return comparisons
 
 
-def called_by_library(criterion: Any, output: Any, target: Any) -> list[Comparison]:
-    calls, comparisons = LossCalls(), list[Comparison]()
+def called_by_library(criterion: Any, output: Any, target: Any) -> list[LossCall]:
+    calls, comparisons = LossCalls(), list[LossCall]()
     with calls.on(criterion, comparisons.append):
         calls.call(criterion, output, target)
     return comparisons

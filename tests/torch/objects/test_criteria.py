@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raysgd.torch.objects.criteria import Comparison, CountedLabels, LossCalls, means_over_labels
+from raysgd.torch.objects.criteria import CountedLabels, LossCall, LossCalls, means_over_labels
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
 SCORES = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -29,8 +29,8 @@ class Likelihood(torch.nn.Module):
         return loss
 
 
-def heard(criterion: Any, output: Any = SCORES, target: Any = TARGET) -> list[Comparison]:
-    calls, found = LossCalls(), list[Comparison]()
+def heard(criterion: Any, output: Any = SCORES, target: Any = TARGET) -> list[LossCall]:
+    calls, found = LossCalls(), list[LossCall]()
     with calls.on(criterion, found.append):
         calls.call(criterion, output, target)
     return found
@@ -115,7 +115,7 @@ def test_listening_leaves_nothing_behind_in_the_criterion() -> None:
 
 
 def test_arguments_are_known_by_name() -> None:
-    found: list[Comparison] = []
+    found: list[LossCall] = []
     criterion = torch.nn.CrossEntropyLoss()
     with LossCalls().on(criterion, found.append):
         criterion(target=TARGET, input=SCORES)

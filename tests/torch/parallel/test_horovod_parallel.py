@@ -16,7 +16,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
-from raysgd.torch.parallel.horovod_parallel import HorovodParallel, _Outgoing
+from raysgd.torch.parallel.horovod_parallel import HorovodParallel, _OutgoingGradient
 from raysgd.torch.parallel.step import BatchStep
 from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
@@ -230,7 +230,7 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
     step = BatchStep()
     step.weight = 0.5
-    outgoing = _Outgoing(step)
+    outgoing = _OutgoingGradient(step)
     gradient = torch.ones(3)
     assert outgoing.compress(gradient)[0] is gradient
     outgoing.is_weighting = True
@@ -242,7 +242,7 @@ def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
 
 def test_a_gradient_with_another_layout_is_sent_as_horovod_wants_it() -> None:
     gradient = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert _Outgoing(BatchStep()).compress(gradient)[0].is_contiguous()
+    assert _OutgoingGradient(BatchStep()).compress(gradient)[0].is_contiguous()
 
 
 def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.exceptions import WorkersLostError
-from raysgd.train._rules.max_retries import MaxRetries, restarts_allowed
+from raysgd.train._rules.max_retries import LossCounter, restarts_allowed
 
 
 @pytest.mark.parametrize(("max_retries", "expected"), [(3, 2), (2, 1), (1, 0), (0, 0), (-1, float("inf"))])
@@ -12,7 +12,7 @@ def test_the_last_retry_is_the_one_that_raises(max_retries: int, expected: float
 
 
 def test_the_last_loss_is_raised_with_what_allows_more() -> None:
-    retries = MaxRetries(2)
+    retries = LossCounter(2)
     retries.pay(OSError("worker 1 died"))
     with pytest.raises(WorkersLostError, match=r"worker 1 died. With `max_retries=2` .* loss number 2.*-1 any number"):
         retries.pay(OSError("worker 1 died"))
@@ -22,7 +22,7 @@ def test_the_last_loss_is_raised_with_what_allows_more() -> None:
 
 
 def test_a_loss_that_the_engine_refuses_says_what_allows_more() -> None:
-    retries = MaxRetries(1)
+    retries = LossCounter(1)
 
     def lose() -> None:
         retries.budget.refuse()
@@ -33,6 +33,6 @@ def test_a_loss_that_the_engine_refuses_says_what_allows_more() -> None:
 
 
 def test_another_error_says_nothing_of_it() -> None:
-    with pytest.raises(WorkersLostError) as caught, MaxRetries(1).named():
+    with pytest.raises(WorkersLostError) as caught, LossCounter(1).named():
         raise WorkersLostError("too few workers")
     assert "max_retries" not in str(caught.value)

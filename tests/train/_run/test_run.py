@@ -7,7 +7,7 @@ import pytest
 
 from raysgd.engine.decisions.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
-from raysgd.train._rules.max_retries import MaxRetries
+from raysgd.train._rules.max_retries import LossCounter
 from raysgd.train._run.run import FunctionRun, check_step
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.mailbox import FunctionEnded
@@ -127,7 +127,7 @@ class Checkpoints:
 
 def run_on(group: Group) -> FunctionRun:
     made: Any = group, group, lambda data: data, Checkpoints()
-    return FunctionRun(*made, MaxRetries(2))
+    return FunctionRun(*made, LossCounter(2))
 
 
 def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from raysgd.train._torch.joint_batches import JointBatches, JointStream
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import of_stream, over_joint_batches
 from raysgd.train._torch.repeating_loader import RepeatingLoader
-from raysgd.train._worker.membership import Place
+from raysgd.train._worker.membership import GroupPlace
 from tests.streams.made import MadeStream
 
 
@@ -75,7 +75,7 @@ class Steps:
 
     def __init__(self, *failing: int, outcome: Callable[[int], str] = lambda number: "done") -> None:
         self.failing, self.outcome = failing, outcome
-        self.place = Place(0, World(0, 2))
+        self.place = GroupPlace(0, World(0, 2))
         self.num = 0
         self.weights: list[float] = []
         self.is_uneven = self.admits = False
@@ -86,10 +86,10 @@ class Steps:
     def admit(self) -> None:
         self.admits = True
 
-    def enter(self, takes_steps: bool = True) -> Place:
+    def enter(self, takes_steps: bool = True) -> GroupPlace:
         return self.place
 
-    def open_batch(self, place: Place, weight: float, has_trained: bool) -> int:
+    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool) -> int:
         self.weights.append(weight)
         self.num += 1
         return self.num - 1
@@ -97,7 +97,7 @@ class Steps:
     def close_batch(self, mark: int) -> str:
         if mark not in self.failing:
             return self.outcome(mark)
-        self.place = Place(self.place.number + 1, World(0, 1))
+        self.place = GroupPlace(self.place.number + 1, World(0, 1))
         return "failed"
 
     def note_unstepped(self) -> None:
@@ -138,7 +138,7 @@ def test_a_pass_without_gradients_asks_nobody() -> None:
 def test_a_pass_without_gradients_has_no_sample_twice() -> None:
     made = over_joint_batches(DataLoader(TensorDataset(torch.arange(5)), batch_size=2), World(1, 2), None)
     steps = Steps()
-    steps.place = Place(0, World(1, 2))
+    steps.place = GroupPlace(0, World(1, 2))
     loader = RepeatingLoader(made, cast(JointSteps, steps))
     with torch.no_grad():
         assert seen(loader) == [[1, 3]]
