@@ -299,3 +299,11 @@ def test_the_tree_in_the_architecture_page_is_the_tree_there_is() -> None:
     modules = {path for path in there if not path.endswith("/__init__.py") and not path.startswith(tuple(folded))}
     assert sorted(modules - shown) == [], "these need a line in the tree of docs/architecture.md"
     assert sorted(path for path in shown if not (ROOT / path).exists()) == [], "these are not where the tree has them"
+
+
+def test_the_files_to_open_for_a_change_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Where to change what\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", section))
+    assert len(named) > 50
+    assert sorted(name for name in named if not any((ROOT / top / name).exists() for top in ("raysgd", "."))) == []
