@@ -356,6 +356,13 @@ def test_a_room_has_at_most_fifteen_modules() -> None:
     assert {room: number for room, number in many.items() if room != "raysgd/train"} == {}
 
 
+def test_both_frameworks_have_the_same_rooms() -> None:
+    rooms = {
+        name: {path.name for path in (ROOT / "raysgd" / name).iterdir() if path.is_dir()} for name in ("tf", "torch")
+    }
+    assert rooms["tf"] ^ rooms["torch"] - {"__pycache__"} == {"lightning"}
+
+
 def test_the_top_of_the_package_loads_only_the_lowest_floor() -> None:
     found = [found for found in imports_of("raysgd") if found.importer == "raysgd" and not found.in_function]
     lowest = [f"raysgd.{room}" for room, below in STANDS_ON.items() if not below]
@@ -557,8 +564,18 @@ DRIVER = (
 """What only the driver needs; `tests/worker/test_loaded_modules.py` looks at real workers."""
 
 
-@pytest.mark.parametrize("runner", ["raysgd.torch.torch_runner", "raysgd.tf.tf_runner"])
+@pytest.mark.parametrize(
+    "runner",
+    [
+        "raysgd.torch.torch_runner",
+        "raysgd.tf.tf_runner",
+        "raysgd.train._rules.worker_handles",
+        "raysgd.train._worker.function_replica",
+        "raysgd.train.tensorflow",
+        "raysgd.train.torch",
+    ],
+)
 def test_workers_start_without_the_modules_of_the_driver(runner: str) -> None:
     loaded = needed_at_import(runner)
-    assert "raysgd.worker.runner" in loaded
+    assert runner in loaded
     assert [name for name in sorted(loaded) if f"{name}.".startswith(tuple(f"{each}." for each in DRIVER))] == []
