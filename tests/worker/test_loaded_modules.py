@@ -1,4 +1,4 @@
-"""What a real worker has loaded after all kinds of calls: its own half of the library, and not that of the driver."""
+"""The modules that real workers have loaded after all kinds of calls: their half of the library, none of the driver."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import json, sys
 import ray, torch
 from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.train import Trainer, report as report_metrics, save_checkpoint
 
 
 class Line(TrainingOperator):
@@ -33,6 +34,12 @@ def loaded():
     return sorted(name for name in sys.modules if name.startswith("raysgd."))
 
 
+def report():
+    save_checkpoint(epoch=1)
+    report_metrics(loss=1.0)
+    return loaded()
+
+
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 with TorchTrainer(training_operator_cls=Line, num_workers=2) as trainer:
     trainer.fit(2)
@@ -40,6 +47,10 @@ with TorchTrainer(training_operator_cls=Line, num_workers=2) as trainer:
     trainer.save(sys.argv[1])
     trainer.load(sys.argv[1])
     print(json.dumps(trainer.apply_all_workers(loaded)[1]))
+functions = Trainer(backend="torch", num_workers=2)
+functions.start()
+print(json.dumps(functions.run(report)[1]))
+functions.shutdown()
 """
 
 
@@ -50,6 +61,8 @@ def test_no_module_of_the_driver_is_loaded_in_a_worker(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), str(tmp_path / "state.pt")]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
-    loaded = json.loads(found.stdout.splitlines()[-1])
-    assert "raysgd.worker.runner" in loaded
-    assert [name for name in loaded if f"{name}.".startswith(tuple(f"{each}." for each in DRIVER))] == []
+    of_class, of_function = map(json.loads, found.stdout.splitlines()[-2:])
+    assert "raysgd.worker.runner" in of_class
+    assert "raysgd.train._worker.function_replica" in of_function
+    rooms = tuple(f"{each}." for each in DRIVER)
+    assert [name for name in {*of_class, *of_function} if f"{name}.".startswith(rooms)] == []
