@@ -46,7 +46,7 @@ class TornBatch:
         self._operator, parallel = _Pair(), NoParallel()
         self._optimizers = self._operator._raysgd.registered.optimizers
         self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), undo=undo)
-        self._loop.undo_log._budget = TimeBudget(1.0, clock=lambda: 0.0)  # real time decides nothing here
+        self._loop.undo_log._budget = TimeBudget(1.0, 0.0, lambda: 0.0)  # real time decides nothing here
         self.open_call()
 
     def open_call(self) -> None:

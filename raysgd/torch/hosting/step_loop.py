@@ -48,9 +48,6 @@ class StepLoop(Loop):
         self._is_in_batch = False
         self._watched: list[torch.nn.Parameter] = []
         self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
-        self._watch_models()
-        if self.is_kept:
-            self._let_batches_fail()
         self._num_changes_at_boundary = 0
         self._global_step_at_boundary = 0
         internals = operator._raysgd
@@ -66,6 +63,9 @@ class StepLoop(Loop):
             ledger,
         )
         self.step.opens, self.step.exchanges = self._begin_step, self.undo_log.note_exchange
+        self._watch_models()
+        if self.is_kept:
+            self._let_batches_fail()
 
     def _watch_models(self) -> None:
         operator = self._operator
@@ -79,7 +79,7 @@ class StepLoop(Loop):
             register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
             register(self._note_step)
             if is_close:
-                optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_pre_hook(self.undo_log.before_step)
 
     @property
     def is_kept(self) -> bool:
@@ -103,9 +103,6 @@ class StepLoop(Loop):
         if not self._watched:
             return self._num_optimizer_steps
         return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
-
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self.undo_log.before_step(optimizer)
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
         self._num_optimizer_steps += 1

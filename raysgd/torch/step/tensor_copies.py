@@ -22,6 +22,7 @@ class TensorCopies:
         known = set(map(id, self._new))
         self._still = [(each, each._version) for each in still if id(each) not in known]
         self._groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._without_grad = torch.no_grad()  # to make one takes as long as a few copies
 
     def __bool__(self) -> bool:
         return bool(self._new or self._still or self._groups)
@@ -40,7 +41,7 @@ class TensorCopies:
         """Copy what changes."""
         if not self.are_complete:
             self._make_room()
-        with torch.no_grad():  # as a decorator it would take twice as long
+        with self._without_grad:
             for tensors, copies in self._groups.values():
                 torch._foreach_copy_(copies, tensors)
 

@@ -9,7 +9,6 @@ batch. Why: ADR 120.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -29,7 +28,7 @@ from raysgd.worker.state.time_budget import TimeBudget
 from raysgd.worker.time.ledger import Ledger
 
 _SHARE, _LEAST_S = 0.02, 60e-6
-_PLAIN = frozenset((torch.Tensor, type(None), bool, int, float))
+_IN_STATES = frozenset((torch.Tensor, type(None)))
 _OPEN = (LRScheduler, Precision, torch.amp.GradScaler, torch.optim.Optimizer)
 
 
@@ -63,9 +62,9 @@ class UndoLog:
         self._has_changed, self._ledger = has_changed, ledger or Ledger()
         self._noted_at_begin = [*others, *filter(_has_another_inside, optimizers)]
         self._followers = followers
-        self._budget = TimeBudget(_SHARE, _LEAST_S)
+        self._budget = TimeBudget(_SHARE, _LEAST_S, partial(self._ledger.seconds_of, UNDO))
         self._pool = PooledCopies()
-        self._of_optimizers: dict[int, tuple[list[torch.Tensor], TensorCopies]] = {}  # by identity
+        self._of_optimizers: dict[int, tuple[list[Any], TensorCopies, list[Callable[[], object]]]] = {}  # by identity
         self._copies_all = self._may_tear
         self._is_torn = self._may_tear and mode is True  # an exchange was seen to follow a change
         self._most_exchanges: int | None = None  # in a batch
@@ -118,11 +117,13 @@ class UndoLog:
         """
         if not self._is_used or not (self._budget.has_some() or self._mode is True):
             return
-        num_bytes = self._copies.num_bytes_new  # getting memory takes longer, and is free
-        with self._ledger.within(UNDO), nullcontext() if num_bytes else self._budget:
-            self._is_open = not num_bytes or self._has_room(3 * num_bytes)
-            if self._is_open:
-                self._take(waiting)
+        before, num_bytes = self._ledger.enter(UNDO), self._copies.num_bytes_new
+        self._is_open = not num_bytes or self._has_room(3 * num_bytes)
+        if self._is_open:
+            self._take(waiting)
+        self._ledger.enter(before)
+        if num_bytes:
+            self._budget.forgive()  # getting memory takes longer
 
     def _has_room(self, num_bytes: int) -> bool:
         """Return whether there is memory for copies. On a GPU this is known when a first batch has had its own."""
@@ -142,7 +143,7 @@ class UndoLog:
         flags = [each.requires_grad for each in self._parameters]
         self._undos += [self._generators.put_back, partial(_set_flags, self._parameters, flags)]
         self._note(self._noted_at_begin)
-        self._undos += [partial(group.update, dict(group)) for group in _groups_of(self._optimizers)]
+        self._undos.append(_refilling(list(_groups_of(self._optimizers))))
         for parameter in (each for group in _groups_of(waiting) for each in group["params"]):
             self._undos.append(self._pool.undo_of(parameter.grad) or _nothing)
             self._undos.append(partial(setattr, parameter, "grad", parameter.grad))
@@ -157,7 +158,7 @@ class UndoLog:
             notes.take(owner)
         self._undos += notes.undos
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any, *_: Any) -> None:
         """Copy what the step of an optimizer changes besides; the last one of a batch leaves nothing to undo."""
         if not self._is_whole:
             return
@@ -165,31 +166,27 @@ class UndoLog:
         if is_last and self._mode is not True:
             self._is_whole = False
             return
-        with self._ledger.within(UNDO), self._budget:
-            self._note_optimizer(optimizer)
-            self._note(self._followers())
+        before = self._ledger.enter(UNDO)
+        self._note_optimizer(optimizer)
+        self._note(self._followers())
+        self._ledger.enter(before)
 
     def _note_optimizer(self, optimizer: Any) -> None:
         """Copy what belongs to an optimizer; the tensors of PyTorch's own together, which takes a third of the time."""
         is_known = type(optimizer).__module__.startswith("torch.optim.") and id(optimizer) not in self._noted
-        states = list(optimizer.state.values()) if is_known else []
-        values = [value for state in states for value in state.values()]
-        if not is_known or not _PLAIN.issuperset(map(type, values)):
+        states = [optimizer.state, *optimizer.state.values()] if is_known else []
+        values = [value for state in states[1:] for value in state.values()]
+        if not is_known or not _IN_STATES.issuperset(map(type, values)):
             self._note([optimizer])
             return
-        tensors = [each for each in values if isinstance(each, torch.Tensor)]
         self._noted.add(id(optimizer))
-        known, copies = self._of_optimizers.get(id(optimizer), ([], None))
-        if copies is None or not _are_same(known, tensors):
-            copies = TensorCopies(tensors, ())
-            self._of_optimizers[id(optimizer)] = tensors, copies
+        parts, copies, undos = self._of_optimizers.get(id(optimizer), ([], None, []))
+        if copies is None or not _are_same(parts, [*states, *values]):
+            copies = TensorCopies([each for each in values if each is not None], ())
+            undos = [copies.put_back, _refilling(states)]
+            self._of_optimizers[id(optimizer)] = [*states, *values], copies, undos
         copies.take()
-        self._undos += [
-            copies.put_back,
-            partial(_refill, optimizer.state, dict(optimizer.state)),
-            partial(_refill_all, states, [dict(state) for state in states]),
-            partial(_refill, vars(optimizer), dict(vars(optimizer))),
-        ]
+        self._undos += [*undos, _refilling([vars(optimizer)])]
 
     def note_exchange(self) -> None:
         """Called when gradients are exchanged."""
@@ -246,15 +243,16 @@ def _set_flags(parameters: Iterable[torch.Tensor], flags: Iterable[bool]) -> Non
         parameter.requires_grad_(flag)
 
 
-def _refill(value: Any, content: dict[Any, Any]) -> None:
-    value.update(content)  # none is missing at any moment: another thread may read them
-    for name in value.keys() - content.keys():
-        del value[name]
+def _refilling(values: Sequence[dict[Any, Any]]) -> Callable[[], object]:
+    """Return what gives dicts the content that they have now."""
+    return partial(_refill, values, [*map(dict, values)])
 
 
-def _refill_all(values: Iterable[Any], contents: Iterable[dict[Any, Any]]) -> None:
+def _refill(values: Iterable[dict[Any, Any]], contents: Iterable[dict[Any, Any]]) -> None:
     for value, content in zip(values, contents, strict=True):
-        _refill(value, content)
+        value.update(content)  # none is missing at any moment: another thread may read them
+        for name in value.keys() - content.keys():
+            del value[name]
 
 
 def _nothing() -> None: ...

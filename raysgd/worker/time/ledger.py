@@ -87,22 +87,18 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ bins
 
-    def enter(self, name: str) -> None:
-        """From now on the time falls into this bin."""
+    def enter(self, name: str) -> str:
+        """From now on the time falls into this bin; return the one before."""
         with self._lock:
             now = self._clock()  # inside: another thread that reads must not see a bin begin after its own look
-            self._seconds[self._bin] += now - self._since
-            self._bin, self._since = name, now
+            before, self._bin = self._bin, name
+            self._seconds[before] += now - self._since
+            self._since = now
+            return before
 
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        """Inside, the time falls into this bin; after that into the one before."""
-        before = self._bin
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
+    def seconds_of(self, name: str) -> float:
+        """Return what has fallen into a bin, but not since it was entered last."""
+        return self._seconds[name]
 
     def _move(self, source: str, target: str, seconds: float | None = None) -> None:
         with self._lock:
@@ -218,8 +214,11 @@ class Ledger:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Inside, the state is copied: useful steps up to here are saved then."""
-        with self.within(SNAPSHOT):
+        before = self.enter(SNAPSHOT)
+        try:
             yield
+        finally:
+            self.enter(before)
         self._saved_s = self._seconds[USEFUL]
 
     @contextmanager

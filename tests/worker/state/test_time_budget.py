@@ -10,24 +10,24 @@ STEP_S = 1.0
 
 
 class Watch:
-    """A clock that is set by hand."""
+    """A clock that is set by hand, and a budget that goes by it."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, share: float = 0.02, least_s: float = 0.0) -> None:
+        self.now = self.spent = 0.0
+        self.budget = TimeBudget(share, least_s, lambda: self.spent, lambda: self.now)
 
-    def __call__(self) -> float:
-        return self.now
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+        self.spent += seconds
 
 
 def share_of_steps(cost_s: float, num_steps: int, share: float = 0.02, least_s: float = 0.0) -> float:
     """In how many of so many steps something was done that takes so long."""
-    watch, num_done = Watch(), 0
-    budget = TimeBudget(share, least_s, watch)
+    watch, num_done = Watch(share, least_s), 0
     for _ in range(num_steps):
-        if budget.has_some():
+        if watch.budget.has_some():
             num_done += 1
-            with budget:
-                watch.now += cost_s
+            watch.spend(cost_s)
         watch.now += STEP_S
     return num_done / num_steps
 
@@ -49,27 +49,31 @@ def test_short_steps_may_be_a_little_longer_than_their_part(cost_s: float, share
 
 def test_the_time_of_a_pause_buys_nothing() -> None:
     watch = Watch()
-    budget = TimeBudget(0.02, clock=watch)
-    assert budget.has_some()
-    with budget:
-        watch.now += 1.0
+    assert watch.budget.has_some()
+    watch.spend(1.0)
     watch.now += 10.0
-    assert not budget.has_some()
-    budget.pause()
+    assert not watch.budget.has_some()
+    watch.budget.pause()
     watch.now += 1e6
-    assert not budget.has_some()
+    assert not watch.budget.has_some()
     watch.now += 50.0
-    assert budget.has_some()
+    assert watch.budget.has_some()
+
+
+def test_what_is_forgiven_costs_nothing() -> None:
+    watch = Watch()
+    assert watch.budget.has_some()
+    watch.spend(10.0)
+    watch.budget.forgive()
+    assert watch.budget.has_some()
 
 
 def test_what_took_long_once_is_forgotten_in_time() -> None:
     watch = Watch()
-    budget = TimeBudget(0.02, clock=watch)
-    budget.has_some()
-    with budget:
-        watch.now += 30.0
+    watch.budget.has_some()
+    watch.spend(30.0)
     num_steps = 0
-    while not budget.has_some():
+    while not watch.budget.has_some():
         watch.now += STEP_S
         num_steps += 1
     assert 300 < num_steps < 30.0 / 0.02
