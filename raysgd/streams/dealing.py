@@ -38,7 +38,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         turn: Where the turns go on.
 
     >>> deal(5, left=[9, 9, 1, 9], turn=0)
-    Deal(counts=[2, 1, 1, 1], turn=1)
+    DealtRows(counts=[2, 1, 1, 1], turn=1)
     """
     order = _order(len(left))
     order = order[turn:] + order[:turn]

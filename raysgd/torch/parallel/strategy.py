@@ -331,7 +331,8 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
 
 def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     """Do the same where it is known that the tensors have one shape on all ranks."""
-    is_default = group is None  # then not over gloo, whose broadcast may hang where its connections are ended
+    # Not over gloo where that can be helped: its broadcast may hang where its connections are ended.
+    is_default = group is None or group is dist.group.WORLD
     group = _group_or_all(group)
     first = dist.get_global_rank(group, 0)
     for tensor in _with_numbers(tensors):
