@@ -6,7 +6,7 @@ What it guarantees:
 * A callback that raises is named, the run ends cleanly, and the state of the training is kept.
 * Importing this package loads no framework.
 
-What it leaves to others: when callbacks are called (`raysgd.driver.fitting`, `raysgd.train`).
+What it leaves to others: when callbacks are called (`raysgd.driver.fit_loop`, `raysgd.train`).
 """
 
 from __future__ import annotations

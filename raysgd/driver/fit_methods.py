@@ -17,7 +17,7 @@ from raysgd._numbers.results import Metrics
 from raysgd._text.once import Once
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
-from raysgd.driver.fitting import Fit, FitOptions, FitProgress
+from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
 from raysgd.driver.keeping.kept_trainer import KeptTrainer
 from raysgd.driver.validating.validators import ValidatingSpares, Validation, Validators
 from raysgd.engine.background_calls import BackgroundCalls

@@ -18,7 +18,7 @@ from raysgd._arguments import checks
 from raysgd._numbers.call_progress import CallProgress
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
-from raysgd.driver.progress import ProgressListeners
+from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.driver.sharing import placed_once
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call

@@ -19,7 +19,7 @@ from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping.saves import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
-from raysgd.driver.progress import ProgressListeners
+from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput

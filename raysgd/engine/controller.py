@@ -25,7 +25,7 @@ from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
 from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
 from raysgd.engine.changes.turns import PlaceInLine, Turns
 from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
-from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.group.group_hooks import GroupHooks

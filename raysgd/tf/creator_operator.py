@@ -10,7 +10,7 @@ import numpy as np
 
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
-from raysgd.tf.data.streams import lockstep_dataset
+from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import shared_variables

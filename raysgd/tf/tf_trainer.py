@@ -47,8 +47,8 @@ from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
-from raysgd.worker.state.fitting import check_parts
 from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.state_checks import check_parts
 
 logger = logging.getLogger(__name__)
 

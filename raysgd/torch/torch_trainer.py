@@ -40,7 +40,7 @@ from raysgd.torch.checkpoints import checkpoint_file, shared_state
 from raysgd.torch.data import call_data, predicting
 from raysgd.torch.driver import arguments, epoch_checks, partial_loading, retired, saving
 from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.driver.progress import epoch_bar
+from raysgd.torch.driver.progress_bar import epoch_bar
 from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.driver.state_loader import StateLoader
 from raysgd.torch.operator.settings import TorchSettings

@@ -15,7 +15,7 @@ from raysgd._arguments.checks import check_seconds
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy
 from raysgd.engine.processes.resources import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.exceptions import (
@@ -29,10 +29,10 @@ from raysgd.train._rules.max_retries import LossCounter, RenewingPolicy
 from raysgd.train._rules.settings import ExecutorRules, WorkerSettings, as_range, check_elastic, check_spares
 from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, gather
 from raysgd.train._run.answers import preemption_of
+from raysgd.train._run.function_run import FunctionRun, FunctionStep
 from raysgd.train._run.launch import DivideData, Launch
 from raysgd.train._run.plan import RunPlan
 from raysgd.train._run.plugin_hooks import PluginHooks
-from raysgd.train._run.run import FunctionRun, FunctionStep
 from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData
 from raysgd.train.backend import BackendConfig, backend_of

@@ -16,8 +16,8 @@ from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, Report
 from raysgd.air.session import *  # noqa: F403 - all of it is found here too
 from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
+from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.messages import BROADCAST, PREEMPTION, REPORTED, TrainingResult, TrainingResultType
-from raysgd.train._worker.session import Session
 
 __all__ = [
     "Session",

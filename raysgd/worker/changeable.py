@@ -16,7 +16,7 @@ from raysgd.messages.range_test import Loss
 from raysgd.utils import NUM_SAMPLES
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import Hosted
-from raysgd.worker.state.fitting import check_parts
+from raysgd.worker.state.state_checks import check_parts
 
 
 class OperatorChanges(ABC):

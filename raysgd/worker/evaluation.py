@@ -11,8 +11,8 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
+from raysgd.worker.data.batch_streams import redrawing
 from raysgd.worker.data.logged import completing, forget
-from raysgd.worker.data.streams import redrawing
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall
 from raysgd.worker.time.ledger import Ledger

@@ -14,12 +14,12 @@ from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
+from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.kept_loop import KeptLoop
 from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.data.streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall
 from raysgd.worker.state.state_copies import StateCopies

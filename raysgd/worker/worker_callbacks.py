@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.worker.data.streams import PlaceInStep
+from raysgd.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
 """Key of their part of a state; a state without callbacks has none."""

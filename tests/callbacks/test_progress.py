@@ -17,8 +17,8 @@ from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks.display import bars as bars_module
 from raysgd.callbacks.display.bars import LineBar, TqdmBar, make_bar
-from raysgd.driver.progress import ProgressListeners
-from raysgd.engine.decisions.history import GroupEvent
+from raysgd.driver.progress_listeners import ProgressListeners
+from raysgd.engine.decisions.group_events import GroupEvent
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.history import GroupHistory
+from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.processes.snapshots import SnapshotKeeper
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo

@@ -11,9 +11,9 @@ from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import Mailbox
 from raysgd.train._worker.membership import Membership
-from raysgd.train._worker.session import Session
 from tests.simulator.mutations import Mutation, nothing
 
 

@@ -29,16 +29,16 @@ from raysgd.engine.decisions import ranks as rank_rules
 from raysgd.engine.decisions.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._rules.max_retries import LossCounter
+from raysgd.train._run.function_run import FunctionRun
 from raysgd.train._run.launch import Launch
-from raysgd.train._run.run import FunctionRun
 from raysgd.train._torch import joint_steps
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import DrawnSampler, over_joint_batches
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker import function_replica, membership
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
+from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.messages import FunctionSpec
-from raysgd.train._worker.session import Session
 
 NUM_SAMPLES, JOINT, NUM_EPOCHS, RATE = 22, 6, 3, 0.5
 _HANGS_S = 8.0

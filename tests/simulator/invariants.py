@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raysgd.engine.decisions.failures import Diagnosis, classify
-from raysgd.engine.decisions.history import GroupEvent
+from raysgd.engine.decisions.group_events import GroupEvent
 from raysgd.engine.decisions.policies import RetryBudget
 from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.shared.types import GroupReport, StateHandover

@@ -1,7 +1,7 @@
 """Saving and loading the state of one worker in this process.
 
-Covers `raysgd.torch.objects.fitting` and `raysgd.torch.driver.state_loader`: whether a state fits is decided before
-anything of it is loaded.
+Covers `raysgd.torch.objects.state_checks` and `raysgd.torch.driver.state_loader`: whether a state fits is
+decided before anything of it is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What training functions can call, inside and outside of a run.
 
-Covers `raysgd.train._worker.session`, `raysgd.air.session` and `raysgd.air._running`: functions see them through
-these calls.
+Covers `raysgd.train._worker.function_session`, `raysgd.air.session` and `raysgd.air._running`: functions see
+them through these calls.
 """
 
 from __future__ import annotations

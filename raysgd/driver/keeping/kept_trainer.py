@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.driver.fitting import FitProgress
+from raysgd.driver.fit_loop import FitProgress
 from raysgd.engine.processes.outliving import Keeper
 from raysgd.history.history import BEGINNING
 

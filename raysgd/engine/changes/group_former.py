@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.engine.decisions import ranks
 from raysgd.engine.decisions.failures import classify, words
-from raysgd.engine.decisions.history import EventKind
+from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy, choose_source
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress

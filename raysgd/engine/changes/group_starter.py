@@ -11,7 +11,7 @@ from raysgd.engine.changes.call_monitor import CallMonitor
 from raysgd.engine.changes.group_former import renew_without_lost
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.failures import Diagnosis, classify, words
-from raysgd.engine.decisions.history import EventKind
+from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import GiveUpWaiting, RetryBudget, WaitForWorkers, capacity
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import Replacements

@@ -16,7 +16,7 @@ from raysgd.engine.changes.group_former import STANDBY_WAIT_S, CannotForm, Group
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.failures import Diagnosis, classify, is_lack_of_memory, words
-from raysgd.engine.decisions.history import EventKind
+from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, are_alike, takers
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.shared.replica import Capture

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.decisions.history import EventKind, GroupHistory
+from raysgd.engine.decisions.group_events import EventKind, GroupHistory
 from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing
 from raysgd.engine.group.group_hooks import GroupHooks

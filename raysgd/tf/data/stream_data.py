@@ -14,9 +14,9 @@ from raysgd.streams.in_order import BatchesInOrder
 from raysgd.streams.lane_ends import Numbers, StartSum
 from raysgd.streams.source import StreamSource
 from raysgd.streams.stream import Stream
+from raysgd.tf.data.batch_streams import StreamItem
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
-from raysgd.tf.data.streams import StreamItem
-from raysgd.worker.data.streams import NO_BATCH
+from raysgd.worker.data.batch_streams import NO_BATCH
 
 
 @dataclass(frozen=True)

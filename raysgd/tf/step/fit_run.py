@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raysgd.engine.shared.types import DataLedger
-from raysgd.tf.data.streams import Passes
+from raysgd.tf.data.batch_streams import Passes
 from raysgd.tf.parallel.exchange_record import ExchangeRecord
-from raysgd.worker.state.fitting import check_count, require
+from raysgd.worker.state.state_checks import check_count, require
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 from torch.nn.functional import batch_norm
 
+from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.pass_plan import PassPlan
-from raysgd.torch.data.streams import DividedLoaderSource
 from raysgd.torch.parallel.step import BatchStep
 
 LOCAL = (BatchNorm1d, BatchNorm2d, BatchNorm3d)

@@ -18,10 +18,7 @@ from raysgd.streams.source import StreamSource
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import JointBatchRule
-from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.ray_tensors import as_batch
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
-from raysgd.torch.data.streams import (
+from raysgd.torch.data.batch_streams import (
     DividedBatchesSource,
     DividedLoaderSource,
     DrawnItem,
@@ -31,12 +28,15 @@ from raysgd.torch.data.streams import (
     PlainSource,
     TorchBatchStream,
 )
+from raysgd.torch.data.batches import TensorCollate
+from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.data import feed
+from raysgd.worker.data.batch_streams import NO_BATCH
 from raysgd.worker.data.feed import has_divided_source
-from raysgd.worker.data.streams import NO_BATCH
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from raysgd.torch.hosting.replica_state import as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.worker.state.fitting import check_parts, check_progress
 from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.state_checks import check_parts, check_progress
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.streams.data import StreamData
 from raysgd.torch.data import batch_norms, predicting
+from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.predicting import PredictionLoader
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
-from raysgd.torch.data.streams import DividedLoaderSource
 from raysgd.torch.hosting.arming import StepArming
 from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, overrides

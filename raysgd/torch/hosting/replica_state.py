@@ -13,9 +13,9 @@ from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_index import Path_
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
-from raysgd.torch.objects.fitting import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
 from raysgd.torch.objects.precision import saved_state
+from raysgd.torch.objects.state_checks import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.operator.added_groups import AddedGroups
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel

@@ -10,7 +10,7 @@ import torch
 
 from raysgd.torch.objects.plain_names import plain
 from raysgd.torch.operator.registrar import RegisteredObjects
-from raysgd.worker.state.fitting import require
+from raysgd.worker.state.state_checks import require
 
 ADDED = "added_groups"  # key in the state of an optimizer: for each such group, the names of its parameters
 

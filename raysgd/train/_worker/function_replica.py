@@ -14,11 +14,11 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._worker.ahead import Message, is_mere_report
+from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
-from raysgd.train._worker.session import Session
 
 _NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when it is ended
 

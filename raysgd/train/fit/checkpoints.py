@@ -19,7 +19,7 @@ from raysgd.air.layout import checkpoint_name
 from raysgd.storage import Folder, StorageError
 from raysgd.train._rules.arrivals import CheckpointTaker
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
-from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
+from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 
 @dataclass

@@ -15,10 +15,10 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.exceptions import StorageError, training_failed_error
+from raysgd.train.fit.fit_session import checkpoint_at
 from raysgd.train.fit.record.kept_checkpoints import number_of
 from raysgd.train.fit.record.recorder import Recorder
 from raysgd.train.fit.restore import save_trainer
-from raysgd.train.fit.session import checkpoint_at
 
 if TYPE_CHECKING:
     from raysgd.air.reports import ValidationConfig

@@ -25,15 +25,15 @@ from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.messages.placement import Placement
 from raysgd.train._rules import settings
 from raysgd.train._rules.max_retries import RenewingPolicy
-from raysgd.train._run.run import FunctionRun
+from raysgd.train._run.function_run import FunctionRun
 from raysgd.train._worker.messages import REPORTED
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
 from raysgd.train.fit.data import DatasetShards
+from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.session import FitSession
 from raysgd.train.fit.validation import Validations
 
 logger = logging.getLogger(__name__)

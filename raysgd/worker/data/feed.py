@@ -12,7 +12,7 @@ from raysgd.arrays.ray_batches import RayLoader
 from raysgd.arrays.whole_data import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
-from raysgd.worker.data.streams import LeftoverBatches
+from raysgd.worker.data.batch_streams import LeftoverBatches
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from typing import Any
 
-from raysgd.worker.data.streams import PlaceInStep, WatchedBatches
+from raysgd.worker.data.batch_streams import PlaceInStep, WatchedBatches
 
 _END_S = 1.0
 

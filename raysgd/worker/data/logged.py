@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
 from raysgd._numbers.weights import BATCH_WEIGHT, is_weight
-from raysgd.worker.data.streams import PlaceInStep
+from raysgd.worker.data.batch_streams import PlaceInStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 

@@ -10,9 +10,9 @@ from raysgd.engine.shared.time_spent import OTHER
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
 from raysgd.messages.joint_work import JointWork
+from raysgd.worker.data.batch_streams import PlaceInStep
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.feed import Feed
-from raysgd.worker.data.streams import PlaceInStep
 
 
 class Loop:

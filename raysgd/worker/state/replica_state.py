@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.exceptions import NotRegisteredError
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.state.copies import StateCopy
-from raysgd.worker.state.fitting import check_progress
+from raysgd.worker.state.state_checks import check_progress
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.tf.data.streams import StreamItem, TFBatchStream
+from raysgd.tf.data.batch_streams import StreamItem, TFBatchStream
 from raysgd.tf.parallel.step import TFStep
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch.data.batch_norms import leave_out, refusing_single_samples
 from raysgd.torch.data.batch_sampler import JointBatchRule
+from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.parallel.step import BatchStep
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import BatchNormOperator, dataset

@@ -19,7 +19,7 @@ from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.worker.state.fitting import check_progress
+from raysgd.worker.state.state_checks import check_progress
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
 

@@ -12,7 +12,7 @@ from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train.fit.checkpoints import FitCheckpoints
-from raysgd.train.fit.session import METADATA_KEY
+from raysgd.train.fit.fit_session import METADATA_KEY
 from tests.helpers.s3_server import S3Server
 from tests.helpers.store_damage import alter
 

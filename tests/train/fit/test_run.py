@@ -12,7 +12,7 @@ from raysgd.air._running import TrialFacts
 from raysgd.engine.decisions.failures import Diagnosis
 from raysgd.engine.decisions.policies import RaiseError, Rebuild, RetryBudget
 from raysgd.train._rules.arrivals import CheckpointLostError
-from raysgd.train._run.run import FunctionStep
+from raysgd.train._run.function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.checkpoints import CheckpointLanding

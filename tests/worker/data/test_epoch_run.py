@@ -18,8 +18,8 @@ from raysgd._numbers.meters import AverageMeterCollection
 from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.shared.replica import Capture
 from raysgd.messages.epochs import merged
+from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.utils import BATCH_COUNT

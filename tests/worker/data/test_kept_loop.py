@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.worker.data.kept_loop import KeptLoop, LoopEnded
-from tests.worker.data.test_streams import Place
+from tests.worker.data.test_batch_streams import Place
 
 
 class Broken(Exception):

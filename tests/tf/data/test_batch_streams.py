@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from raysgd.engine.shared.types import DataLedger, World
-from raysgd.tf.data.streams import OwnSource, StreamItem, TFBatchStream, TFDividedSource, in_lockstep, lockstep_dataset
-from raysgd.tf.data.streams import Passes as StreamPasses
+from raysgd.tf.data.batch_streams import (
+    OwnSource,
+    StreamItem,
+    TFBatchStream,
+    TFDividedSource,
+    in_lockstep,
+    lockstep_dataset,
+)
+from raysgd.tf.data.batch_streams import Passes as StreamPasses
 from raysgd.tf.parallel.step import TFStep
 
 

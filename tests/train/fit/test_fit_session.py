@@ -27,8 +27,8 @@ from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.fit_session import FitSession, refuse_tensors
 from raysgd.train.fit.job import facts_of
-from raysgd.train.fit.session import FitSession, refuse_tensors
 from tests.train.fit.notes import make_folder
 
 

@@ -1,7 +1,7 @@
 """The iterator that user code is given, padding that leaves no trace, and the batches that are left for later.
 
-How a stream moves through passes is tested with the streams of the frameworks: `tests/torch/data/test_streams.py` and
-`tests/tf/data/test_streams.py`.
+How a stream moves through passes is tested with the streams of the frameworks: `tests/torch/data/test_batch_streams.py`
+and `tests/tf/data/test_batch_streams.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from raysgd.messages.epochs import EpochRequest
-from raysgd.worker.data import streams
-from raysgd.worker.data.streams import NO_BATCH, BatchStream, LeftoverBatches, WatchedBatches, redrawing
+from raysgd.worker.data import batch_streams
+from raysgd.worker.data.batch_streams import NO_BATCH, BatchStream, LeftoverBatches, WatchedBatches, redrawing
 
 
 class Place:
@@ -152,7 +152,7 @@ def test_watched_batches_know_whether_they_were_used() -> None:
 
 def test_redrawing_does_not_happen_more_often_than_anyone_can_see(monkeypatch: pytest.MonkeyPatch) -> None:
     now, redrawn = [0.0], []
-    monkeypatch.setattr(streams.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(batch_streams.time, "monotonic", lambda: now[0])
     for number in redrawing(iter(range(8)), lambda: redrawn.append(now[0])):
         assert number == round(now[0] / 0.03)
         now[0] += 0.03

@@ -8,7 +8,7 @@ import pytest
 from raysgd.engine.decisions.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._run.run import FunctionRun, check_step
+from raysgd.train._run.function_run import FunctionRun, check_step
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.mailbox import FunctionEnded
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, TrainingResultType

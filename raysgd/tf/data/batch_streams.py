@@ -13,7 +13,7 @@ from raysgd.streams.source import StreamSource
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
 from raysgd.tf.parallel.step import TFStep
-from raysgd.worker.data import streams
+from raysgd.worker.data import batch_streams
 from raysgd.worker.data.feed import has_divided_source
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
-class TFBatchStream(streams.BatchStream[StreamItem, TFStep]):
+class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
 
     Attributes:

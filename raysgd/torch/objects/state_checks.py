@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd._arguments.checks import is_integer
-from raysgd.worker.state.fitting import require
+from raysgd.worker.state.state_checks import require
 
 
 def check_model(model: torch.nn.Module, saved: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.worker.state.fitting import check_parts
+from raysgd.worker.state.state_checks import check_parts
 
 STATE = {"epoch": 1, "operator": None, "models": [1, 2], "optimizers": []}
 

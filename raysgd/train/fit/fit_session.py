@@ -23,9 +23,9 @@ from raysgd.air.reports import NO_VALIDATION, VALIDATION_KEY, UploadOptions
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
+from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
 from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
-from raysgd.train._worker.session import Session
 from raysgd.train._worker.stored_files import names_in, store_beside
 
 METADATA_KEY = "_raysgd_metadata"

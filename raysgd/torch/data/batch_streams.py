@@ -26,8 +26,8 @@ from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.worker.data import streams
-from raysgd.worker.data.streams import NO_BATCH
+from raysgd.worker.data import batch_streams
+from raysgd.worker.data.batch_streams import NO_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -446,7 +446,7 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchBatchStream(streams.BatchStream[DrawnItem, BatchStep]):
+class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
     _num_steps_in_pass = 0

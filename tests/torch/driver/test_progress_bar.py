@@ -7,7 +7,7 @@ import io
 import pytest
 
 from raysgd._numbers.call_progress import CallProgress
-from raysgd.torch.driver.progress import epoch_bar
+from raysgd.torch.driver.progress_bar import epoch_bar
 
 
 class Terminal(io.StringIO):

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.connections.torch import end_process_group
-from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.streams import (
+from raysgd.torch.data.batch_streams import (
     Agreement,
     DividedLoaderSource,
     LoaderSource,
@@ -23,6 +22,7 @@ from raysgd.torch.data.streams import (
     length_of,
     tell_epoch,
 )
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.step import BatchStep
