@@ -32,7 +32,7 @@ STANDS_ON = {
     "_arguments": "exceptions",
     "_reading": "exceptions",
     "compat": "_files _imports",
-    "engine": "_text exceptions",
+    "engine": "_imports _text exceptions",
     "storage": "_files _imports _text exceptions",
     "streams": "_arguments _imports _numbers exceptions storage",
     "writers": "_files _imports _numbers _text",

@@ -1,1 +1,1 @@
-"""Imports: public names on first use, and packages that may be missing."""
+"""Imports: public names on first use, packages that may be missing, and modules in what is pickled."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._imports.optional import require
 from raysgd.exceptions import MissingTuneError
 
@@ -113,6 +114,7 @@ def make_trainable(
         MissingTuneError: Ray Tune is not installed.
     """
     tune = require_tune(purpose)
+    pickle_modules_by_name()
     from ray.tune import result as names
 
     def as_result(reported: TrialStepResult, last: dict[str, Any] | None) -> dict[str, Any]:

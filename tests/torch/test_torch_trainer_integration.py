@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 import sys
 import threading
@@ -287,6 +288,14 @@ def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
 def test_two_trainers_take_turns(pair: TorchTrainer, single: TorchTrainer) -> None:
     assert (pair.train()["num_samples"], single.train()["num_samples"]) == (21, 20)
     assert (single.validate()["num_samples"], pair.validate()["num_samples"]) == (13, 13)
+
+
+def test_functions_of_a_script_may_set_options_of_torch(pair: TorchTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process that has sent nothing yet.
+    monkeypatch.delitem(copyreg.dispatch_table, type(torch.backends.cudnn), raising=False)
+    script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec("def allow(): torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark", script)
+    assert pair.apply_all_workers(script["allow"]) == [None, None]
 
 
 def test_what_cannot_be_sent_is_refused_and_the_workers_are_kept(pair: TorchTrainer) -> None:

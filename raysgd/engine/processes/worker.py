@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._text import log_lines
 from raysgd._text.log_lines import WorkerLogLine
 from raysgd.engine.processes.forked_children import let_go_of_ray
@@ -104,7 +105,11 @@ def packed_bytes(what: str, value: Any) -> bytes:
     from ray import cloudpickle
 
     try:
-        packed: bytes = cloudpickle.dumps(value, protocol=5)
+        try:
+            packed: bytes = cloudpickle.dumps(value, protocol=5)
+        except TypeError:
+            pickle_modules_by_name()
+            packed = cloudpickle.dumps(value, protocol=5)
     except Exception as error:
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {_in_short(error)}. "

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._text.secrets import has_secret, masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
@@ -83,6 +84,7 @@ def save_trainer(
     from ray import cloudpickle
 
     kept = {name: _for_later(name, value) for name, value in arguments.items()}
+    pickle_modules_by_name()
     try:
         content = cloudpickle.dumps((trainer_class, kept))
     except Exception as error:  # whatever an object of the user raises
