@@ -15,7 +15,8 @@ class DeviceLoader(DataLoader[Any]):
     Args:
         loader: The other one.
         device: Where the batches go.
-        ahead: Whether to copy the next batch while the last one is worked on; GPUs only.
+        ahead: Whether to copy the next batch while the last one is worked on; GPUs only. Not if the other loader has a
+            `state_dict`: that position would be one batch ahead, too, and a run that resumes there would omit a batch.
 
     Attributes:
         epoch: The passes that have come to their end, those without gradients aside.
@@ -25,7 +26,8 @@ class DeviceLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._loader, self._device = loader, device
         self.epoch = 0
-        self._stream = torch.cuda.Stream(device) if ahead and device.type == "cuda" else None
+        runs_ahead = ahead and device.type == "cuda" and not hasattr(loader, "state_dict")
+        self._stream = torch.cuda.Stream(device) if runs_ahead else None
 
     def __len__(self) -> int:
         return len(self._loader)

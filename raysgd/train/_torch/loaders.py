@@ -55,7 +55,8 @@ def prepare_data_loader(
             where it ends, and `loader.state_dict()` is the position for any number of workers.
         add_dist_sampler: Whether to divide a map-style dataset over the workers.
         move_to_device: Whether to move the batches.
-        auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only.
+        auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only, and not for loaders with a
+            position of their own, such as streams.
         exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
             numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
             With `elastic=True` all get the same number: a joint batch has `batch_size` samples for each worker that the
