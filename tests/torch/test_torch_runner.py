@@ -1030,6 +1030,25 @@ def test_practice_can_be_switched_off(process_group: None) -> None:
     survivor(NoPractice).warm_up()
 
 
+def test_practice_omits_an_operator_whose_own_loop_takes_other_steps(
+    process_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OwnSteps(LinearOperator):
+        rejoins_in_loop = True
+
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self.net = self.__dict__.pop("model")
+
+        def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> Any:
+            raise AssertionError("it was called")
+
+    runner = survivor(OwnSteps)
+    assert runner.replica_progress().obstacle is None
+    runner.warm_up()
+    assert caplog.text == ""
+
+
 class Bookkeeper(BreaksOff):
     """Keeps books of its own, in attributes that nobody registers."""
 

@@ -230,7 +230,7 @@ class TorchHosted(hosted.Hosted):
         operator, data = self.operator, self._data("train")
         if not operator.warms_up_standby or self.group_obstacle or self.epoch_obstacle:
             return
-        if not isinstance(data, ShardedLoader):
+        if not isinstance(data, ShardedLoader) or self._has_own_steps():
             return
         try:
             self._arming.begin(0)
@@ -242,6 +242,12 @@ class TorchHosted(hosted.Hosted):
             logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
             self.parallel.step.close_call()
+
+    def _has_own_steps(self) -> bool:
+        """Return whether its own `train_epoch` takes steps that the stock `train_batch` could not take."""
+        operator = self.operator
+        is_own, has_own_batch = (overrides(operator, name) for name in ("train_epoch", "train_batch"))
+        return is_own and not has_own_batch and not hasattr(operator, "model")
 
     def _warm_up(self, batch: Any) -> None:
         internals = self.internals
