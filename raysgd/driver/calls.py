@@ -116,6 +116,7 @@ class EpochCalls:
             on_wait=self._listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
             check=check,
+            is_short=True,
             is_repeatable=dataset is None,
         )
         try:
@@ -151,6 +152,7 @@ class EpochCalls:
             else partial(self._with_state, state, asked, dataset),
             changes_state=state is None and self._controller.facts[0].keeps_own_state,
             on_wait=self._listeners.on_wait,
+            is_short=True,
             is_repeatable=dataset is None,
         )
         try:

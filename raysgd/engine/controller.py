@@ -400,6 +400,7 @@ class ElasticController:
             landed=self.snapshots.landed_token,
             number=number,
             on_wait=self._waiting_for(call),
+            by_line=call.is_short,
         )
         if report.ok and not _is_held(report):
             self._check(call, report)

@@ -85,6 +85,7 @@ class Kind:
 
     num_workers: int
     use_local: bool
+    by_line: bool = False
 
     @property
     def ranks(self) -> list[int]:
@@ -95,7 +96,12 @@ class Kind:
         return self.ranks[int(self.use_local) :]
 
 
-KINDS = {"remote": Kind(2, False), "local": Kind(1, True), "mixed": Kind(2, True)}
+KINDS = {
+    "remote": Kind(2, False),
+    "remote, by lines": Kind(2, False, by_line=True),
+    "local": Kind(1, True),
+    "mixed": Kind(2, True, by_line=True),
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class Started:
     report: GroupReport
 
     def call(self, function: Any, *args: Any, **options: Any) -> GroupReport:
-        return self.group.on_replica(function, {rank: args for rank in self.kind.ranks}, **options)
+        asked = {rank: args for rank in self.kind.ranks}
+        return self.group.on_replica(function, asked, by_line=self.kind.by_line, **options)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -441,6 +441,7 @@ class FakeGroup(WorkerGroup):
         landed: int | None = None,
         number: Any = None,
         on_wait: Callable[[], None] | None = None,
+        by_line: bool = False,
     ) -> GroupReport:
         assert self.is_alive, "a group that was given up was used again"
         self.functions.append(function.__name__)

@@ -182,6 +182,9 @@ class SimWorker(RemoteWorker):
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Call:
         return self.process.submit(method, args)
 
+    def ask(self, packed: bytes, *values: Any) -> Call:
+        return self.submit("on_packed", packed, *values)
+
     def kill(self) -> None:
         self.process.kill(reaches_stopped=False)
 

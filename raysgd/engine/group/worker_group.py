@@ -139,6 +139,7 @@ class WorkerGroup:
         landed: int | None = None,
         number: CallNumber | None = None,
         on_wait: Callable[[], None] | None = None,
+        by_line: bool = False,
     ) -> GroupReport:
         """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
         workers = self._members.workers
@@ -151,7 +152,9 @@ class WorkerGroup:
             if workers[rank].is_local:
                 calls[rank] = workers[rank].submit("on_replica", function, capture, landed, *args)
             else:
-                calls[rank] = workers[rank].submit("on_packed", *packed[id(args)])
+                worker = self._members.remote(rank)
+                ask = worker.ask if by_line else partial(worker.submit, "on_packed")
+                calls[rank] = ask(*packed[id(args)])
         return self._calls.gather(calls, on_wait)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 from raysgd.engine.decisions.own_time import OwnTime
 from raysgd.engine.decisions.silence import max_silence_s
+from raysgd.engine.processes import call_lines
+from raysgd.engine.processes.call_lines import LineCall
 from raysgd.engine.processes.worker import WorkerFailed, cannot_import
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome
 from raysgd.exceptions import WorkerFault
@@ -171,29 +173,31 @@ class RayPoller:
 
         Answers come together, or many one after the other, and each look costs: it may wait a moment for all.
         """
-        import ray
-
         # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
         done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
         if not done and (timeout_s is None or timeout_s > together_s):
             left_s = None if timeout_s is None else timeout_s - together_s
-            done, _ = ray.wait(list(references), num_returns=1, timeout=left_s)
+            done = call_lines.wait(references, 1, left_s)
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
         """Those of `references` that came to an end; waits until all have, or the time is over."""
+        return call_lines.wait(references, len(references), timeout_s)
+
+    def _value(self, reference: Any) -> Any:
         import ray
 
-        done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
-        return done
+        if not isinstance(reference, LineCall):
+            return ray.get(reference, timeout=0)
+        return reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
         """Return what is known of one call right now."""
         import ray
 
         try:
-            value = ray.get(reference, timeout=0)
+            value = self._value(reference)
             return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Outcome(rank, answered=False)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._text import log_lines
 from raysgd._text.log_lines import WorkerLogLine
+from raysgd.engine.processes.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
 from raysgd.engine.processes.forked_children import let_go_of_ray
 from raysgd.engine.processes.outliving import CallNumber, keeper
 from raysgd.engine.processes.slots import Slot
@@ -290,6 +291,29 @@ class WorkerProcess:
 
         One whose number it has had is not run again: it was sent by a host that has died since.
         """
+        reply = self._reply_to(packed, values)
+        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+
+    def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
+        """Does what `on_packed` does, and answers by a line; then with the calls that come by it, until its end.
+
+        Returns:
+            The last answer if it does not go by the line.
+        """
+        line = LineEnd(name)
+        try:
+            message: bytes | None = packed
+            while message is not None:
+                reply = self._reply_to(message)
+                if isinstance(reply, Failure) or not line.answer(reply):
+                    return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+                self._busy_thread = _NO_THREAD
+                message = line.next()
+            return None
+        finally:
+            line.end()
+
+    def _reply_to(self, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
         self._busy_thread = threading.get_ident()
         number = None
         try:  # and not inside `_guarded`: users look at these frames, and Ray puts one around each method
@@ -305,7 +329,7 @@ class WorkerProcess:
             reply = self._failure(error)
         if number is not None:
             self._reply = reply
-        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+        return cast("WorkerAnswer | Failure", reply)
 
     def last_call(self) -> CallNumber | None:
         """From another thread: the number of the last call that had one, whether or not it has ended."""
@@ -423,15 +447,47 @@ class RemoteWorker:
         if kept_by is not None:
             options |= kept_by.actor_options()
         self.name = options.get("name", "")
+        self._call: LineCall | None = None
+        self._can_attend = ARE_POSSIBLE
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""
+        if method not in _BESIDE:
+            self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
+
+    def ask(self, packed: bytes, *values: Any) -> Any:
+        """Does what `submit("on_packed", ...)` does, by a line if that can be."""
+        before = self._call
+        self._can_attend = self._can_attend and (before is None or before.was_heard)
+        if values or len(packed) > LARGEST or not self._can_attend:
+            return self.submit("on_packed", packed, *values)
+        if before is not None and before.has_answer and before.line.send(packed):
+            self._call = LineCall(before.line)
+            return self._call
+        self._hang_up()
+        try:
+            self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
+        except OSError:  # a sandbox, or the limit of open files
+            self._can_attend = False
+            return self.submit("on_packed", packed)
+        return self._call
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._call.line.end()
+            self._call = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process can use: no line."""
+        return {**vars(self), "_call": None}
 
     def kill(self) -> None:
         import ray
 
+        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
+            self._hang_up()
         if ray.is_initialized():
             ray.kill(self.actor, no_restart=True)
 
@@ -460,6 +516,8 @@ _GROUPS = {
     "sending": ("send", "relay"),
 }
 _NUM_RETURNS = {"relay": 2}
+_NO_THREAD = 0
+_BESIDE = {name for names in _GROUPS.values() for name in names}
 
 
 def _actor_class() -> Any:

@@ -28,6 +28,7 @@ class Call:
         check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
             are not in one state.
         may_rejoin: Whether survivors of a loss may continue it at all.
+        is_short: Whether it may end so soon that the way to the workers counts.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
     """
 
@@ -42,6 +43,7 @@ class Call:
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
     may_rejoin: bool = True
+    is_short: bool = False
     is_repeatable: bool = True
 
     @property
