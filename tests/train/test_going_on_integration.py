@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig, Trainer, TrainingCallback
-from raysgd.train.torch import TorchTrainer
+from raysgd.train.torch import TorchConfig, TorchTrainer
 from tests.helpers.trail import losses_in
 from tests.train.elastic_functions import sample_stream, train_counting, train_unprepared, undisturbed
 
@@ -48,10 +48,15 @@ def check_weights(folder: Path, num_epochs: int = NUM_EPOCHS, **how: bool) -> No
 
 
 def run(
-    folder: Path, config: dict[str, Any], num_workers: tuple[int, int] = (1, 3), dataset: Any = None, **options: Any
+    folder: Path,
+    config: dict[str, Any],
+    num_workers: tuple[int, int] = (1, 3),
+    backend: str | TorchConfig = "torch",
+    dataset: Any = None,
+    **options: Any,
 ) -> Any:
     """Runs the function; returns what it returned, the reports, and what happened to the workers."""
-    trainer, noting = Trainer("torch", num_workers, logdir=folder / "runs", elastic=True, **options), Noting()
+    trainer, noting = Trainer(backend, num_workers, logdir=folder / "runs", elastic=True, **options), Noting()
     try:
         trainer.start()
         returned = trainer.run(train_counting, config, dataset=dataset, callbacks=[noting])
@@ -204,13 +209,32 @@ def test_a_worker_that_does_not_fit_the_others_is_named_and_the_function_starts_
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flaw", ["hidden", "alone"])
-def test_what_ranks_do_apart_ends_in_an_error_or_a_restart_and_never_in_a_hang(tmp_path: Path, flaw: str) -> None:
-    deaths = (dying(1, "backward", 9),) if flaw == "hidden" else ()
-    returned, reports, _ = run(tmp_path, config_of(tmp_path, *deaths, saves=True, flaw=flaw), (1, 2))
+def test_an_exchange_of_user_code_that_breaks_unseen_ends_in_no_hang(tmp_path: Path) -> None:
+    config = config_of(tmp_path, dying(1, "backward", 9), saves=True, flaw="hidden")
+    _, reports, _ = run(tmp_path, config, (1, 2))
+    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
+    check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("between", 0),  # the other rank would wait in that step, and this one in the next forward pass
+        pytest.param("step", 0, marks=pytest.mark.soak),
+        pytest.param("between", 3, marks=pytest.mark.soak),
+        pytest.param("step", 3, marks=pytest.mark.soak),
+    ],
+)
+def test_a_step_that_one_rank_alone_leaves_out_is_an_error_and_no_hang(
+    tmp_path: Path, place: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, saves=True, has_two=True, leaves_out=(place, number))
+    returned, reports, kinds = run(tmp_path, config, (1, 2), TorchConfig(timeout_s=20))
+    assert kinds == ["started", "rebuilt"]
+    assert "the survivors cannot continue by themselves: not all workers take this step" in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert len({answer["steps"] for answer in returned}) == 1
-    check_weights(tmp_path)
+    check_weights(tmp_path, has_two=True)
 
 
 def test_with_too_few_left_the_function_starts_again_from_its_checkpoint(tmp_path: Path) -> None:

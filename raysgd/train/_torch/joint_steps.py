@@ -278,8 +278,9 @@ class JointSteps:
             DistNetworkError: It failed behind a step that counts.
         """
         membership = self._membership
-        if 0 < self._num_steps < self._num_usual and not membership.has_repeated(mark):
-            membership.flaw = _NUMBERS_DIFFER
+        has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
+        if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
+            membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
@@ -348,13 +349,16 @@ class JointSteps:
             self._membership.end_exchange(broken)
 
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer steps; with the last step of a batch all ranks come to the same answer."""
+        """Return whether an optimizer steps; with the last step of a batch all ranks come to the same answer.
+
+        Which one is the last of the first batch is known at its end, where they do so instead.
+        """
         self._check_prepared()
         self._num_steps += 1
-        if self._num_steps < self._num_usual:
+        if not self._num_usual or self._num_steps < self._num_usual:
             self._undo_log.before_step(optimizer)
             return not self._membership.has_failed
-        if self._num_steps > self._num_usual > 0:
+        if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER
         return self._membership.count_step(self._agree)
 
