@@ -49,13 +49,13 @@ class TensorCopies:
         """Get memory for copies of what has none and changes."""
         self._new += [each for each, before in self._still if each._version != before]
         self._still = [(each, before) for each, before in self._still if each._version == before]
-        for each in self._new:
+        while self._new:
+            each = self._new[-1]
             # PyTorch copies those of one kind together; on the CPU it copies each by itself in any case.
             kind = each.device, None if each.is_cpu else each.dtype
             tensors, copies = self._groups.setdefault(kind, ([], []))
-            tensors.append(each)
-            copies.append(torch.empty_like(each))
-        self._new = []
+            copies.append(torch.empty_like(each))  # first: there may be no memory for it
+            tensors.append(self._new.pop())
 
     @torch.no_grad()
     def put_back(self) -> None:

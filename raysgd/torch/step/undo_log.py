@@ -118,10 +118,12 @@ class UndoLog:
         if not self._is_used or not (self._budget.has_some() or self._mode is True):
             return
         before, num_bytes = self._ledger.enter(UNDO), self._copies.num_bytes_new
-        self._is_open = not num_bytes or self._has_room(3 * num_bytes)
-        if self._is_open:
-            self._take(waiting)
-        self._ledger.enter(before)
+        try:
+            self._is_open = not num_bytes or self._has_room(3 * num_bytes)
+            if self._is_open:
+                self._take(waiting)
+        finally:
+            self._ledger.enter(before)
         if num_bytes:
             self._budget.forgive()  # getting memory takes longer
 
@@ -135,7 +137,6 @@ class UndoLog:
     def _take(self, waiting: Iterable[Any]) -> None:
         self._copies.take()
         self._undos.append(self._copies.put_back)
-        self._is_whole = self._copies_all
         if not self._copies_all:
             return
         self._generators.take()
@@ -147,6 +148,7 @@ class UndoLog:
         for parameter in (each for group in _groups_of(waiting) for each in group["params"]):
             self._undos.append(self._pool.undo_of(parameter.grad) or _nothing)
             self._undos.append(partial(setattr, parameter, "grad", parameter.grad))
+        self._is_whole = True
 
     def _note(self, owners: Iterable[Any]) -> None:
         new = {id(owner): owner for owner in owners if id(owner) not in self._noted}
@@ -163,13 +165,16 @@ class UndoLog:
         if not self._is_whole:
             return
         is_last = self._most_exchanges is not None and self._num_exchanges >= self._most_exchanges
+        self._is_whole = False  # also where there is no memory for a copy, and user code goes on
         if is_last and self._mode is not True:
-            self._is_whole = False
             return
         before = self._ledger.enter(UNDO)
-        self._note_optimizer(optimizer)
-        self._note(self._followers())
-        self._ledger.enter(before)
+        try:
+            self._note_optimizer(optimizer)
+            self._note(self._followers())
+            self._is_whole = True
+        finally:
+            self._ledger.enter(before)
 
     def _note_optimizer(self, optimizer: Any) -> None:
         """Copy what belongs to an optimizer; the tensors of PyTorch's own together, which takes a third of the time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
 from raysgd.torch.step.tensor_copies import PooledCopies, TensorCopies
@@ -42,6 +43,19 @@ def test_memory_of_copies_is_used_again() -> None:
     [(_, [second])] = copies._groups.values()
     assert second is first
     assert second.tolist() == [2, 3]
+
+
+def test_after_there_was_no_memory_for_one_all_are_copied() -> None:
+    weights = [numbers(1), numbers(2).expand(2**60), numbers(3)]
+    copies = TensorCopies(weights, [])
+    with pytest.raises(RuntimeError, match="memory"):
+        copies.take()
+    assert not copies.are_complete
+    weights[1].set_(numbers(2))  # type: ignore[call-overload]
+    copies.take()
+    torch._foreach_add_(weights, 1.0)
+    copies.put_back()
+    assert [each.tolist() for each in weights] == [[1], [2], [3]]
 
 
 def test_what_is_still_is_copied_once_it_has_changed() -> None:

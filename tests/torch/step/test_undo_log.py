@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.callbacks.averages import EMAInWorker
-from raysgd.engine.shared.time_spent import UNDO
+from raysgd.engine.shared.time_spent import START_UP, UNDO
 from raysgd.messages.recovery import Undo
 from raysgd.torch.step.undo_log import UndoLog
 from raysgd.worker.time.ledger import Ledger
@@ -260,3 +260,32 @@ def test_the_time_of_copies_is_booked() -> None:
     program = Program()
     program.begin()
     assert program.ledger.reading().seconds[UNDO] > 0
+
+
+def test_where_there_is_no_memory_for_a_copy_no_more_time_is_booked_and_nothing_counts_as_copied() -> None:
+    program, small = Program(), torch.zeros(1)
+    program.model.mask = small.expand(2**60)
+    program.log.open_call(is_of_use=True)
+    program.begin()
+    program.log.end()
+    small.add_(1)
+    with pytest.raises(RuntimeError, match="memory"):
+        program.begin()
+    assert program.ledger.enter(START_UP) == START_UP
+    assert not program.log.can_undo
+
+    program.model.mask = torch.ones(1)
+    program.log.open_call(is_of_use=True)
+    program.begin()
+    program.step()
+    first = next(iter(program.optimizer.state.values()))
+    first["exp_avg"], kept = torch.zeros(1).expand(2**60), first["exp_avg"]
+    program.log.end()
+    program.begin()
+    with pytest.raises(RuntimeError, match="memory"):
+        program.step()
+    assert program.ledger.enter(START_UP) == START_UP
+    assert not program.log.can_undo
+    first["exp_avg"] = kept
+    program.optimizer.step()
+    assert not program.log.can_undo, "the weights may have changed before"
