@@ -7,13 +7,15 @@ what is measured. What undoing costs is what a step takes longer than in the cal
 the workers' processors, which other programs of the machine disturb least. What the workers book for copies is only a
 part of it, but measured more exactly. It is also counted before how many batches "auto" took a copy. A `train_epoch` of
 user code that keeps running (`rejoins_in_loop`) is compared with one that would be called again, of another trainer.
+Functions with `elastic=True` copy before each batch, or, for the comparison, before none of a pass.
 """
 
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,15 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.engine.shared.time_spent import UNDO as SPENT_ON_COPIES
 from raysgd.operators import GANOperator
 from raysgd.torch.step.undo_log import UndoLog
+from raysgd.train import Trainer, world_size
+from raysgd.train import torch as helpers
+from raysgd.train._torch.accelerator import accelerator_of
 
 NUM_STEPS, SMOKE_NUM_STEPS = 240, 10
 NUM_FEATURES, NOISE_DIM, BATCH_SIZE = 8, 32, 32
 OFF, AUTO, ON, AGAIN = "off", "auto", "on", "off, called again"
 UNDO: dict[str, Any] = {OFF: False, AUTO: "auto", ON: True, AGAIN: False}
+FIGURES = ("us", "booked_us", "copied")
 MOST_US, MOST_SHARE = 60.0, 0.02
 
 
@@ -147,6 +153,67 @@ PROGRAMS: dict[str, type[TrainingOperator]] = {
 }
 
 
+def train_one(config: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """A function with the network of `Stock` and one step in a batch."""
+    norm = nn.BatchNorm1d(16)
+    model = helpers.prepare_model(nn.Sequential(nn.Linear(NUM_FEATURES, 16), norm, nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = helpers.prepare_optimizer(torch.optim.Adam(model.parameters()))
+
+    def step(samples: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(samples), samples[:, :1]).backward()
+        optimizer.step()
+
+    return time_passes(step, config)
+
+
+def train_two(config: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """A function with the networks of `SmallGAN` and two optimizers that step in a batch."""
+    gan = SmallGAN.__new__(SmallGAN)
+    makers = gan.build_generator, gan.build_discriminator
+    generator, discriminator = (helpers.prepare_model(make(config)) for make in makers)
+    of_generator, of_discriminator = (
+        helpers.prepare_optimizer(torch.optim.Adam(model.parameters())) for model in (generator, discriminator)
+    )
+
+    def step(samples: torch.Tensor) -> None:
+        fake = generator(torch.randn(len(samples), NOISE_DIM))
+        of_discriminator.zero_grad()
+        (discriminator(fake.detach()).mean() - discriminator(samples).mean()).backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        (-discriminator(fake).mean()).backward()
+        of_generator.step()
+
+    return time_passes(step, config)
+
+
+def time_passes(step: Callable[[torch.Tensor], None], config: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Trains pass after pass, with and without copies in turn; returns of this worker what `step_us` does."""
+    samples = torch.randn(world_size() * BATCH_SIZE * config["num_steps"], NUM_FEATURES)
+    loader = helpers.prepare_data_loader(DataLoader(TensorDataset(samples), batch_size=BATCH_SIZE), exact=True)
+    found: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in FIGURES} for mode in (OFF, ON)}
+    for number in range(2 * config["num_rounds"] + 2):
+        steps = accelerator_of("prepare_model").steps
+        assert steps is not None
+        mode, log = (OFF, ON, ON, OFF)[number % 4], steps._undo_log
+        log._is_used = mode == ON
+        before = _seen(log)
+        for (batch,) in loader:
+            step(batch)
+        if number > 1:  # the first passes warm up
+            _note(found[mode], np.subtract(_seen(log), before), config["num_steps"])
+    return found
+
+
+def _note(figures: dict[str, list[float]], spent: Any, num_steps: int) -> None:
+    for figure, amount in zip(FIGURES, spent * (1e6, 1e6, 1) / num_steps, strict=True):
+        figures[figure].append(amount.item())
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"function": train_one, "function, two optimizers": train_two}
+
+
 def _switch(operator: Any, undo: Any) -> None:
     """Goes on as if the trainer had been given this."""
     _log_of(operator)._mode = undo
@@ -158,6 +225,10 @@ def _log_of(operator: Any) -> UndoLog:
 
 
 def _look(operator: Any) -> tuple[float, float, int]:
+    return _seen(_log_of(operator))
+
+
+def _seen(log: UndoLog) -> tuple[float, float, int]:
     """Of a worker so far: the seconds of its processor, those booked for copies, and how many batches were copied."""
     take = UndoLog._take
     if not hasattr(UndoLog, "num_taken"):
@@ -168,7 +239,7 @@ def _look(operator: Any) -> tuple[float, float, int]:
             take(log, *arguments)
 
         UndoLog.num_taken, UndoLog._take = 0, counted  # type: ignore[attr-defined, method-assign]
-    booked_s = _log_of(operator)._ledger.reading().seconds[SPENT_ON_COPIES]
+    booked_s = log._ledger.reading().seconds[SPENT_ON_COPIES]
     return time.process_time(), booked_s, UndoLog.num_taken  # type: ignore[attr-defined]
 
 
@@ -176,12 +247,14 @@ def step_us(program: str, num_steps: int, num_rounds: int, num_workers: int) -> 
     """Microseconds of a step in each call, and the share of its batches that were copied, by what may be undone."""
     modes = [OFF, AUTO, ON, *([AGAIN] if program == "own train_epoch" else [])]
     config = {"num_steps": num_steps, "noise_dim": NOISE_DIM, "seed": 0, "lr": 0.001}
+    if program in FUNCTIONS:
+        return function_us(FUNCTIONS[program], {**config, "num_rounds": num_rounds}, num_workers)
     with ray_cluster(num_cpus=num_workers * 2):
         make = functools.partial(TorchTrainer, num_workers=num_workers, config=config)
         trainers = dict.fromkeys(modes, make(training_operator_cls=PROGRAMS[program]))
         if AGAIN in modes:
             trainers[AGAIN] = make(training_operator_cls=OwnLoopCalledAgain)
-        found: dict[str, dict[str, list[float]]] = {mode: {"us": [], "booked_us": [], "copied": []} for mode in modes}
+        found: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in FIGURES} for mode in modes}
         for number in range(num_rounds + 1):
             for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
                 trainer = trainers[mode]
@@ -190,30 +263,46 @@ def step_us(program: str, num_steps: int, num_rounds: int, num_workers: int) -> 
                 trainer.train(num_steps=num_steps)
                 after = trainer.apply_all_operators(_look)
                 if number:  # the first round warms up
-                    spent = np.mean(after, axis=0) - np.mean(before, axis=0)
-                    for figure, amount in zip(found[mode], spent * (1e6, 1e6, 1) / num_steps, strict=True):
-                        found[mode][figure].append(amount.item())
+                    _note(found[mode], np.mean(after, axis=0) - np.mean(before, axis=0), num_steps)
         for trainer in {*trainers.values()}:
             trainer.shutdown()
     return found
 
 
+def function_us(
+    function: Callable[..., Any], config: dict[str, Any], num_workers: int
+) -> dict[str, dict[str, list[float]]]:
+    """The same of a function."""
+    with ray_cluster(num_cpus=num_workers * 2), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer("torch", (1, num_workers), logdir=folder, elastic=True)
+        trainer.start()
+        told = trainer.run(function, config)
+        trainer.shutdown()
+    return {
+        mode: {name: np.mean([each[mode][name] for each in told], axis=0).tolist() for name in FIGURES}
+        for mode in (OFF, ON)
+    }
+
+
 def main() -> None:
     dispatch({OWN: step_us})
     parser = make_parser(__doc__.partition("\n")[0], repetitions=25, peers={})
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help="some of these")
+    parser.add_argument("--programs", default=";".join([*PROGRAMS, *FUNCTIONS]), help="some of these")
     arguments = parser.parse_args()
     report = Report("undo_cost", arguments, choose_peers(arguments, {}))
     num_steps = SMOKE_NUM_STEPS if arguments.smoke_test else NUM_STEPS
     num_rounds = 1 if arguments.smoke_test else arguments.repetitions
     rows, targets = [], []
-    for program in ["stock"] if arguments.smoke_test else arguments.programs.split(","):
+    for program in ["stock"] if arguments.smoke_test else arguments.programs.split(";"):
         job = functools.partial(run_job, __file__, OWN, program=program, num_steps=num_steps, num_rounds=num_rounds)
         found = job(num_workers=arguments.num_workers)
         base = estimate(found[OFF]["us"])
         report.result(OWN, "step_us", base, program=program)
         cells = [base.text()]
         for mode in (AUTO, ON):
+            if mode not in found:
+                cells += ["", "", ""]
+                continue
             added = estimate([us - off for us, off in zip(found[mode]["us"], found[OFF]["us"], strict=True)])
             copied = estimate(found[mode]["copied"])
             report.result(OWN, "added_us", added, program=program, undo=mode)
