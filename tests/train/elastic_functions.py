@@ -168,7 +168,8 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
     if train.world_rank() == 0:
         (folder / "weights.json").write_text(json.dumps(weights_of(helpers.gather_state(model))))
     tracked = helpers.gather_state(model)["norm.num_batches_tracked"].item()
-    return {"first": first, "failed": failed, "steps": number, "began_as": began_as, "tracked": tracked}
+    ranks = {"began_as": began_as, "rank": train.world_rank()}
+    return {"first": first, "failed": failed, "steps": number, "tracked": tracked, **ranks}
 
 
 def optimizers_of(model: torch.nn.Module, has_two: bool) -> list[torch.optim.Optimizer]:

@@ -95,6 +95,7 @@ def test_a_batch_that_steps_two_optimizers_is_undone_and_repeated(tmp_path: Path
     assert kinds == ["started", "rejoined", "rejoined"]
     [answer] = returned
     assert (answer["failed"], answer["steps"], answer["tracked"]) == (2, 4 * NUM_EPOCHS, 8 * NUM_EPOCHS)
+    assert (answer["began_as"], answer["rank"]) == (1, 0), "a variable stays, and the rank is another one"
     check_weights(tmp_path, has_two=True)
 
 
