@@ -182,6 +182,8 @@ class JointReader:
 
     def _batches(self, joint: _JointBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for number, (batch, (start, stop, num_joint)) in enumerate(zip(made.batches, joint.parts, strict=True), 1):
+            if batch is None and stop > start:
+                raise TypeError("`collate` returned None: it has to return a batch. To leave rows out, use `filter`.")
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch
             place = number == 1, number == len(joint.parts)

@@ -179,7 +179,7 @@ def check_shards(stream: Stream) -> list[Shard]:
         if shard.num_rows is not None and shard.num_rows < 0:
             raise ValueError(f"shard {shard.name!r} has `num_rows={shard.num_rows}`: need 0 or more, or None.")
     if not shards:
-        raise ValueError(f"a `{type(stream).__name__}` has no shards: need at least one.")
+        raise ValueError("a stream has no shards: `shards()` has to return at least one `Shard`.")
     names = [shard.name for shard in shards]
     if len(set(names)) < len(names):
         twice = next(name for number, name in enumerate(names) if name in names[:number])

@@ -68,6 +68,13 @@ def test_a_function_of_the_user_makes_each_batch_of_all_its_rows(num_workers: in
     assert sorted(row for batch in batches for row in batch) == list(range(40))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_function_of_the_user_that_makes_no_batch_leaves_out_no_rows(num_workers: int) -> None:
+    stream = MadeStream([40]).batch(16, collate=lambda rows: None if len(rows) < 16 else rows, num_workers=num_workers)
+    with pytest.raises(TypeError, match=r"`collate` returned None.*use `filter`"):
+        items_of(stream)
+
+
 class Naming(MadeStream):
     """Says which process reads, and refuses one row."""
 
