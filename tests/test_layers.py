@@ -46,7 +46,7 @@ STANDS_ON = {
     "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history messages storage "
     "utils",
     "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages utils",
-    "host": "_arguments _files _text _version engine exceptions",
+    "host": "_arguments _files _text _version engine exceptions storage",
     "tf": "_arguments _imports _numbers _reading _state arrays compat connections driver engine exceptions history "
     "host messages storage streams utils worker",
     "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "

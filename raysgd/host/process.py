@@ -25,6 +25,7 @@ from raysgd.host.journal import Journal, journal_path
 from raysgd.host.output import Output, Piece
 from raysgd.host.packing import RemoteIterator, packed_answer, unpacked_arguments
 from raysgd.host.settings import Host
+from raysgd.storage import open_folder
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +160,11 @@ class TrainerHost:
     def _save_and_end(self) -> None:
         import ray
 
-        with suppress(Exception):  # no program is there to see it; the rest must be given back
+        try:
             if self._settings.folder is not None and hasattr(self._trainer, "save"):
                 self._trainer.save(f"{str(self._settings.folder).rstrip('/')}/{self._settings.name}.pt")
+        except Exception:  # no program is there to see it; the rest must be given back
+            logger.exception("the trainer of host `%s` could not be saved", self._settings.name)
         with suppress(Exception):
             self._end_trainer()
         self._journal.end()
@@ -319,6 +322,8 @@ class TrainerHost:
         if asked.kind == "close":
             return self._close(asked.name)
         if asked.kind == "start":
+            if self._settings.folder is not None:
+                open_folder(self._settings.folder, argument="folder").make()
             self._make(asked)
             self._is_made.set()
             return None

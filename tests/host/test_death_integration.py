@@ -141,7 +141,7 @@ def test_a_worker_is_replaced_while_no_program_is_there(address: str, log: Path)
 def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, tmp_path: Path) -> None:
     with Program(address) as program:
         program.run(OPERATOR)
-        host = f"raysgd.Host('forgotten', keep_alive_s=1, folder={str(tmp_path)!r})"
+        host = f"raysgd.Host('forgotten', keep_alive_s=1, folder={str(tmp_path / 'new')!r})"
         pids = program.run(f"trainer = make({str(log)!r}, {host}); trainer.train(); pids(trainer)")
         host_pid = program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']")
         time.sleep(2)
@@ -150,7 +150,7 @@ def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, 
     while any(map(is_alive, [*pids, host_pid])):
         assert time.monotonic() < deadline, "it has not ended in a minute"
         time.sleep(0.1)
-    assert checkpoint_file.read(tmp_path / "forgotten.pt")["epoch"] == 1
+    assert checkpoint_file.read(tmp_path / "new" / "forgotten.pt")["epoch"] == 1
 
 
 def host_pid(program: Program) -> int:

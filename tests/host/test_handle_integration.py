@@ -170,6 +170,9 @@ def test_an_argument_that_is_wrong_leaves_no_host(program: Program) -> None:
     assert "ValueError" in found["error"]
     found = program.fail("make('log', 'wrong', config={'num_samples': 'many'})")
     assert "TypeError" in found["error"]
+    found = program.fail("make('log', raysgd.Host('wrong', folder='/proc/none'))")
+    assert "OSError" in found["error"]
+    assert "/proc/none" in found["text"]
     assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]
 
 
