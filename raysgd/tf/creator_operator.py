@@ -187,6 +187,7 @@ class CreatorOperator(TrainingOperator):
             return {}, False
         batch_size = options.get("validation_batch_size") or _DEFAULT_BATCH_SIZE
         dataset = datasets.evaluation_dataset("config['fit_config']['validation_data']", data, batch_size)
+        dataset = datasets.in_first_order(dataset)
         part = self._part_to_evaluate(dataset, options.get("validation_steps"))
         frequency = options.get("validation_freq", 1)
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)

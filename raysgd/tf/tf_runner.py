@@ -47,6 +47,8 @@ class TFRunner(ClassRunner):
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Runs the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
+        if request.shard_key is None:
+            self._hosted.feed.align_validation()
         if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
             return super().validate(request, share)
         internals, feed = self.operator._raysgd, self._hosted.feed

@@ -178,8 +178,8 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(
 
 
 def make_shuffled(config: dict[str, Any]) -> tuple[Any, Any]:
-    train, test = make_data(config)
-    return train.unbatch().shuffle(64).batch(config["batch_size"]), test
+    train, test = (dataset.unbatch().shuffle(64).batch(config["batch_size"]) for dataset in make_data(config))
+    return train, test
 
 
 def patience(keras: Any, num_epochs: int) -> Any:
@@ -213,7 +213,7 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     trainer = TFTrainer(make_model, make_shuffled, config=config, num_replicas=2, seed=1)
     trainers.append(trainer)
     path = trainer.save(tmp_path / "before.npz")
-    expected = trainer.train()
+    expected, validated = trainer.train(), trainer.validate()
     steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
     assert steps == [3 * NUM_SAMPLES // 4] * 2
     weights, other = trainer.state_dict(), trainer.train()
@@ -234,6 +234,7 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert largest_difference(trainer.state_dict(), weights) < 1e-5
     assert largest_difference(trainer.state_dict(), weights, "optimizers") < 1e-5
     assert found == pytest.approx(expected, rel=1e-4)
+    assert trainer.validate() == pytest.approx(validated, rel=1e-4), "the new worker divides the same shuffled data"
     assert trainer.train() == pytest.approx(other, rel=1e-4), "the next call takes up the order where it would be"
     assert_equal_on_all_ranks(trainer)
 

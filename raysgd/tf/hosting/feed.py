@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.data import feed
+
+logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.Feed):
@@ -49,6 +53,7 @@ class TFFeed(feed.Feed):
         self._seed = seed
         self._num_joint = num_joint
         self._passes: dict[str, Passes] = {}
+        self._is_regrouped = False
 
     @property
     def _ranks(self) -> TFRanks:
@@ -121,6 +126,26 @@ class TFFeed(feed.Feed):
         """Divides the data again, for a place in another group."""
         self.go_to(self.epoch, self.position())
         self._world = world
+        self._is_regrouped = True
+
+    def align_validation(self) -> None:
+        """Lets a shuffled validation dataset begin with its first order: a new worker has drawn none before.
+
+        It draws its orders apart from the train dataset, whose passes are counted.
+        """
+        internals = self._operator_of()._raysgd
+        data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
+        dataset, trained = data.validation_dataset, data.train_dataset
+        if dataset is None or not datasets.is_divided(dataset):
+            return
+        if not is_regrouped and (trained is None or not datasets.share_a_shuffle(dataset, trained)):
+            return
+        passes = self._passes_of("validation")
+        passes.begin()
+        if passes.go_to(0):
+            internals.data = replace(data, validation_dataset=passes.dataset)
+        else:
+            logger.warning(datasets.NO_FIRST_ORDER)
 
     def obstacle(self, name: str) -> str | None:
         dataset = getattr(self._operator_of(), f"{name}_dataset")

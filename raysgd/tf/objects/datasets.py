@@ -23,6 +23,11 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
+NO_FIRST_ORDER = (
+    "a shuffled dataset to validate on cannot be copied, so a new worker may have it in another order, and samples may "
+    "be repeated or left out: leave out the shuffle, which a validation does not need"
+)
+
 _IGNORE = 1  # state outside of a dataset, such as that of Python functions, stays what it is
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
@@ -67,7 +72,17 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 def is_shuffled(dataset: Any) -> bool:
     """Return whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
-    return "Shuffle" in type(dataset).__name__ or any(is_shuffled(part) for part in dataset._inputs())
+    return bool(_shuffles_of(dataset))
+
+
+def share_a_shuffle(first: Any, second: Any) -> bool:
+    """Return whether a shuffle is part of both datasets, so that a pass over one changes the order of the other."""
+    return not _shuffles_of(first).isdisjoint(_shuffles_of(second))
+
+
+def _shuffles_of(dataset: Any) -> set[int]:
+    own = {id(dataset)} if "Shuffle" in type(dataset).__name__ else set()
+    return own.union(*map(_shuffles_of, dataset._inputs()))
 
 
 def unused_copy(dataset: Any) -> Any:
@@ -83,6 +98,14 @@ def unused_copy(dataset: Any) -> Any:
     except Exception as error:  # too large for a message, for instance
         logger.info("the order of a shuffled dataset cannot be repeated here: %s", error)
         return None
+
+
+def in_first_order(dataset: Any) -> Any:
+    """The dataset, whose shuffles begin with their first order, as they do in a new worker."""
+    copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
+    if copy is None:
+        logger.warning(NO_FIRST_ORDER)
+    return dataset if copy is None else copy
 
 
 def _graph_of(dataset: Any) -> Any:
@@ -357,7 +380,8 @@ def zeros_like(dataset: Any) -> Any:
     import tensorflow as tf
 
     batch = zeros(dataset.element_spec, 1)
-    return tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
+    made = tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
+    return made.apply(tf.data.experimental.assert_cardinality(1))  # else Keras warns that the data ran out
 
 
 def zeros(element_spec: Any, num_samples: int) -> Any:

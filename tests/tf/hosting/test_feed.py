@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,24 +22,39 @@ class Operator:
     """What a feed looks at: datasets, and what padding may change."""
 
     _models: tuple[Any, ...] = ()
-    validation_dataset = None
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset
-        self._raysgd = SimpleNamespace(registered=RegisteredObjects(), data=RegisteredData(sharding="global"))
+        data = RegisteredData(train_dataset, sharding="global")
+        self._raysgd = SimpleNamespace(registered=RegisteredObjects(), data=data)
+
+    @property
+    def validation_dataset(self) -> Any:
+        return self._raysgd.data.validation_dataset
+
+    def add_validation(self, dataset: Any) -> None:
+        self._raysgd.data = replace(self._raysgd.data, validation_dataset=dataset)
 
 
 ALONE = World(0, 1)
 
 
-def feed_of(shuffle: bool = True, seed: int = 3) -> TFFeed:
+def feed_of(shuffle: bool = True, seed: int = 3, validates: str = "") -> TFFeed:
     import tensorflow as tf
 
     dataset = tf.data.Dataset.range(12)
     if shuffle:
         dataset = dataset.shuffle(12, seed=1)
     operator: Any = Operator(dataset.batch(2))
+    if validates:
+        operator.add_validation(operator.train_dataset if validates == "same" else dataset.batch(4))
     return TFFeed(lambda: operator, Synchronizer(ALONE), ALONE, seed, None)
+
+
+def validated(feed: TFFeed) -> list[int]:
+    feed.align_validation()
+    with feed.validation.stream(REQUEST) as stream:
+        return [number for batch in stream.take(None) for number in batch.numpy().tolist()]
 
 
 def take(feed: TFFeed, num_steps: int | None = None) -> list[int]:
@@ -61,6 +77,20 @@ def test_the_position_stays_in_another_group_and_the_rest_is_divided_again() -> 
     assert take(feed, 2) == [0, 1, 2, 3]
     feed.take_place(World(1, 2))
     assert take(feed, 1) == [5]
+
+
+@pytest.mark.parametrize("validates", ["other", "same"])
+def test_a_new_worker_validates_on_the_samples_that_others_leave_to_it(validates: str) -> None:
+    survivor, new = feed_of(validates=validates), feed_of(validates=validates)
+    for _ in range(2):
+        assert sorted(validated(survivor)) == list(range(12))
+    for rank, feed in enumerate((survivor, new)):
+        feed.take_place(World(rank, 2))
+    for _ in range(2):
+        assert sorted(validated(survivor) + validated(new)) == list(range(12))
+    other, third = feed_of(validates=validates), feed_of(validates=validates)
+    validated(other)
+    assert take(other) == take(third), "a validation leaves the order of the train dataset as it is"
 
 
 def test_an_order_that_cannot_be_repeated_is_a_fresh_pass(caplog: pytest.LogCaptureFixture) -> None:

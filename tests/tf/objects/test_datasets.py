@@ -230,3 +230,9 @@ def test_a_dataset_that_notes_its_passes_is_otherwise_the_same() -> None:
     assert len(noted) == 2
     assert int(noting.cardinality()) == 2
     assert noting.element_spec == dataset.element_spec
+
+
+def test_a_batch_of_zeros_says_that_it_is_one() -> None:
+    zeros = datasets.zeros_like(tf.data.Dataset.from_tensor_slices(np.ones((6, 2))).batch(3))
+    assert [batch.numpy().tolist() for batch in zeros] == [[[0.0, 0.0]]]
+    assert int(zeros.cardinality()) == 1, "else Keras warns of data that ran out"
