@@ -169,7 +169,7 @@ def _same(left: float, right: float) -> bool:
 
 def as_number(value: Any) -> Any:
     """`value` as a Python number; None when it is not a number. 0-d tensors and arrays count as numbers."""
-    if isinstance(value, bool | int | float):
+    if type(value) in (float, int, bool):  # exactly: a number of NumPy may be a `float`, too
         return value
     if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
         return value.item() if hasattr(value, "item") else value

@@ -21,7 +21,12 @@ def run(ray_train: bool, script: Path, arguments: tuple[str, ...]) -> None:
     sys.argv[:] = [str(script), *arguments]
     sys.path[0] = str(folder)
     install(ray_train, folder)
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ImportError as error:
+        if not ray_train and (error.name or "").startswith(("ray.train", "ray.air")):
+            error.msg += ". If the program was written for Ray 1.x or 2.0 to 2.9, pass `--ray-train`"
+        raise
 
 
 if __name__ == "__main__":

@@ -45,19 +45,8 @@ class Throughput:
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None
         self.report()
         if history.count("rejoined") > num_rejoins:
-            self._tell_what_is_measured(num_samples)
+            _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
-
-    def _tell_what_is_measured(self, num_samples: int) -> None:
-        """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
-        ledgers = [heartbeat.data for heartbeat in self._heartbeats.values() if heartbeat.data is not None]
-        if ledgers and 0 < num_samples < ledgers[0].used:  # none: a loop of the user counts none
-            logger.warning(
-                "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
-                "metrics was lost with them. The training did use their samples",
-                num_samples,
-                ledgers[0].used,
-            )
 
     def report(self) -> None:
         """Gives Ray's metrics the numbers of now."""
@@ -81,3 +70,14 @@ class Throughput:
         """Takes the trainer out of Ray's metrics."""
         self.accounts.end()
         self._gauges.end()
+
+
+def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
+    """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
+    if 0 < num_samples < num_used:  # none: a loop of the user counts none
+        logger.warning(
+            "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
+            "metrics was lost with them. The training did use their samples",
+            num_samples,
+            num_used,
+        )

@@ -44,7 +44,8 @@ class EpochAnswer:
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
     training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
     all ranks have to do alike, where that is recorded; `num_inherited` how many samples of workers that are gone its
-    metrics count.
+    metrics count; `num_used` how many samples all ranks have trained on in the call, or in its last pass. It is 0 where
+    that is not known.
     """
 
     metrics: WorkerMetrics | None
@@ -55,6 +56,7 @@ class EpochAnswer:
     place: DataPosition | None = None
     joint_work: JointWork | None = None
     num_inherited: float = 0
+    num_used: int = 0
 
 
 INHERITED = "inherited_samples"

@@ -68,8 +68,9 @@ class Training:
         stream = loop.stream(request)
         self._answering.begin(hosted.operator, request.profile)
         self._inside.clear()
-        self._activity.run = self._new_run(loop.pass_index(stream), request.num_steps)
-        return self._activity.run, stream
+        run = self._activity.run = self._new_run(loop.pass_index(stream), request.num_steps)
+        run.ledger_before = loop.ledger()
+        return run, stream
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Goes on with a call that broke off or was held, wherever in the data it is by now."""
@@ -157,7 +158,9 @@ class Training:
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else loop.num_samples(run)
         heartbeat = self._activity.last_heartbeat(num_samples)
-        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work}
+        before, after = run.ledger_before, heartbeat.data
+        num_used = after.used_since(before) if before and after else 0
+        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work, "num_used": num_used}
         answer = replace(answer, epoch_idx=run.epoch_idx, **beside)
         run.finish(answer)
         loop.end_call()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd._numbers.results import WorkerMetrics, as_number, merge, with_lost
@@ -174,6 +175,7 @@ def test_the_workers_own_metrics_stay_as_they_are() -> None:
         (2.5, 2.5),
         (True, True),
         (Fraction(1, 2), Fraction(1, 2)),
+        (np.float64(2.5), 2.5),
         (Scalar(1.5), 1.5),
         (Scalar(1.5, ndim=1), None),
         ("1", None),
@@ -182,6 +184,7 @@ def test_the_workers_own_metrics_stay_as_they_are() -> None:
 )
 def test_numbers_are_what_has_one_value(value: Any, expected: Any) -> None:
     assert as_number(value) == expected
+    assert type(as_number(value)) is type(expected)
 
 
 class TestMetrics:

@@ -354,6 +354,13 @@ def test_nothing_is_written_without_being_asked(folder: Path) -> None:
     assert (folder / "a.py").read_bytes() == b"from ray.util.sgd import TorchTrainer\r\n"
 
 
+@pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--ray-train"], False)])
+def test_a_program_for_ray_train_is_told_of_the_option(tmp_path: Path, flags: list[str], is_told: bool) -> None:
+    program = tmp_path / "old.py"
+    program.write_text("from ray.train import Trainer\n")
+    assert ("pass --ray-train" in run(program, *flags).stderr) is is_told
+
+
 def test_without_libcst_one_line_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = run(folder)

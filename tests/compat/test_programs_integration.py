@@ -52,6 +52,14 @@ def test_a_program_runs_unchanged(path: Path, tmp_path: Path) -> None:
     assert_learned(losses(["-m", "raysgd.compat", *flag, str(script)], tmp_path))
 
 
+def test_a_program_for_the_old_ray_train_is_told_of_the_option(tmp_path: Path) -> None:
+    script = tmp_path / "old.py"
+    script.write_text("from ray.train import Trainer\n")
+    done = subprocess.run([sys.executable, "-m", "raysgd.compat", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("pass `--ray-train`\n"), done.stderr
+
+
 @pytest.mark.parametrize("path", cases("migrated"))
 def test_a_program_runs_migrated(path: Path, tmp_path: Path) -> None:
     found = migrate(path.read_bytes(), means_old_train(path))

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.driver import throughput
 from raysgd.driver.throughput import Throughput
-from raysgd.engine.shared.types import DataLedger, Heartbeat
+from raysgd.engine.shared.types import Heartbeat
 from raysgd.messages.epochs import EpochAnswer
 
 
@@ -19,12 +19,13 @@ class Controller:
 
     def __init__(self, num_samples: list[int], used: int, num_rejoins: int = 0) -> None:
         self.history = SimpleNamespace(events=[], count=lambda kind: len(self.history.events))
-        self._beats = [Heartbeat(num_samples=num, data=DataLedger(0, used, used)) for num in num_samples]
+        self._beats = [Heartbeat(num_samples=num) for num in num_samples]
+        self._used = used
         self._num_rejoins = num_rejoins
 
     def run(self, call: Any, max_retries: int) -> list[EpochAnswer]:
         self.history.events += [call] * self._num_rejoins
-        return [EpochAnswer(None, None, 1, heartbeat=beat) for beat in self._beats]
+        return [EpochAnswer(None, None, 1, heartbeat=beat, num_used=self._used) for beat in self._beats]
 
 
 @pytest.fixture(autouse=True)

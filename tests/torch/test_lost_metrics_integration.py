@@ -184,3 +184,17 @@ def test_a_rebuild_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_clu
         assert [event.kind for event in events] == ["rejoined", "rebuilt"]
         assert events[1].detail.startswith("from a snapshot inside the call, after ")
         assert_same(with_kills, in_peace, is_exact=False)
+
+
+def test_a_call_that_begins_inside_a_pass_misses_no_samples_of_the_call_before(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"num_samples": NUM_SAMPLES, "batch_size": 12}
+    options = {"config": config, "joint_batch": "constant", **OPTIONS}
+    with TorchTrainer(training_operator_cls=OwnBatch, num_workers=3, **options) as trainer:
+        trainer.train(num_steps=5)
+        testing.kill_worker(trainer, 1, at="step:6")
+        result, num_due = trainer.train(), NUM_SAMPLES - 5 * 12
+        assert losses(trainer) == ["rejoined"]
+        assert result["num_samples"] == num_due - 4
+        assert f"cover {num_due - 4} of {num_due} samples" in caplog.text

@@ -44,6 +44,8 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
         is_left = write and file.has_changed and not _wrote(file)
         has_failed |= file.after.has_failed or is_left
     click.echo(_summary(found, write), err=True)
+    if not ray_train and any(b"ray.train" in file.after.text or b"ray.air" in file.after.text for file in found):
+        click.echo("If `ray.train` or `ray.air` is that of Ray 1.x or 2.0 to 2.9, pass --ray-train.", err=True)
     sys.exit(int(has_failed))
 
 

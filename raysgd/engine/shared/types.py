@@ -243,6 +243,14 @@ class DataLedger:
     left_out: int = 0
     row_bytes: float | None = None
 
+    def used_since(self, before: DataLedger) -> int:
+        """Return how many samples of this pass were used since then.
+
+        >>> [DataLedger(1, 100, 60).used_since(DataLedger(index, 100, 20)) for index in (0, 1)]
+        [60, 40]
+        """
+        return self.used - (before.used if before.pass_index == self.pass_index else 0)
+
     def __str__(self) -> str:
         used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
         left_out = f", {self.left_out} left out" if self.left_out else ""

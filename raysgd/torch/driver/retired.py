@@ -25,7 +25,7 @@ def take_creators(given: dict[str, Any]) -> None:
     if any([given.pop(name, None) for name in _CREATORS]):
         raise DeprecationWarning(
             "Creator functions are no longer arguments of `TorchTrainer`: make an operator class from them with "
-            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`."
+            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`. `raysgd migrate` does so."
         )
 
 

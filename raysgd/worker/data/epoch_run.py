@@ -13,6 +13,7 @@ from raysgd._numbers.metric_summary import MetricSummary
 from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
 from raysgd._numbers.tally import Tally
 from raysgd.arrays.whole_data import DataPosition
+from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.worker.data.rank_rows import Part, RankRows
 
@@ -129,6 +130,7 @@ class EpochRun:
         is_finished: Whether nothing is left to do, though perhaps by another rank's account.
         is_exhausted: Whether no step is left, as of the last `detach`.
         place: Where it is in data that only this call has, as of the last `detach`.
+        ledger_before: The samples before it, by what became of them; None where this rank was not there.
     """
 
     epoch_idx: int
@@ -141,6 +143,7 @@ class EpochRun:
     is_exhausted: bool = False
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
+    ledger_before: DataLedger | None = None
     _stream: Steps | None = None
     _began_at: int = 0
 

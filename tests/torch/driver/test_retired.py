@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import retired
 
 
@@ -27,6 +28,22 @@ def test_creators_are_refused_before_the_others() -> None:
     given = {"num_replicas": 2, "loss_creator": print}
     with pytest.raises(DeprecationWarning, match="Creator functions"):
         retired.take_creators(given)
+
+
+def test_creators_are_refused_before_the_missing_operator_class() -> None:
+    with pytest.raises(DeprecationWarning, match="`raysgd migrate`"):
+        TorchTrainer(model_creator=print)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="training_operator_cls"):
+        TorchTrainer(model_creator=None)  # type: ignore[call-arg]
+
+
+def test_a_trainer_may_have_creators_of_its_own() -> None:
+    class Own(TorchTrainer):
+        def __init__(self, model_creator: Any) -> None:
+            super().__init__(training_operator_cls=model_creator)
+
+    with pytest.raises(TypeError, match="need a subclass of `TrainingOperator`"):
+        Own(model_creator=print)
 
 
 def test_what_asks_for_nothing_is_taken_out_and_the_rest_is_left() -> None:
