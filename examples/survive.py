@@ -59,8 +59,8 @@ class CountingOperator(ClassificationOperator):
 
 def train(trainer: TorchTrainer, num_epochs: int, *, kills: bool = False) -> tuple[nn.Module, float]:
     """Trains, and kills a worker on the way if told to; returns the model and its accuracy."""
-    for epoch in range(num_epochs):
-        if kills and epoch == num_epochs // 2:
+    for epoch in range(1, num_epochs + 1):
+        if kills and epoch == num_epochs // 2 + 1:
             pids = [worker.pid for worker in trainer.status().workers]
             print(f"  the workers are the processes {pids}: killing {pids[1]} in step {STEP_OF_DEATH}", flush=True)
             kill_worker(trainer, rank=1, at=f"step:{STEP_OF_DEATH}")

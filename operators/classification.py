@@ -30,7 +30,7 @@ class ClassificationOperator(SupervisedOperator):
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
     * `model_creator`, `data_creator`: functions of the config.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> from raysgd import TorchTrainer

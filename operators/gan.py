@@ -37,7 +37,7 @@ class GANOperator(TrainingOperator):
     * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
     * `seed`: fixes the first weights, the order of the data, and the noise, for PyTorch's generators.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from raysgd import TorchTrainer
         >>> class Bell(GANOperator):

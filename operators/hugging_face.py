@@ -50,7 +50,7 @@ class HuggingFaceOperator(SupervisedOperator):
     * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
     * `model_creator`, `data_creator`: functions of the config.
 
-    Example:
+    Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
         >>> from raysgd import TorchTrainer
         >>> class Parity(HuggingFaceOperator):

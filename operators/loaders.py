@@ -29,7 +29,7 @@ def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -
     Raises:
         TypeError: `data` is neither.
 
-    Example:
+    Examples:
         >>> train, validation = make_loaders((range(10), range(4)), batch_size=2)
         >>> len(train), list(validation)
         (5, [tensor([0, 1]), tensor([2, 3])])

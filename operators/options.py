@@ -29,7 +29,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
     Raises:
         ValueError: The value is something else.
 
-    Example:
+    Examples:
         >>> number({"lr": 0.1}, "lr", default=0.001, positive=True)
         0.1
     """
@@ -47,7 +47,7 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
     Raises:
         ValueError: The value is something else.
 
-    Example:
+    Examples:
         >>> count({}, "noise_dim", default=64)
         64
     """
@@ -68,7 +68,7 @@ def batch_size(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: The value is no count, or both keys are there.
 
-    Example:
+    Examples:
         >>> batch_size({"batch_size": 64}), batch_size({})
         (64, 32)
     """
@@ -85,7 +85,7 @@ def seed(config: Mapping[str, Any]) -> int | None:
     Raises:
         ValueError: The value is no integer that can be a seed.
 
-    Example:
+    Examples:
         >>> seed({"seed": 3}), seed({})
         (3, None)
     """

@@ -29,7 +29,7 @@ class RegressionOperator(MeasuredOperator):
 
     Keys of the config: those of `ClassificationOperator`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> from raysgd import TorchTrainer

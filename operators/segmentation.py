@@ -34,7 +34,7 @@ class SegmentationOperator(MeasuredOperator):
     * `ignore_index`: the class of pixels that do not count. Loss and gradients are then means over the others, however
       many of them each worker has.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> from raysgd import TorchTrainer

@@ -71,10 +71,11 @@ def check_for_failure(remote_values: Iterable[Any]) -> bool:
 def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
     """Mark a method as one that overrides a method of a class or interface.
 
-    >>> class Greeter:
-    ...     @override(object)
-    ...     def __str__(self) -> str:
-    ...         return "hello"
+    Examples:
+        >>> class Greeter:
+        ...     @override(object)
+        ...     def __str__(self) -> str:
+        ...         return "hello"
 
     Raises:
         AssertionError: When the method is defined, if the class has no attribute of that name.

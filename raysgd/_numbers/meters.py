@@ -36,11 +36,12 @@ NUM_SAMPLES = "num_samples"
 class AverageMeter:
     """A running weighted mean of numbers.
 
-    >>> meter = AverageMeter()
-    >>> meter.update(5)
-    >>> meter.update(10, n=4)
-    >>> meter.val, meter.avg, meter.sum, meter.count
-    (10, 9.0, 45, 5)
+    Examples:
+        >>> meter = AverageMeter()
+        >>> meter.update(5)
+        >>> meter.update(10, n=4)
+        >>> meter.val, meter.avg, meter.sum, meter.count
+        (10, 9.0, 45, 5)
 
     Attributes:
         val: The latest value.
@@ -71,11 +72,12 @@ class AverageMeter:
 class AverageMeterCollection:
     """Weighted means of named metrics over the batches of one pass.
 
-    >>> meters = AverageMeterCollection()
-    >>> meters.update({"loss": 0.5}, n=32)
-    >>> meters.update({"loss": 0.2}, n=64)
-    >>> meters.summary()
-    {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
+    Examples:
+        >>> meters = AverageMeterCollection()
+        >>> meters.update({"loss": 0.5}, n=32)
+        >>> meters.update({"loss": 0.2}, n=64)
+        >>> meters.summary()
+        {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
 
     Values may be numbers (also numpy scalars), tensors with one element, and, if `capture_object` is given,
     metric objects (anything with `merge_state` and `compute`). Tensors on a device are copied there and read

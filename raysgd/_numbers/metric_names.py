@@ -9,7 +9,7 @@ _LAST = "last_"
 def validation_name(name: str) -> str:
     """Return what a metric of validation is called beside those of training.
 
-    Example:
+    Examples:
         >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
         ['val_accuracy', 'val_loss', 'last_val_x', 'val_loss']
     """
@@ -21,7 +21,7 @@ def validation_name(name: str) -> str:
 def name_in_test(name: str) -> str:
     """Return what a metric of validation is called in the result of `test`.
 
-    Example:
+    Examples:
         >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
         ['test_loss', 'last_test_loss', 'test_loss', 'num_samples']
     """

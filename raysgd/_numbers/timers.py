@@ -21,11 +21,12 @@ _NOTHING = nullcontext()
 class TimerStat(AbstractContextManager[None]):
     """Durations of one repeated piece of work, over a window of the latest ones.
 
-    >>> timer = TimerStat(window_size=2)
-    >>> for seconds in (1.0, 2.0, 4.0):
-    ...     timer.push(seconds)
-    >>> timer.mean, timer.first, timer.last, timer.count
-    (3.0, 2.0, 4.0, 3)
+    Examples:
+        >>> timer = TimerStat(window_size=2)
+        >>> for seconds in (1.0, 2.0, 4.0):
+        ...     timer.push(seconds)
+        >>> timer.mean, timer.first, timer.last, timer.count
+        (3.0, 2.0, 4.0, 3)
 
     Args:
         window_size: How many of the latest durations the statistics look at.
@@ -129,11 +130,12 @@ class TimerStat(AbstractContextManager[None]):
 class TimerCollection:
     """Timers by name, created on first use and switched on or off together.
 
-    >>> timers = TimerCollection(clock=iter([1.0, 3.0]).__next__)
-    >>> with timers.record("fwd"):
-    ...     pass
-    >>> timers.stats(mean=True, last=True)
-    {'mean_fwd_s': 2.0, 'last_fwd_s': 2.0}
+    Examples:
+        >>> timers = TimerCollection(clock=iter([1.0, 3.0]).__next__)
+        >>> with timers.record("fwd"):
+        ...     pass
+        >>> timers.stats(mean=True, last=True)
+        {'mean_fwd_s': 2.0, 'last_fwd_s': 2.0}
 
     Args:
         clock: Returns the current time in seconds; handed to every timer.

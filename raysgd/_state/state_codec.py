@@ -68,7 +68,7 @@ class StateEncoder:
     `copy=False`, and not before. Two are kept at most. Not safe for use from several threads at once; the
     encoded states may go to any thread.
 
-    Example:
+    Examples:
         >>> import torch
         >>> encoder = StateEncoder()
         >>> encoded = encoder.encode({"weight": torch.ones(2), "epoch": 3})

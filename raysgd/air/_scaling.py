@@ -20,7 +20,7 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 class ScalingConfig:
     """The number of workers of a run, and what each of them needs.
 
-    Example:
+    Examples:
         >>> ScalingConfig(num_workers=2).total_resources
         {'CPU': 3.0}
         >>> ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 2}).worker_range

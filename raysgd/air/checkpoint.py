@@ -44,7 +44,7 @@ _short.maxstring = _short.maxother = 200
 class Checkpoint:
     """A saved state. What you made it from, you can get out of it in any other form.
 
-    Example:
+    Examples:
         >>> checkpoint = Checkpoint.from_dict({"epoch": 3})
         >>> with checkpoint.as_directory() as folder:
         ...     Checkpoint.from_directory(folder).to_dict()

@@ -30,7 +30,7 @@ class Arrays:
         TypeError: The data are something else.
         ValueError: Another argument is wrong.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> data = Arrays({"a": np.arange(4.0), "y": np.arange(4)}, feature_columns=["a"], label_column="y")
         >>> data.form.feature_columns

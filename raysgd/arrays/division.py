@@ -40,7 +40,7 @@ class ShardedJointBatch:
         num_shards: How many shards. Each worker takes a run of them, one after the other.
         cap: The most samples in a shard; None without a limit.
 
-    Example:
+    Examples:
         >>> [len(ShardedJointBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
         [2, 1, 1]
     """
@@ -154,7 +154,7 @@ class Division:
         world_size: How many workers there are.
         cap: The most samples in a batch of one worker; None without a limit.
 
-    Example:
+    Examples:
         >>> Division(joint_size=18, world_size=7).counts(18)
         [3, 3, 3, 3, 2, 2, 2]
         >>> Division(joint_size=18, world_size=2, cap=5).parts(18, rank=1)

@@ -71,7 +71,7 @@ class RayBatches:
         TypeError: The dataset is not one of Ray Data.
         ValueError: Another argument is wrong.
 
-    Example:
+    Examples:
         >>> batches = RayBatches(dataset, batch_size=32, feature_columns=["x"], label_column="y")  # doctest: +SKIP
         >>> self.register_data(train_loader=batches)  # doctest: +SKIP
     """

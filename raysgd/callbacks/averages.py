@@ -50,7 +50,7 @@ class AveragedWeights(Callback):
         Raises:
             RuntimeError: Nothing was averaged yet.
 
-        Example:
+        Examples:
             >>> with ema.swap(trainer):  # doctest: +SKIP
             ...     print(trainer.validate())
         """
@@ -86,7 +86,7 @@ class EMA(AveragedWeights):
     Raises:
         ValueError: `decay` is not between 0 and 1.
 
-    Example:
+    Examples:
         >>> ema = EMA(decay=0.99)
     """
 
@@ -114,7 +114,7 @@ class SWA(AveragedWeights):
     Raises:
         InvalidCountError: A number is less than 1.
 
-    Example:
+    Examples:
         >>> swa = SWA(start_epoch=8)
     """
 

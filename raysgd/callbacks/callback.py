@@ -32,7 +32,7 @@ class Callback:
     `RunConfig(callbacks=[...])`. What a method raises ends the run with a `CallbackError` that names the class and
     the method; the state of the training is kept.
 
-    Example:
+    Examples:
         >>> class Patience(Callback):
         ...     def on_result(self, run, result):
         ...         if result["val_loss"] < 0.1:

@@ -63,7 +63,7 @@ class Checkpointing(Callback):
     Raises:
         ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
 
-    Example:
+    Examples:
         >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy")
     """
 

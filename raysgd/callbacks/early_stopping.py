@@ -38,7 +38,7 @@ class EarlyStopping(Callback):
     Raises:
         ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
 
-    Example:
+    Examples:
         >>> stopping = EarlyStopping("val_accuracy", patience=5)
     """
 

@@ -28,7 +28,7 @@ class ProfilerTrace(Callback):
     Raises:
         ValueError, TypeError: An argument is wrong.
 
-    Example:
+    Examples:
         >>> trace = ProfilerTrace("traces", steps=(10, 15))
     """
 

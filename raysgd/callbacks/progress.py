@@ -41,7 +41,7 @@ class ProgressBar(Callback):
         ValueError: There is no such style.
         ModuleNotFoundError: The package that the style needs is not installed.
 
-    Example:
+    Examples:
         >>> trainer.fit(10, callbacks=[ProgressBar(metrics=("train_loss", "val_loss"))])  # doctest: +SKIP
     """
 
@@ -87,7 +87,7 @@ class ProgressBar(Callback):
         Args:
             trainer: A class-based trainer.
 
-        Example:
+        Examples:
             >>> with ProgressBar().around(trainer):  # doctest: +SKIP
             ...     scores = trainer.predict(rows)
         """

@@ -43,7 +43,7 @@ class HTMLReport(Callback):
     Raises:
         TypeError, ValueError: `path` is no path, or a URI.
 
-    Example:
+    Examples:
         >>> trainer.fit(10, callbacks=[HTMLReport()])  # doctest: +SKIP
     """
 

@@ -17,7 +17,7 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
     Raises:
         RuntimeError: The process cannot see that GPU.
 
-    Example:
+    Examples:
         >>> ordinal_of("3", visible="1,3"), ordinal_of("3", visible=None)
         (1, 3)
     """
@@ -39,7 +39,7 @@ def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
         own: The worker's list.
         of_node: The lists of all workers of the node, in the order of their local ranks.
 
-    Example:
+    Examples:
         >>> visible_to_all("2", ["0", "2"])
         ('0,2', 1)
     """

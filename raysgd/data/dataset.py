@@ -34,7 +34,7 @@ class Dataset:
         TypeError: `data` cannot be iterated over.
         InvalidCountError: `batch_size` is not a positive number.
 
-    Example:
+    Examples:
         >>> dataset = Dataset([(1, 2), (3, 4), (5, 6)], batch_size=2)
         >>> dataset.set_num_shards(1)
         >>> dataset.get_shard(0).take(2)

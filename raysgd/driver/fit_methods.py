@@ -412,7 +412,7 @@ class FitMethods(ABC):
         Raises:
             ValueError, TypeError, CallbackError, WorkerError, WorkersLostError: As in `fit`.
 
-        Example:
+        Examples:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
             ...     print(epoch["epoch"], epoch["train_loss"])
         """

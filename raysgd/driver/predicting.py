@@ -169,7 +169,7 @@ class PredictionRounds:
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
     """Pieces in runs, one for each worker, as evenly as possible.
 
-    Example:
+    Examples:
         >>> dealt([1, 2, 3, 4, 5], 3)
         [[1, 2], [3, 4], [5]]
     """

@@ -77,7 +77,7 @@ class Accounts:
     Args:
         clock: Returns seconds; only differences are used.
 
-    Example:
+    Examples:
         >>> clock = iter([0.0, 5.0]).__next__
         >>> accounts = Accounts(clock)
         >>> accounts.note({0: TimeSpent("a", {"useful": 3.0})})

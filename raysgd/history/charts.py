@@ -245,7 +245,7 @@ def _svg(width: int, height: int, told: str, parts: Sequence[str]) -> str:
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
     """Keeps as many points as can be told apart: of neighbors that are too many, the lowest and the highest.
 
-    Example:
+    Examples:
         >>> thinned([(0, 1), (1, 5), (2, 0), (3, 2), (4, 9), (5, 3), (6, 4), (7, 4)], most=4)
         [(1, 5), (2, 0), (4, 9), (5, 3)]
     """
@@ -262,7 +262,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round values that enclose a range.
 
-    Example:
+    Examples:
         >>> nice_ticks(0.13, 0.87), nice_ticks(2, 2), nice_ticks(0, 4321, 3)
         ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.0, 1.5, 2.0, 2.5, 3.0], [0.0, 2500.0, 5000.0])
     """
@@ -277,7 +277,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def whole_ticks(low: float, high: float) -> list[float]:
     """Return at most about 8 whole values inside a range.
 
-    Example:
+    Examples:
         >>> whole_ticks(1, 4), whole_ticks(1, 30)
         ([1, 2, 3, 4], [5, 10, 15, 20, 25, 30])
     """

@@ -67,7 +67,7 @@ class History(Sequence[dict[str, Any]]):
         events: Losses of workers and resizes.
         stop_reason: Why a callback stopped the run; None if none did.
 
-    Example:
+    Examples:
         >>> history = History()
         >>> history.add(CallRecord("train", 1, {"train_loss": 0.5}, 0.0, 2.0, 4))
         >>> history.add(CallRecord("validation", 1, {"accuracy": 0.9}, 2.0, 1.0, 4))
@@ -253,7 +253,7 @@ def plain(value: Any) -> Any:
 def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
     """At most so many entries, two or more, evenly chosen; the first and the last are among them.
 
-    Example:
+    Examples:
         >>> evenly(range(10), 4), evenly("abc", 4)
         ([0, 3, 6, 9], ['a', 'b', 'c'])
     """

@@ -16,7 +16,7 @@ _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
 def number(value: Any) -> str:
     """A metric, with four digits.
 
-    Example:
+    Examples:
         >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
         ['0.2500', '0.3333', '12346', '7', '1.230e-05', 'nan', 'True', 'a']
     """
@@ -33,7 +33,7 @@ def number(value: Any) -> str:
 def seconds(value: float) -> str:
     """A length of time.
 
-    Example:
+    Examples:
         >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
         ['0.4 ms', '0.25 s', '3.2 s', '60.0 s', '1 min 15 s', '1 h 07 min', '25 h 00 min']
     """
@@ -50,7 +50,7 @@ def seconds(value: float) -> str:
 def rate(per_second: float) -> str:
     """A throughput.
 
-    Example:
+    Examples:
         >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
         ['0.5 samples/s', '12.3 samples/s', '895 samples/s', '4.3k samples/s', '1.2M samples/s']
     """
@@ -62,7 +62,7 @@ def rate(per_second: float) -> str:
 def counted(how_many: int, thing: str, things: str | None = None) -> str:
     """A number of things.
 
-    Example:
+    Examples:
         >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "loss", "losses")
         ('1 epoch', '2 epochs', '0 losses')
     """
@@ -109,7 +109,7 @@ def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str,
 def unknown(name: str, known: Iterable[str]) -> str:
     """Return what to tell of a metric that there is not.
 
-    Example:
+    Examples:
         >>> unknown("val_los", ["val_loss", "lr"])
         'there is no metric `val_los`. Did you mean `val_loss`?'
         >>> unknown("x", ["val_loss", "lr"])

@@ -42,7 +42,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
     Raises:
         ValueError: A value is not an integer, is below 1, or there are more workers than samples in a step.
 
-    Example:
+    Examples:
         >>> split_batch_size(21, num_workers=2)
         BatchSplit(requested=21, effective=20, per_worker=10)
     """
@@ -60,7 +60,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
 def joint_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
     """Return how large a step is where that follows the number of workers, and what would keep its size.
 
-    Example:
+    Examples:
         >>> joint_batch_in_words(2, 32, can_be_constant=True)
         "2 workers x 32 samples: a joint batch of 64; joint_batch='constant' keeps 32"
     """
@@ -78,7 +78,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
     Raises:
         ValueError: The batch size cannot be divided over this many workers, see `split_batch_size`.
 
-    Example:
+    Examples:
         >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
         {'*batch_size': 16, 'lr': 0.1}
     """

@@ -37,7 +37,7 @@ class Recovery:
     Raises:
         ValueError: A value cannot work.
 
-    Example:
+    Examples:
         >>> from raysgd import Recovery
         >>> options = {"num_workers": 2, "recovery_options": Recovery(heartbeat_s=10.0)}
     """

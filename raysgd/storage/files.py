@@ -114,7 +114,7 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
 def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
     """The location of a file in the folder of another one.
 
-    Example:
+    Examples:
         >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")
         ('s3://bucket/run/a.json?region=eu', 'a.json')
     """
@@ -126,7 +126,7 @@ def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
 def beside(location: str | os.PathLike[str], ending: str) -> str:
     """The location of a file beside another one, whose name is longer by `ending`.
 
-    Example:
+    Examples:
         >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")
         ('s3://bucket/last.pt.json?region=eu', 'runs/last.pt.json')
     """

@@ -15,7 +15,7 @@ class Folder(ABC):
     Names are those of files and folders in it; a name may have slashes. What is missing raises `FileNotFoundError`;
     everything else that goes wrong raises `StorageError`, an `OSError`.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from raysgd.storage import open_folder
         >>> with tempfile.TemporaryDirectory() as path:

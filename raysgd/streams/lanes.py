@@ -60,7 +60,7 @@ class Lanes:
         order: The shards by their index, in the order of the pass.
         num_lanes: How many lanes there are.
 
-    Example:
+    Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
         >>> lanes.parts(1)
         [LanePart(shard=1, first=0, step=1), LanePart(shard=4, first=1, step=2)]

@@ -28,7 +28,7 @@ class Stream(ABC):
 
     Both must say the same in every process and in every run: the position in a stream counts rows.
 
-    Example:
+    Examples:
         >>> class Numbers(Stream):
         ...     def shards(self):
         ...         return [Shard("even", 5), Shard("odd", 5)]

@@ -110,7 +110,7 @@ class TFTrainer(ChangingTrainer):
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
         WorkerError: The user's set-up failed; also of the class that it raised.
 
-    Example:
+    Examples:
         >>> trainer = TFTrainer(make_model, make_data, config={"fit_config": {"epochs": 2}}, num_replicas=2)
         ... # doctest: +SKIP
         >>> trainer.train()["train_loss"], trainer.validate()["validation_loss"]  # doctest: +SKIP

@@ -42,7 +42,7 @@ class TrainingOperator(BaseOperator):
     `register_data`. With a single `self.model`, `self.optimizer` and `self.loss` nothing else is needed. Do not
     override `__init__`.
 
-    Example:
+    Examples:
         >>> class Line(TrainingOperator):
         ...     def setup(self, config):
         ...         import tensorflow as tf

@@ -122,7 +122,7 @@ class TorchTrainer(ChangingTrainer):
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
         WorkerError: The user's set-up failed; also of the class that it raised.
 
-    Example:
+    Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
         >>> options = {"num_workers": 2, "joint_batch": "constant"}
         >>> trainer = TorchTrainer(training_operator_cls=MyOperator, **options)  # doctest: +SKIP

@@ -50,7 +50,7 @@ class TrainingOperator(BaseOperator):
     `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion` nothing else is needed. Do not
     override `__init__`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> class Line(TrainingOperator):

@@ -31,7 +31,7 @@ class TorchTrainer(DataParallelTrainer):
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
 
-    Example:
+    Examples:
         >>> from raysgd import train
         >>> from raysgd.train import ScalingConfig
         >>> from raysgd.train.torch import TorchTrainer, prepare_model

@@ -63,7 +63,7 @@ class BaseTrainer(ABC):
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
 
-    Example:
+    Examples:
         >>> from raysgd import train
         >>> class Countdown(BaseTrainer):
         ...     def training_loop(self):

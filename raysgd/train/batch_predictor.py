@@ -26,7 +26,7 @@ class BatchPredictor:
     Raises:
         TypeError: `predictor_cls` is no `Predictor`, or `checkpoint` no checkpoint of raysgd.
 
-    Example:
+    Examples:
         >>> from raysgd.train.torch import TorchPredictor
         >>> predictor = BatchPredictor.from_checkpoint(result.checkpoint, TorchPredictor)  # doctest: +SKIP
         >>> predictor.predict(dataset, feature_columns=["x"]).to_pandas()  # doctest: +SKIP

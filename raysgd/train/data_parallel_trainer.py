@@ -53,7 +53,7 @@ class DataParallelTrainer(BaseTrainer):
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
 
-    Example:
+    Examples:
         >>> from raysgd import train
         >>> from raysgd.train import ScalingConfig
         >>> def train_loop(config):

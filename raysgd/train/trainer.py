@@ -71,7 +71,7 @@ class Trainer:
         ValueError, TypeError: An argument is wrong. Nothing was started.
         ModuleNotFoundError: The framework of the backend is not installed.
 
-    Example:
+    Examples:
         >>> from raysgd import train
         >>> def train_func(config):
         ...     for epoch in range(config["num_epochs"]):

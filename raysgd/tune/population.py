@@ -88,7 +88,7 @@ class Population:
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
 
-    Example:
+    Examples:
         >>> def make(config):
         ...     return TorchTrainer(training_operator_cls=MyOperator, config=config, num_workers=2)
         >>> with Population(make, {"lr": [0.01, 0.1, 1.0]}, size=4) as population:  # doctest: +SKIP

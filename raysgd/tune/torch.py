@@ -44,7 +44,7 @@ def DistributedTrainableCreator(
         ValueError: `func` cannot be called like that, or an argument is out of range.
         ImportError: Ray Tune is not installed.
 
-    Example:
+    Examples:
         >>> def train_func(config, checkpoint_dir=None):
         ...     for epoch in range(config["num_epochs"]):
         ...         raysgd.train.report(loss=...)

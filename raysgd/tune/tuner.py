@@ -49,7 +49,7 @@ class Tuner:
         TypeError: An argument is of another kind.
         MissingTuneError: Ray Tune is not installed.
 
-    Example:
+    Examples:
         >>> from raysgd.train.torch import TorchTrainer
         >>> trainer = TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))  # doctest: +SKIP
         >>> tuner = Tuner(trainer, param_space={"train_loop_config": {"lr": 0.1}})  # doctest: +SKIP
@@ -155,7 +155,7 @@ class ResultGrid:
     Args:
         grid: What Ray's own `Tuner` returned.
 
-    Example:
+    Examples:
         >>> for result in tuner.fit():  # doctest: +SKIP
         ...     print(result.metrics, result.checkpoint)
     """

@@ -86,6 +86,7 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     for page in tmp_path.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert "<p><code>python\n" not in text, f"{page}: a fence that was not seen"
+        assert "<blockquote" not in text, f"{page}: an example of a docstring that is not below `Examples:`"
         pictures = re.findall(r'<img [^>]*src="([^":]+)"', text)
         assert [name for name in pictures if not (page.parent / name).exists()] == [], page
 

@@ -67,7 +67,7 @@ class ReportCheckpointCallback(_Reporting):
     Raises:
         ValueError: An event that Keras does not have.
 
-    Example:
+    Examples:
         >>> def train_loop(config):
         ...     model = make_model()  # under a strategy
         ...     model.fit(data, epochs=3, callbacks=[ReportCheckpointCallback()])

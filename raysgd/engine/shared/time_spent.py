@@ -144,7 +144,7 @@ class TimeLedger:
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
     """The share of the time in training calls that was not lost.
 
-    Example:
+    Examples:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
         0.9
     """

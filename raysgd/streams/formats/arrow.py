@@ -50,7 +50,7 @@ class ParquetStream(TableStream):
     Fewer files than lanes are divided into their row groups, each of which is a shard of known length. The lengths of
     many files are not asked for beforehand, because each answer takes a reading.
 
-    Example:
+    Examples:
         >>> import tempfile, pyarrow as pa
         >>> from pyarrow import parquet
         >>> with tempfile.TemporaryDirectory() as path:

@@ -23,7 +23,7 @@ class IterableStream(Stream):
         TypeError: `rows` are no such thing, or an iterator, which can be used only once.
         ValueError: `num_rows` is negative or no integer.
 
-    Example:
+    Examples:
         >>> len(IterableStream([1, 2, 3])), list(IterableStream(lambda: iter("abc")).open("rows", 1))
         (3, ['b', 'c'])
     """

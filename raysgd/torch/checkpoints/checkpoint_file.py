@@ -280,7 +280,7 @@ def _is_mapped(content: mmap.mmap | bytearray) -> bool:
 class AsyncWriter(BackgroundWriter):
     """Writes checkpoint files in the background.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> state = {"epoch": 1, "operator": None, "models": [], "optimizers": []}
         >>> with tempfile.TemporaryDirectory() as folder, AsyncWriter() as writer:

@@ -84,7 +84,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
     """A state without the tensors of its models and optimizers, and these.
 
-    Example:
+    Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
         >>> rest, list(tensors)
         ({'epoch': 1, 'models': [{}]}, [('models', 0, 'weight')])
@@ -107,7 +107,7 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
 def joined(rest: Mapping[str, Any], paths: Sequence[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
     """The state with its tensors.
 
-    Example:
+    Examples:
         >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
         {'models': [{'weight': "('models', 0, 'weight')"}]}
     """

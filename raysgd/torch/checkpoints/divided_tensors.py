@@ -62,7 +62,7 @@ def begin_of(total: int, num_ranks: int, rank: int) -> int:
 def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
     """Return which ranks have something between two positions: rank, first position, and the one behind the last.
 
-    Example:
+    Examples:
         >>> overlaps(10, 3, 2, 9)  # they have 4, 4 and 2
         [(0, 2, 4), (1, 4, 8), (2, 8, 9)]
     """

@@ -100,7 +100,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     Raises:
         ValueError: A number is out of range.
 
-    Example:
+    Examples:
         >>> from raysgd.torch.data.sample_order import SequentialOrder
         >>> order = SequentialOrder(12)
         >>> sampler = ElasticBatchSampler(order, 2, drop_last=False, pad=True, rank=1, world_size=2)

@@ -164,7 +164,7 @@ def count_samples(batch: Any) -> int:
     reliably than that of an input. Where the target is a list of dicts, as in detection, each is one sample.
     Failing that the first array anywhere inside counts, then the length of a list; anything else is one sample.
 
-    Example:
+    Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
         4
         >>> count_samples({"text": torch.zeros(2, 16)})

@@ -60,7 +60,7 @@ class PassPlan:
     Raises:
         ValueError: A number is out of range.
 
-    Example:
+    Examples:
         >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
         >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
         ([2, 2, 2, 2, 2, 2, 2], 18)

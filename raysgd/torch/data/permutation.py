@@ -37,7 +37,7 @@ class Permutation(Sequence[int]):
         length: How many numbers there are.
         seed: What is hashed into the order.
 
-    Example:
+    Examples:
         >>> numbers = Permutation(10, seed="7")
         >>> sorted(numbers) == list(range(10)), numbers[4:6] == [numbers[4], numbers[5]]
         (True, True)

@@ -118,7 +118,7 @@ def shard_loader(
     Raises:
         ValueError: `rank` or `world_size` is out of range.
 
-    Example:
+    Examples:
         >>> sharded = shard_loader(DataLoader(range(8), batch_size=2), rank=1, world_size=2, training=True)
         >>> plan = sharded.sampler.begin_pass(0, seed=0)
         >>> [batch.tolist() for batch in sharded.loader]

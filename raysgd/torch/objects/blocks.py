@@ -25,7 +25,7 @@ def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.
 
     A block that shares a parameter with anything outside of it, or stands in two places, is left out: it is no unit.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
         >>> blocks_of(model)
         [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=1, bias=True)]

@@ -14,7 +14,7 @@ _COMPILED = "_orig_mod"
 def plain(name: Any) -> Any:
     """Return the name that a parameter or a module has where nothing is compiled.
 
-    Example:
+    Examples:
         >>> plain("encoder._orig_mod.0.weight")
         'encoder.0.weight'
     """

@@ -27,7 +27,7 @@ class StepOptions:
     Raises:
         ValueError: A value cannot work.
 
-    Example:
+    Examples:
         >>> from raysgd import StepOptions
         >>> options = {"step_options": StepOptions(accumulate_grad_batches=4, clip_grad_norm=1.0)}
     """

@@ -20,7 +20,7 @@ _WRAPPER_PREFIX = "module."
 class TorchCheckpoint(Checkpoint):
     """A checkpoint with a model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> checkpoint = TorchCheckpoint.from_state_dict(torch.nn.Linear(2, 1).state_dict())
         >>> checkpoint.get_model(torch.nn.Linear(2, 1))

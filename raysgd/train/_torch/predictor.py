@@ -24,7 +24,7 @@ class TorchPredictor(TensorPredictor):
     Raises:
         RuntimeError: `use_gpu=True`, and PyTorch sees no GPU.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> TorchPredictor(torch.nn.ReLU()).predict(np.array([-1.0, 2.0]))
         array([0., 2.], dtype=float32)

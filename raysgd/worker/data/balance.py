@@ -44,7 +44,7 @@ class SpeedRule:
             samples: How many each worker took.
             seconds: How long it took for them.
 
-        Example:
+        Examples:
             >>> SpeedRule().corrected((), samples=[32, 32], seconds=[1.0, 2.0])
             (1.0, 0.5)
             >>> SpeedRule().corrected((), samples=[32, 32], seconds=[1.0, 1.05]) is None

@@ -59,7 +59,7 @@ class ExchangeWaits(Protocol):
 class Ledger:
     """Accounts for the time of a replica.
 
-    Example:
+    Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
         >>> ledger.begin_call()
         >>> with ledger.call():
