@@ -9,7 +9,7 @@ import logging
 import sys
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -262,10 +262,6 @@ class ChangingTrainer(ClassTrainer):
             restart(self._controller)
         else:
             renew(self._controller, self._runner_cls.renew, self._replicas.settings)
-
-    def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Runs a method of the replicas on all of them."""
-        return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:

@@ -455,6 +455,8 @@ class FitMethods(ABC):
         refuse_equal_keys(chosen)
         self._take_settings(replace(self._settings, worker_callbacks=chosen))
         if self._controller.group is not None:  # else the next workers are made with them
-            function, args = self._runner_cls.install_callbacks, (chosen,)
-            call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
-            self._controller.run(call)
+            self._on_all(self._runner_cls.install_callbacks, chosen, changes_state=True, leaves_as_new=True)
+
+    def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Runs a method of the replicas on all of them; the options are those of a `Call`."""
+        return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))

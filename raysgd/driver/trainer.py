@@ -30,7 +30,6 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.resizing import AUTO
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.processes.worker import is_sendable
-from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.status import TrainerStatus
@@ -265,13 +264,7 @@ class ClassTrainer(FitMethods):
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
-        call = Call(
-            replica_calls.execute,
-            lambda worlds: [(fn,)] * len(worlds),
-            changes_state=True,  # it may seed, say
-            is_repeatable=False,
-        )
-        return self._controller.run(call)
+        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # it may seed, say
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
@@ -279,14 +272,7 @@ class ClassTrainer(FitMethods):
         Where it raises on some workers only, or not at the same line, all are replaced: some may have
         changed and others not.
         """
-        call = Call(
-            replica_calls.apply,
-            lambda worlds: [(fn,)] * len(worlds),
-            changes_state=True,
-            keeps_alike=True,
-            is_repeatable=False,
-        )
-        return self._controller.run(call)
+        return self._on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
 
     def get_local_operator(self) -> Any:
         """The live operator of rank 0, with `use_local=True` only.

@@ -21,7 +21,6 @@ from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.driver.changing import ChangingTrainer
 from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.history.history import Kind
 from raysgd.host.cluster import start
@@ -432,8 +431,7 @@ class TorchTrainer(ChangingTrainer):
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
         """Lets all workers set their learning rates by the same value."""
-        call = Call(function, lambda worlds: [(value,)] * len(worlds), changes_state=True, keeps_alike=True)
-        self._controller.run(call)
+        self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model, or a list of models, without any wrapper.
@@ -443,8 +441,7 @@ class TorchTrainer(ChangingTrainer):
         """
         is_local = self._controller.ensure_group().local_replica is not None
         rank = None if self._facts.is_sharded else 0
-        call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=rank)
-        models = self._controller.run(call)[0]
+        models = self._on_all(TorchRunner.models, to_cpu or not is_local, rank=rank)[0]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
