@@ -59,6 +59,17 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
     return value if isinstance(value, int | float) else float(value)
 
 
+def check_auto_seconds(name: str, value: Any, none_means: str, *, may_be_least: bool = True) -> None:
+    """Refuses what is neither a length of time nor "auto" nor None, where None stands for `none_means`."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(
+            f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
+            f"{did_you_mean(value, ('auto',))}"
+        )
+    if value is not None and value != "auto":
+        check_seconds(name, value, may_be_least=may_be_least)
+
+
 def check_seed(value: Any) -> None:
     """Refuses what is no seed of random numbers."""
     if not is_integer(value) or not 0 <= value < 2**31:

@@ -7,12 +7,14 @@ nothing to rounding on the way. Pure functions: no config is changed, nothing is
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._arguments.checks import check_count
 from raysgd.utils import BATCH_SIZE
+
+_PLAIN = "Pass a plain `int`."
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
         BatchSplit(requested=21, effective=20, per_worker=10)
     """
     num_samples = check_joint_size(requested)
-    size = _positive_int("num_workers", num_workers)
+    size = check_count("num_workers", num_workers, _PLAIN)
     per_worker = num_samples // size
     if per_worker == 0:
         raise ValueError(
@@ -94,11 +96,4 @@ def check_joint_size(requested: Any) -> int:
     Raises:
         ValueError: It is not an integer, or below 1.
     """
-    return _positive_int(f"config[{BATCH_SIZE!r}]", requested)
-
-
-def _positive_int(name: str, value: Any) -> int:
-    # True and False are integers to Python, but as a count they are always a mistake.
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"`{name}={value!r}`: need an integer of at least 1. Pass a plain `int`.")
-    return int(value)
+    return check_count(f"config[{BATCH_SIZE!r}]", requested, _PLAIN)

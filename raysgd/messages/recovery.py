@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raysgd._arguments import checks
 from raysgd.engine.shared.snapshot_pace import EverySeconds
@@ -53,20 +53,9 @@ class Recovery:
         checks.check_seconds("heartbeat_s", self.heartbeat_s, checks.MIN_HEARTBEAT_S)
         for name in ("form_timeout_s", "settle_timeout_s"):
             checks.check_seconds(name, getattr(self, name), may_be_least=False)
-        _check_snapshot_every_s(self.snapshot_every_s)
+        checks.check_auto_seconds("snapshot_every_s", self.snapshot_every_s, "no snapshots")
         if self.snapshot_every_n_steps is not None:
             hint = "None copies the state between calls only."
             checks.check_count("snapshot_every_n_steps", self.snapshot_every_n_steps, hint)
         if self.undo is not True and self.undo is not False and self.undo != "auto":
             raise ValueError(f'`undo={self.undo!r}`: allowed are "auto", True and False.')
-
-
-def _check_snapshot_every_s(value: Any) -> None:
-    if isinstance(value, str):
-        if value != "auto":
-            raise ValueError(
-                f'`snapshot_every_s={value!r}`: allowed are "auto", a number of seconds, and None for no snapshots.'
-                f"{checks.did_you_mean(value, ('auto',))}"
-            )
-    elif value is not None:
-        checks.check_seconds("snapshot_every_s", value)

@@ -61,7 +61,8 @@ class GroupSettings:
             )
         self._check_counts()
         checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
-        _check_resize_check_s(self.resize_check_s)
+        only_then = "groups that grow between calls only"
+        checks.check_auto_seconds("resize_check_s", self.resize_check_s, only_then, may_be_least=False)
 
     def _check_counts(self) -> None:
         checks.check_num_workers(
@@ -111,17 +112,6 @@ class GroupSettings:
                     f"`spare_workers={self.spare_workers}` with {what} cannot work: spares join survivors, and a loss "
                     f"leaves none here. Use {way_out}, or no spares."
                 )
-
-
-def _check_resize_check_s(value: Any) -> None:
-    if isinstance(value, str):
-        if value != AUTO:
-            raise ValueError(
-                f'`resize_check_s={value!r}`: allowed are "auto", a number of seconds, and None for groups that grow '
-                f"between calls only.{checks.did_you_mean(value, (AUTO,))}"
-            )
-    elif value is not None:
-        checks.check_seconds("resize_check_s", value, may_be_least=False)
 
 
 @dataclass(frozen=True)
