@@ -54,7 +54,7 @@ STANDS_ON = {
     "cli": "_imports _version air compat host storage torch utils",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "
-    "exceptions host messages storage streams tf torch writers",
+    "exceptions host messages storage streams tf torch utils writers",
     "util": "_arguments _imports tf torch",
     "__main__": "cli",
     "data": "_arguments _imports arrays streams tf torch util",

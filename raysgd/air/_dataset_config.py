@@ -51,7 +51,17 @@ class DatasetConfig:
         Raises:
             ValueError: `b` names a dataset that `a` does not know, and has no "*" for; or is no dict of configs.
         """
-        return merge_dataset_configs(a, b)
+        merged = dict(a)
+        if b is not None and not isinstance(b, Mapping):
+            raise ValueError(f"`dataset_config={b!r}`: need a dict of names and `DatasetConfig`s.")
+        for name, config in (b or {}).items():
+            if not isinstance(config, DatasetConfig):
+                raise ValueError(f"`dataset_config[{name!r}]={config!r}`: need a `DatasetConfig`.")
+            before = a.get(name, a.get(WILDCARD_KEY))
+            if before is None:
+                raise ValueError(f"`dataset_config` names {name!r}: this trainer knows {sorted(a)}.")
+            merged[name] = before.updated(config)
+        return merged
 
     @staticmethod
     def validated(config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]) -> dict[str, DatasetConfig]:
@@ -60,43 +70,25 @@ class DatasetConfig:
         Raises:
             ValueError: They do not.
         """
-        return validated_dataset_configs(config, datasets)
+        filled = {name: each.fill_defaults() for name, each in config.items()}
+        fit = [name for name, each in filled.items() if each.fit]
+        if len(fit) > 1:
+            raise ValueError(
+                f"`dataset_config` has `fit=True` for {sorted(fit)}: a preprocessor is fit on one dataset."
+            )
+        if fit and not filled[fit[0]].transform:
+            raise ValueError(
+                f"`dataset_config[{fit[0]!r}]` has `fit=True` and `transform=False`: leave one of them out."
+            )
+        missing = [name for name, each in filled.items() if each.required and name not in (WILDCARD_KEY, *datasets)]
+        if missing:
+            raise ValueError(f"`datasets` lacks {sorted(missing)}, which `dataset_config` requires.")
+        unknown = [] if WILDCARD_KEY in filled else sorted(set(datasets) - set(filled))
+        if unknown:
+            raise ValueError(
+                f"`datasets` has {unknown}, of which `dataset_config` says nothing: it has {sorted(filled)}."
+            )
+        return filled
 
 
 _DATASET_DEFAULTS = DatasetConfig(False, False, False, True, False, _GIB, False, True)
-
-
-def merge_dataset_configs(
-    own: Mapping[str, DatasetConfig], given: Mapping[str, DatasetConfig] | None
-) -> dict[str, DatasetConfig]:
-    """Return what `DatasetConfig.merge` does."""
-    merged = dict(own)
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"`dataset_config={given!r}`: need a dict of names and `DatasetConfig`s.")
-    for name, config in (given or {}).items():
-        if not isinstance(config, DatasetConfig):
-            raise ValueError(f"`dataset_config[{name!r}]={config!r}`: need a `DatasetConfig`.")
-        before = own.get(name, own.get(WILDCARD_KEY))
-        if before is None:
-            raise ValueError(f"`dataset_config` names {name!r}: this trainer knows {sorted(own)}.")
-        merged[name] = before.updated(config)
-    return merged
-
-
-def validated_dataset_configs(
-    config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]
-) -> dict[str, DatasetConfig]:
-    """Return what `DatasetConfig.validated` does."""
-    filled = {name: each.fill_defaults() for name, each in config.items()}
-    fit = [name for name, each in filled.items() if each.fit]
-    if len(fit) > 1:
-        raise ValueError(f"`dataset_config` has `fit=True` for {sorted(fit)}: a preprocessor is fit on one dataset.")
-    if fit and not filled[fit[0]].transform:
-        raise ValueError(f"`dataset_config[{fit[0]!r}]` has `fit=True` and `transform=False`: leave one of them out.")
-    missing = [name for name, each in filled.items() if each.required and name not in (WILDCARD_KEY, *datasets)]
-    if missing:
-        raise ValueError(f"`datasets` lacks {sorted(missing)}, which `dataset_config` requires.")
-    unknown = [] if WILDCARD_KEY in filled else sorted(set(datasets) - set(filled))
-    if unknown:
-        raise ValueError(f"`datasets` has {unknown}, of which `dataset_config` says nothing: it has {sorted(filled)}.")
-    return filled

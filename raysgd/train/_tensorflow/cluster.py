@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raysgd.connections.tensorflow import keras_of_driver
 from raysgd.train.backend import Backend, BackendConfig
+from raysgd.utils import find_free_port
 
 if TYPE_CHECKING:
     from raysgd.train.worker_group import WorkerGroup
@@ -24,7 +24,7 @@ class TensorflowBackend(Backend):
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
         worker_group.execute(set_variables, keras_of_driver())
-        ports = worker_group.execute(free_port)
+        ports = worker_group.execute(find_free_port)
         addresses = [
             f"{worker.metadata.node_ip}:{port}" for worker, port in zip(worker_group.workers, ports, strict=True)
         ]
@@ -55,11 +55,3 @@ def cluster_of(addresses: Sequence[str], rank: int) -> str:
 def set_variables(variables: dict[str, str]) -> None:
     """Sets environment variables in this process."""
     os.environ.update(variables)
-
-
-def free_port() -> int:
-    """A port that no one listens on; another program may take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
