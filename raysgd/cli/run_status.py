@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,11 +154,7 @@ def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> Run
     sidecars = [(place, name) for place, inside in places.items() for name in inside if name.endswith(_SIDECAR)]
     if not sidecars and "metrics.jsonl" not in names:
         return None
-    place, newest = max(
-        ((place, content) for place, name in sidecars if isinstance(content := _json(place, name), dict)),
-        key=lambda found: _number(found[1].get("epoch")),
-        default=(folder, {}),
-    )
+    place, newest = _newest(sidecars) or (folder, {})
     history = _dict(newest.get("history"))
     rows = _json_lines(folder, "metrics.jsonl") or [row for row in _list(history, "rows") if isinstance(row, dict)]
     parts = [
@@ -174,6 +170,12 @@ def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> Run
     ]
     state = f"stopped: {stopped}" if isinstance(stopped, str) else f"not noted: {_last_call(history, now)}"
     return RunStatus(str(folder), "trainer.fit()", state, tuple(facts))
+
+
+def _newest(sidecars: Iterable[tuple[Folder, str]]) -> tuple[Folder, dict[str, Any]] | None:
+    """The content of the one with the most epochs, and where it is; None where none can be read."""
+    found = ((place, content) for place, name in sidecars if isinstance(content := _json(place, name), dict))
+    return max(found, key=lambda each: _number(each[1].get("epoch")), default=None)
 
 
 def _last_call(history: Mapping[str, Any], now: Callable[[], float]) -> str:

@@ -79,6 +79,11 @@ def check(argument: str, uri: str) -> None:
             f"`{argument}={masked(uri)!r}`: a URI of Azure has no key and no options. Set `AZURE_STORAGE_ACCOUNT_KEY`, "
             "or `AZURE_STORAGE_CONNECTION_STRING`, here and where workers write."
         )
+    _check_known(argument, uri)
+
+
+def _check_known(argument: str, uri: str) -> None:
+    scheme = scheme_of(uri)
     registry = require("fsspec.registry", "storage", _PURPOSE)
     try:
         registry.get_filesystem_class(scheme)

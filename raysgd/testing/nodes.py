@@ -28,18 +28,23 @@ def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: in
     return node
 
 
+def _node_of_rank(cluster: Any, trainer: Any, rank: int) -> Any:
+    [rank] = check_ranks(trainer, rank, may_be_driver=False)
+    node_id = group_of(trainer).infos[rank].node_id
+    nodes = [cluster.head_node, *cluster.worker_nodes]
+    node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
+    if node is None:
+        raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
+    return node
+
+
 def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
     if (node is None) == (trainer is None) or (trainer is None) != (rank is None):
         raise ValueError(
             "`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to remove."
         )
     if node is None:
-        [rank] = check_ranks(trainer, rank if rank is not None else 0, may_be_driver=False)
-        node_id = group_of(trainer).infos[rank].node_id
-        nodes = [cluster.head_node, *cluster.worker_nodes]
-        node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
-        if node is None:
-            raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
+        node = _node_of_rank(cluster, trainer, rank if rank is not None else 0)
     if node is cluster.head_node:
         raise ValueError(
             "This is the head node, and removing it would end the cluster: put workers on nodes that you added."

@@ -260,19 +260,9 @@ class BackendExecutor:
             answers: What the function may ask the driver for, beside what every function may.
         """
         self.check_free()
-        spec = FunctionSpec(
-            function,
-            self._backend.encode_data,
-            self.checkpoint_manager.score_attribute,
-            self._settings.is_detailed,
-            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
-            make_session=make_session,
-            num_ahead=self._settings.num_ahead_by(self._rules),
-            is_elastic=self._rules.is_elastic,
-        )
         self._run = run = FunctionRun(
             self._active(),
-            Launch(spec, self._checkpoints, data, self._hooks),
+            Launch(self._spec_of(function, make_session), self._checkpoints, data, self._hooks),
             self._backend.decode_data,
             self._checkpoints,
             self._max_retries,
@@ -284,6 +274,19 @@ class BackendExecutor:
         self._max_retries.renew()
         run.start()
         return run
+
+    def _spec_of(self, function: Callable[[], Any], make_session: Callable[..., Any] | None) -> FunctionSpec:
+        """The function, and what workers need to run it."""
+        return FunctionSpec(
+            function,
+            self._backend.encode_data,
+            self.checkpoint_manager.score_attribute,
+            self._settings.is_detailed,
+            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
+            make_session=make_session,
+            num_ahead=self._settings.num_ahead_by(self._rules),
+            is_elastic=self._rules.is_elastic,
+        )
 
     def _preemption(self) -> PreemptionInfo | None:
         return preemption_of([worker.metadata.node_id for worker in self._hooks.workers.workers], drain_deadlines())

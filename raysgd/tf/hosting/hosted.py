@@ -57,21 +57,9 @@ class TFHosted(hosted.Hosted):
 
     def build(self) -> RunnerFacts:
         """Gives all ranks rank 0's weights, too."""
-        settings, world, synchronizer = self.settings, self.world, self.synchronizer
+        settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        if self._strategy is not None and not makes_fit:
-            raise IncompatibleModelError(
-                '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
-                '`backend="sockets"`.'
-            )
-        rng.seed_alike(settings.seed)
-        context = OperatorContext(settings, world, synchronizer, self._strategy)
-        config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
-        self.operator = operator = settings.training_operator_cls(config, context)
-        obstacle = self.feed.obstacle("train")
-        if settings.batch_options.is_constant and obstacle is not None:
-            way_out = "Omit it, or register a dataset that the library divides"
-            raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+        operator = self._make_operator(makes_fit)
         self.loop = self._loop_of(operator)
         self.state = KerasState(operator, self.feed, self.loop, is_joint=self._strategy is not None)
         synchronizer.restrict_to(lambda: operator._models)
@@ -82,9 +70,28 @@ class TFHosted(hosted.Hosted):
         shared_variables.share_first(synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
-        rng.part_ways(settings.seed, world.rank, operator._models)
+        rng.part_ways(settings.seed, self.world.rank, operator._models)
         operator._raysgd.chosen_rates = learning_rates.read(operator._optimizers)
         return self.facts()
+
+    def _make_operator(self, makes_fit: bool) -> TrainingOperator:
+        """Runs the user's `setup`, or creator functions, alike on all ranks."""
+        settings = self.settings
+        if self._strategy is not None and not makes_fit:
+            raise IncompatibleModelError(
+                '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
+                '`backend="sockets"`.'
+            )
+        rng.seed_alike(settings.seed)
+        context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
+        config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
+        self.operator = operator = settings.training_operator_cls(config, context)
+        obstacle = self.feed.obstacle("train")
+        if settings.batch_options.is_constant and obstacle is not None:
+            way_out = "Omit it, or register a dataset that the library divides"
+            raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+        made: TrainingOperator = operator
+        return made
 
     def _loop_of(self, operator: TrainingOperator) -> OperatorLoop:
         if not isinstance(operator, CreatorOperator):

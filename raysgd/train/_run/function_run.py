@@ -81,14 +81,18 @@ def check_step(messages: Sequence[FunctionMessage | FunctionEnded | Question | N
             f"The functions are out of step: {named(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker must make the same calls in the same order."
         )
+    return _step_of(found, kinds.pop())
+
+
+def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
+    """The step that messages of one kind make; of checkpoints that are not stored yet, the lowest rank's is used."""
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
     source = min(sent or stored, default=0)
     refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
-    return FunctionStep(
-        kinds.pop(), tuple(message.data for message in found.values()), refs.get(source), source, refused, stored
-    )
+    data = tuple(message.data for message in found.values())
+    return FunctionStep(kind, data, refs.get(source), source, refused, stored)
 
 
 class FunctionRun:

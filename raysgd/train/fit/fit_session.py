@@ -120,7 +120,11 @@ class FitSession(Session):
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)
-            return
+        else:
+            self._send_with(checkpoint, data, options)
+
+    def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
+        """Stores a checkpoint that has files, perhaps while the function goes on; sends the content of another one."""
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
