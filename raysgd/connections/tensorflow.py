@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,9 @@ class _LoadingConnection(Connection):
 
     def _announce(self, rendezvous: Rendezvous, world: World) -> None:
         """Sets `TF_CONFIG`."""
-        self._own_variables += set_tf_config([f"{host}:{port}" for host, port in rendezvous.addresses], world)
+        addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
+        os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
+        self._own_variables.append(_TF_CONFIG)
 
 
 @dataclass
@@ -231,11 +233,13 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
         return
 
 
-def set_tf_config(addresses: list[str], world: World) -> list[str]:
-    """Sets `TF_CONFIG` and returns the names of the variables that it set."""
-    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
-    os.environ[_TF_CONFIG] = json.dumps(config)
-    return [_TF_CONFIG]
+def cluster_of(addresses: Sequence[str], rank: int) -> str:
+    """The value of `TF_CONFIG` for one worker.
+
+    >>> cluster_of(["a:1"], 0)
+    '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    """
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
 
 
 def keras_of_driver() -> dict[str, str]:

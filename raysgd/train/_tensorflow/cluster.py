@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raysgd.connections.tensorflow import keras_of_driver
+from raysgd.connections.tensorflow import cluster_of, keras_of_driver
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.utils import find_free_port
 
@@ -41,15 +39,6 @@ class TensorflowBackend(Backend):
             "driver and install `tf_keras`, so that `tf.keras` is Keras 2 in the workers. Or train the Keras 3 model "
             "with `raysgd.tf.TFTrainer`."
         )
-
-
-def cluster_of(addresses: Sequence[str], rank: int) -> str:
-    """The value of `TF_CONFIG` for one worker.
-
-    >>> cluster_of(["a:1"], 0)
-    '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
-    """
-    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
 
 
 def set_variables(variables: dict[str, str]) -> None:
