@@ -16,6 +16,7 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.step.closures import Closures
+from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
 class GradientBounds(Protocol):
@@ -28,29 +29,8 @@ class GradientBounds(Protocol):
         """Clips each number."""
 
 
-class Watcher(Protocol):
-    """Sees gradients before they are clipped, and steps."""
-
-    wants_gradients: bool
-    wants_steps: bool
-
-    def gradients(self, optimizer: Any) -> None:
-        """Called before an optimizer steps, where it wants gradients."""
-
-    def stepped(self, optimizer: Any) -> None:
-        """Called after an optimizer has stepped, where it wants steps."""
-
-
-class _NoWatcher:
-    wants_gradients = wants_steps = False
-
-    def gradients(self, optimizer: Any) -> None: ...
-
-    def stepped(self, optimizer: Any) -> None: ...
-
-
 class OwnSteps:
-    """Shows gradients to a watcher and clips them right before an optimizer steps, once; notes that it has stepped."""
+    """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped."""
 
     def __init__(
         self,
@@ -59,9 +39,9 @@ class OwnSteps:
         bounds: GradientBounds,
         step: BatchStep,
         closures: Closures,
-        watcher: Watcher | None = None,
+        callbacks: InstalledCallbacks,
     ) -> None:
-        self._watcher = watcher or _NoWatcher()
+        self._callbacks = callbacks
         self._precision = precision
         self._closures = closures
         self._options, self._clips = options, options.clips
@@ -139,7 +119,7 @@ class OwnSteps:
 
     def step(self, optimizer: Any) -> None:
         """Clips the gradients of an optimizer, which may be scaled, and steps it."""
-        if self._clips or self._watcher.wants_gradients:
+        if self._clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
         self._is_clipped = True
@@ -149,8 +129,8 @@ class OwnSteps:
             self._is_clipped = False
 
     def _clip(self, optimizer: Any) -> None:
-        if self._watcher.wants_gradients:
-            self._watcher.gradients(optimizer)
+        if self._callbacks.wants_gradients:
+            self._callbacks.gradients(optimizer)
         if not self._clips:
             return
         options, self._has_clipped = self._options, True
@@ -165,7 +145,7 @@ class OwnSteps:
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            if not self._is_clipped or self._watcher.wants_steps or self._precision.is_mixed:
+            if not self._is_clipped or self._callbacks.wants_steps or self._precision.is_mixed:
                 self._check_gradients(optimizer)
             return None
 
@@ -189,7 +169,7 @@ class OwnSteps:
             )
         self._about_to_step.add(id(optimizer))
         self._precision.check_use()
-        if not self._is_clipped and (self._clips or self._watcher.wants_gradients):
+        if not self._is_clipped and (self._clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 
@@ -197,11 +177,11 @@ class OwnSteps:
         """Runs after each step of an optimizer, from any caller."""
         if not self._is_clipped:  # else the library says so, also of a step that was left out
             self._step.stepped(optimizer)
-        if not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
+        if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
         overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
         if overflow is None or not overflow.item():
-            self._watcher.stepped(optimizer)
+            self._callbacks.stepped(optimizer)
 
 
 def tells_of_steps(optimizer: Any) -> bool:

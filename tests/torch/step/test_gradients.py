@@ -16,6 +16,7 @@ from raysgd.torch.step.batch_weights import BatchWeights
 from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, backward_with, step_with
 from raysgd.torch.step.own_steps import OwnSteps
+from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
 class Bench:
@@ -26,7 +27,8 @@ class Bench:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
         step, closures = self.parallel.step, Closures(self.parallel, lambda number: [number])
-        own_steps = OwnSteps(Precision(), StepOptions(), None, step, closures)  # type: ignore[arg-type]  # without bounds
+        none: Any = None  # there are no bounds
+        own_steps = OwnSteps(Precision(), StepOptions(), none, step, closures, InstalledCallbacks())
         own_steps.watch([self.optimizer])
         self.own_steps = own_steps
         weights = BatchWeights(self.parallel, Once())
