@@ -146,7 +146,16 @@ MADE_LATE = {
 NO_FRAMEWORK = (
     "_arguments _files _imports _numbers _reading _text arrays driver engine history messages storage worker writers"
 )
-ENGINE_MODULES_WITH_RAY = {"gathering", "outliving", "reservation_guard", "resources", "startup", "transfers", "worker"}
+ENGINE_MODULES_WITH_RAY = {
+    "call_lines",
+    "gathering",
+    "outliving",
+    "reservation_guard",
+    "resources",
+    "startup",
+    "transfers",
+    "worker",
+}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 TRIALS = {
     "raysgd.tf.tf_trainable",

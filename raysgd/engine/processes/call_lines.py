@@ -38,7 +38,7 @@ def _let_go() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_let_go)  # as long as a forked process has it, nobody sees that an end has died
+os.register_at_fork(after_in_child=_let_go)  # a forked process would keep it open when an end has died
 
 
 class Line:
