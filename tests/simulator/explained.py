@@ -17,7 +17,6 @@ EXPLAINED = {
     "call_monitor.CallMonitor._num_asked: `0` -> `1`": _PACE,
     "faults._picklable: `_is_plain(error) or _survives(error)` -> `_is_plain(error) and _survives(error)`": "what survives as it is also survives as the copy that is made else",
     "forked_children._let_go: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
-    "gathering.RayPoller.ready: `done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)` -> `return`": _RAY,
     "gathering._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
     "group_calls.GroupCalls._must_kill: `True` -> `False`": _SCHEDULE,

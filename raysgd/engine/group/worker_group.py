@@ -152,7 +152,7 @@ class WorkerGroup:
             if workers[rank].is_local:
                 calls[rank] = workers[rank].submit("on_replica", function, capture, landed, *args)
             else:
-                worker = self._members.remote(rank)
+                worker: Any = workers[rank]
                 ask = worker.ask if by_line else partial(worker.submit, "on_packed")
                 calls[rank] = ask(*packed[id(args)])
         return self._calls.gather(calls, on_wait)
