@@ -58,6 +58,7 @@ class Line:
         self._socket = _new_socket()
         self._socket.bind(f"\0{name}")  # no file: it ends with the process
         self._socket.listen()
+        self._socket.setblocking(False)
         self.was_joined = self.is_ended = False
         self.attending = attend(name)
 
@@ -68,7 +69,7 @@ class Line:
     def send(self, message: bytes) -> bool:
         """Return whether the worker will get it."""
         try:
-            self._socket.send(message, socket.MSG_DONTWAIT)
+            self._socket.send(message)
         except OSError:
             self.end()
         return not self.is_ended
@@ -78,7 +79,7 @@ class Line:
         try:
             if not self.was_joined and not self._is_joined():
                 return None
-            message = self._socket.recv(LARGEST, socket.MSG_DONTWAIT)
+            message = self._socket.recv(LARGEST)
         except BlockingIOError:
             return None
         except OSError:
@@ -88,8 +89,8 @@ class Line:
         return message or None
 
     def _is_joined(self) -> bool:
-        self._socket.setblocking(False)
         joined, _ = self._socket.accept()
+        joined.setblocking(False)
         if not _is_of_same_user(joined):
             joined.close()
             return False

@@ -291,8 +291,7 @@ class WorkerProcess:
 
         One whose number it has had is not run again: it was sent by a host that has died since.
         """
-        reply = self._reply_to(packed, values)
-        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+        return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
         """Does what `on_packed` does, and answers by a line; then with the calls that come by it, until its end.
@@ -304,32 +303,17 @@ class WorkerProcess:
         try:
             message: bytes | None = packed
             while message is not None:
-                reply = self._reply_to(message)
+                reply = _reply_of(self, message)
                 if isinstance(reply, Failure) or not line.answer(reply):
-                    return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+                    return self._told(reply)
                 self._busy_thread = _NO_THREAD
                 message = line.next()
             return None
         finally:
             line.end()
 
-    def _reply_to(self, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-        self._busy_thread = threading.get_ident()
-        number = None
-        try:  # and not inside `_guarded`: users look at these frames, and Ray puts one around each method
-            function, capture, landed, args, number = _unpacked(packed, values)
-            if number is None or number != self._number:
-                self._number = self._number if number is None else number
-                reply: Any = _answer(self.replica, function(self.replica, *args), capture, landed)
-            else:
-                reply = self._reply
-        except BaseException as error:
-            if not self._is_from_call(error):
-                raise
-            reply = self._failure(error)
-        if number is not None:
-            self._reply = reply
-        return cast("WorkerAnswer | Failure", reply)
+    def _told(self, reply: WorkerAnswer | Failure) -> WorkerAnswer:
+        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
         """From another thread: the number of the last call that had one, whether or not it has ended."""
@@ -424,6 +408,26 @@ class WorkerProcess:
     def _has_lost_its_group(self, error: BaseException) -> bool:
         """A worker without others has no group to lose: any connection it speaks of is the user's own."""
         return self._world.is_distributed and self._connection.is_connection_error(error)
+
+
+def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
+    """Run a call. This is no method: users look at these frames, and Ray puts one around each method of an actor."""
+    process._busy_thread = threading.get_ident()
+    number = None
+    try:
+        function, capture, landed, args, number = _unpacked(packed, values)
+        if number is None or number != process._number:
+            process._number = process._number if number is None else number
+            reply: Any = _answer(process.replica, function(process.replica, *args), capture, landed)
+        else:
+            reply = process._reply
+    except BaseException as error:
+        if not process._is_from_call(error):
+            raise
+        reply = process._failure(error)
+    if number is not None:
+        process._reply = reply
+    return cast("WorkerAnswer | Failure", reply)
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
