@@ -59,6 +59,7 @@ def attached(address: str, name: str = "run") -> Program:
     return program
 
 
+@pytest.mark.promise("A killed driver: detached trainers")
 def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path, tmp_path: Path) -> None:
     gate = Path(f"{log}.wait")  # no step ends while it is there
     with Program(address) as program:
@@ -157,6 +158,7 @@ def host_pid(program: Program) -> int:
     return int(program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']"))
 
 
+@pytest.mark.promise("A killed host")
 def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
     with Program(address) as program, Program(address) as other:
         program.run(OPERATOR)

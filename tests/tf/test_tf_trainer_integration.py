@@ -81,6 +81,7 @@ def test_a_file_of_many_workers_sends_each_worker_its_own_random_states_only(
     assert stored_again == stored
 
 
+@pytest.mark.promise("A class for TensorFlow")
 def test_two_workers_predict_and_evaluate_other_data_as_one_process_does(trainer: TFTrainer) -> None:
     x, y = models.samples(10, seed=3)
     model = trainer.get_model()

@@ -283,6 +283,7 @@ def assert_tells_whose_fault_it_was(error: BaseException, line: str, ranks: str)
     assert str(error).count("on purpose\n  raised at") == 1
 
 
+@pytest.mark.promise("Errors are raised once, with rank, node and line")
 def test_an_exception_on_one_rank_is_raised_once_and_soon(
     ray_cluster: None, mishap: Callable[..., dict[str, Any]]
 ) -> None:

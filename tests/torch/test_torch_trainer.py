@@ -1061,6 +1061,7 @@ def test_one_worker_in_this_process_needs_no_ray() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.long
 def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
     program = """
         import time

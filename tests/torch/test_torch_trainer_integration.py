@@ -167,6 +167,7 @@ def test_more_workers_than_there_is_room_for_end_in_a_timeout_with_a_table(
 # ------------------------------------------------------------------------------------------------ calls
 
 
+@pytest.mark.promise("A class for PyTorch")
 def test_both_workers_train_on_their_shares_as_one(pair: TorchTrainer) -> None:
     result = pair.train()
     assert list(result)[:3] == ["num_samples", "epoch", "batch_count"]

@@ -65,6 +65,7 @@ def run(
         trainer.shutdown()
 
 
+@pytest.mark.promise("A function continues where it is")
 @pytest.mark.parametrize(
     "deaths",
     [
