@@ -78,9 +78,6 @@ class TrainingOperator(BaseOperator):
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
-        rejoins_in_loop: Whether a `train_epoch` of your own keeps running when workers are lost: its `next` waits until
-            the others go on, and yields the samples of the batch that failed again. See `batch_failed`. A new worker
-            calls `train_epoch` with the batches that are left.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
@@ -89,7 +86,6 @@ class TrainingOperator(BaseOperator):
     """
 
     scheduler_metric: str | None = None
-    rejoins_in_loop: bool = False
 
     _raysgd: TorchInternals
     # Subclasses have read these names since the first version of the library.
@@ -144,8 +140,6 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if internals.parallel.exchanges.has_failed:  # inside a loop of the user's that is kept
-                continue
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
                 step.confirm()
@@ -260,14 +254,6 @@ class TrainingOperator(BaseOperator):
             ValueError: It is not known which optimizer to step.
         """
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
-
-    def batch_failed(self) -> bool:
-        """Tells whether the batch has failed, because a worker was lost, so that no optimizer steps and it is repeated.
-
-        For a `train_epoch` of your own with `rejoins_in_loop`: ask behind the optimizer's step, before you count the
-        batch or step a scheduler.
-        """
-        return self._raysgd.parallel.exchanges.has_failed
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
         """Returns how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.

@@ -122,8 +122,8 @@ class Hosted(ABC):
     @property
     def group_obstacle(self) -> str | None:
         """The reason why this replica cannot continue in another group at all."""
-        obstacle = self.reconnection_obstacle or self.loop.stray
-        return obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
+        obstacle = self.reconnection_obstacle or self.feed.obstacle("train")
+        return obstacle or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:
@@ -131,8 +131,7 @@ class Hosted(ABC):
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
-        is_known = _is_of_library(type(operator).train_epoch) or self.loop.is_kept
-        if operator.resumes_epochs is None and not is_known:
+        if operator.resumes_epochs is None and not _is_of_library(type(operator).train_epoch):
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 

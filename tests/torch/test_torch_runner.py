@@ -1034,7 +1034,7 @@ def test_practice_omits_an_operator_whose_own_loop_takes_other_steps(
     process_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OwnSteps(LinearOperator):
-        rejoins_in_loop = True
+        resumes_epochs = True
 
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)

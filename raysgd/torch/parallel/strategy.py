@@ -57,13 +57,11 @@ class NoParallel:
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         rows: What the ranks tell each other in each step.
         record: What was done in the call that all ranks have to do alike.
-        fails_quietly: Whether exchanges that break can do so without an exception in user code.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
     synchronizes = False
     is_sharded = False
-    fails_quietly = False
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.step = BatchStep()

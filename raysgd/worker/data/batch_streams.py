@@ -264,10 +264,6 @@ class WatchedBatches:
         self.was_touched = True
         return next(self._batches)
 
-    def run(self, body: Callable[[], Any]) -> Any:
-        """Return what a loop over these batches returns."""
-        return body()
-
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
     """The batches; calls `redraw` between them, some ten times a second."""
