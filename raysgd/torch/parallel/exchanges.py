@@ -3,9 +3,9 @@
 A `train_batch` that continues after any exception also continues after a lost connection. Each later step would have no
 exchange and perhaps no update, and still count as done. So this is looked at before a step counts.
 
-Every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended. Where a step made
-none that is known, it counts only if the connections are still open. A rank that was lost *after* the step's exchanges leaves the
-step valid, with the gradients of all ranks.
+Every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended. Where a step made none
+that is known, it counts only if the connections are still open. A rank that was lost *after* the
+step's exchanges leaves the step valid, with the gradients of all ranks.
 """
 
 from __future__ import annotations
