@@ -90,10 +90,13 @@ def any_has_ended() -> bool:
 
 
 def command_of(process: psutil.Process) -> str:
+    """Return how a process was started, as far as it still says so."""
     try:
         return " ".join(process.cmdline())[:80] or process.name()
-    except psutil.Error:
-        return f"process {process.pid}"
+    except psutil.ZombieProcess:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "one that has just ended"
 
 
 if __name__ == "__main__":
