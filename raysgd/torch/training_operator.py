@@ -140,6 +140,8 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
+            if step.drawn.is_last_waiting:  # `train_batch` left it out
+                step.skip()
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
                 step.confirm()
@@ -233,7 +235,6 @@ class TrainingOperator(BaseOperator):
 
         Raises:
             ValueError: It is unknown which optimizer the loss is for, a weight is invalid, or gradients were cleared.
-            RuntimeError: It is not known which batch the loss is of.
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)

@@ -188,6 +188,11 @@ class BaseOperator:
         """
         note(self._raysgd.logged, name, value)
 
+    def skip_batch(self) -> None:
+        """Leaves out the batch that was drawn last, on all workers: no training follows for it."""
+        if self._raysgd.place is not None:
+            self._raysgd.place.skip()
+
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
 

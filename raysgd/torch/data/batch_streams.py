@@ -265,12 +265,12 @@ class DividedLoaderSource:
 
 
 class DividedBatchesSource(DividedLoaderSource):
-    """A loader with a batch sampler of the user's: each rank takes some of its batches, if all ranks draw the same.
+    """A loader with a batch sampler of the user's: each rank takes some of its batches, which all ranks draw alike.
 
     Args:
         sharded: The rebuilt loader.
         seed: See `DividedLoaderSource`.
-        plain: What each rank uses where they do not.
+        plain: What each rank uses where replicas do not step together.
     """
 
     def __init__(self, sharded: ShardedLoader, seed: int, plain: Any) -> None:
@@ -283,17 +283,15 @@ class DividedBatchesSource(DividedLoaderSource):
         super().join(ranks)
         if is_known or ranks.world_size == 1:
             return
-        self.is_divided = ranks.is_joint and self._draws_alike(ranks)
-        if self.is_divided:
-            self._plain = None
-            return
-        self._plain = LockstepSource(self._given) if ranks.is_joint else PlainSource(self._given)
-        self._plain.join(ranks)
-        if ranks.rank == 0:
-            logger.warning(
-                "the train loader is not divided over the workers, because its %s draws other batches on each: each "
-                "worker uses its own, and after a loss the data begin again. Seed it alike on all workers",
-                self.order.name,
+        self.is_divided = ranks.is_joint
+        if not ranks.is_joint:
+            self._plain = PlainSource(self._given)
+            self._plain.join(ranks)
+        elif not self._draws_alike(ranks):
+            raise ValueError(
+                f"The {self.order.name} of the train loader draws other batches on each worker, so they cannot be "
+                "divided: seed it alike on all workers, or pass `add_dist_sampler=False` if it draws a part of the "
+                "data for each."
             )
 
     def _draws_alike(self, ranks: Ranks) -> bool:
@@ -491,7 +489,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
+        self._step.begin(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
         if seeds is not None:
             self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)

@@ -41,6 +41,9 @@ class PlaceInStep(Protocol):
     def is_boundary(self) -> bool:
         """True if the step of the optimizer ends with this batch."""
 
+    def skip(self) -> None:
+        """Called when the batch that was drawn last is left out."""
+
     def confirm(self) -> None:
         """Called when a step is done."""
 
