@@ -1,13 +1,16 @@
-"""Tensors on their way between host and device."""
+"""Tensors on their way between host and device, and models on their way between processes."""
 
 from __future__ import annotations
 
 import copy
+import copyreg
+import sys
 from collections.abc import MutableMapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch.nn.utils import parametrize
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -50,3 +53,30 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
     return values
+
+
+def packed(model: torch.nn.Module) -> torch.nn.Module:
+    """Make a copy of a model picklable, in place; `unpacked` completes it.
+
+    PyTorch pickles no class that `torch.nn.utils.parametrize` made, so modules get the class that they had before.
+    """
+    for part in model.modules():
+        if parametrize.is_parametrized(part):
+            part.__class__ = parametrize.type_before_parametrizations(part)
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None:  # the hooks with which it collects outputs hold a `ContextVar`: refer to it by name
+        copyreg.pickle(capturing.CompileableContextVar, lambda _: "_active_collector")
+    return model
+
+
+def unpacked(model: torch.nn.Module) -> torch.nn.Module:
+    """Give the modules of a packed model the classes that their parametrizations need, in place."""
+    for part in list(model.modules()):
+        if parametrize.is_parametrized(part):
+            lists = part.parametrizations
+            del part.parametrizations
+            for name, each in lists.items():
+                part.register_buffer(name, torch.empty(0))
+                parametrize.register_parametrization(part, name, torch.nn.Identity(), unsafe=True)
+                part.parametrizations[name] = each
+    return model
