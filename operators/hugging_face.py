@@ -43,7 +43,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     * `lr`: learning rate, 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
-    * `weight_decay`: 0; biases and the scales of norms have none.
+    * `weight_decay`: 0; of `decaying_parameters`, a set of names, by default of all matrices but no vectors or biases.
     * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
       and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
@@ -203,13 +203,14 @@ class HuggingFaceOperator(SupervisedOperator):
         return path
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return what is trained, apart from it what has no weight decay: biases and scales of norms, all vectors."""
+        """Return what is trained, apart from it what has no weight decay."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
-        decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
-        others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
-        return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+        matrices = {name for name, each in trained.items() if each.ndim > 1 and "bias" not in name}
+        decaying = self.config.get("decaying_parameters", matrices)
+        groups = [[each for name, each in trained.items() if (name in decaying) is decays] for decays in (True, False)]
+        return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def _shifts_labels(model: Any) -> bool:
