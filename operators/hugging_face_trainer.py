@@ -118,9 +118,7 @@ def options_from(trainer: Any, operator_class: type[Any], overridden: Collection
             accumulate_grad_batches=args.gradient_accumulation_steps,
             clip_grad_norm=args.max_grad_norm or None,
             compile=bool(args.torch_compile),
-            activation_checkpointing=bool(
-                args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
-            ),
+            activation_checkpointing=bool(args.gradient_checkpointing or vars(args).get("activation_checkpointing")),
         ),
     }
 
@@ -202,8 +200,8 @@ def _check(trainer: Any, overridden: Collection[str], base: type[Any]) -> None:
         refused.append("`eval_dataset` with several data sets: keep one")
     if refused:
         raise ValueError(
-            f"`from_trainer` cannot map this to `TorchTrainer`: {'; '.join(refused)}. Leave it out, or override what is "
-            "named in a subclass of `HuggingFaceOperator`, and call its `from_trainer`."
+            f"`from_trainer` cannot map this to `TorchTrainer`: {'; '.join(refused)}. Leave it out, or override what "
+            "is named in a subclass of `HuggingFaceOperator`, and call its `from_trainer`."
         )
     left_out = [f"`{name}`" for name in found if name in without_effect]
     if left_out:
