@@ -68,21 +68,24 @@ JITCheckpointCallback
 """
 """Those that change neither weights nor metrics."""
 RUNGS = {
-    **dict.fromkeys(("compute_loss", "compute_loss_func", "label_smoothing_factor"), "forward"),
-    **dict.fromkeys(("compute_loss_context_manager", "autocast_smart_context_manager"), "forward"),
-    **dict.fromkeys(("get_batch_samples", "_get_num_items_in_batch"), "count_labels"),
-    **dict.fromkeys(("_prepare_input", "_prepare_inputs"), "prepare_batch"),
-    **dict.fromkeys(("training_step", "_clip_grad_norm"), "train_batch"),
-    **dict.fromkeys(("create_optimizer", "optimizer", "optimizer_cls_and_kwargs"), "build_optimizer"),
-    **dict.fromkeys(("create_scheduler", "lr_scheduler", "lr_scheduler_kwargs"), "build_scheduler"),
-    **dict.fromkeys(("evaluate", "_evaluate", "evaluation_loop", "prediction_loop"), "validate"),
-    "prediction_step": "validate_batch",
+    name: rung
+    for rung, names in {
+        "forward": "compute_loss compute_loss_func label_smoothing_factor compute_loss_context_manager "
+        "autocast_smart_context_manager",
+        "count_labels": "get_batch_samples _get_num_items_in_batch",
+        "prepare_batch": "_prepare_input _prepare_inputs",
+        "train_batch": "training_step _clip_grad_norm",
+        "build_optimizer": "create_optimizer optimizer optimizer_cls_and_kwargs",
+        "build_scheduler": "create_scheduler lr_scheduler lr_scheduler_kwargs",
+        "validate": "evaluate _evaluate evaluation_loop prediction_loop",
+        "validate_batch": "prediction_step",
+    }.items()
+    for name in names.split()
 }
 """Refused, each with the method to override here. The names in no list are refused, too."""
-_OBJECTS = (
-    *("compute_loss_func", "optimizer", "optimizer_cls_and_kwargs", "lr_scheduler"),
-    *("compute_metrics", "preprocess_logits_for_metrics"),
-)
+_OBJECTS = """
+compute_loss_func optimizer optimizer_cls_and_kwargs lr_scheduler compute_metrics preprocess_logits_for_metrics
+"""
 _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -128,9 +131,9 @@ def _optimizer(trainer: Any, overridden: Collection[str]) -> dict[str, Any]:
     made, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     options = dict(options)
     lr = options.pop("lr", trainer.args.learning_rate)
-    is_plain = isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and "bitsandbytes" not in str(made)
-    is_plain = is_plain and not {"params", "model", "optimizer_dict"} & options.keys()
-    if not is_plain and "build_optimizer" not in overridden:
+    is_plain = issubclass(made, torch.optim.Optimizer) and "bitsandbytes" not in str(made)
+    chooses = not is_plain or {"params", "model", "optimizer_dict"} & options.keys()
+    if chooses and "build_optimizer" not in overridden:
         name = trainer.args.optim
         raise ValueError(f"`optim={name!r}` chooses what it trains by itself: {_override('build_optimizer')}")
     return {
@@ -225,7 +228,7 @@ def _differences(trainer: Any, base: type[Any]) -> Iterator[tuple[str, str]]:
     subclasses = type(trainer).__mro__[: type(trainer).__mro__.index(base)]
     own = vars(trainer).keys() | {name for each in subclasses for name in vars(each)}
     yield from ((name, f"`{name}`") for name in vars(base) if name in own and not name.startswith("__"))
-    yield from ((name, f"`{name}`") for name in _OBJECTS if getattr(trainer, name) is not None)
+    yield from ((name, f"`{name}`") for name in _OBJECTS.split() if getattr(trainer, name) is not None)
     for name, module in ((type(each).__name__, type(each).__module__) for each in trainer.callback_handler.callbacks):
         known = name if module.startswith("transformers.") else f"{module}.{name}"
         yield known, f"the callback `{name}`: `trainer.remove_callback({name})`; `fit` takes callbacks"

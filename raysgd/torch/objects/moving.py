@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch.nn.utils import parametrize
 
+_CAPTURING = "transformers.utils.output_capturing"
+
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Copies tensors in nested tuples, lists, dicts and dataclasses to `device`; does not wait if memory is pinned.
@@ -58,20 +60,27 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 def packed(model: torch.nn.Module) -> torch.nn.Module:
     """Make a copy of a model picklable, in place; `unpacked` completes it.
 
-    PyTorch pickles no class that `torch.nn.utils.parametrize` made, so modules get the class that they had before.
+    PyTorch pickles no class that `torch.nn.utils.parametrize` made, so modules get the class that they had before. The
+    hooks with which `transformers` collects outputs hold a variable of its module, which is pickled by its name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):
             part.__class__ = parametrize.type_before_parametrizations(part)
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is not None:  # the hooks with which it collects outputs hold a `ContextVar`: refer to it by name
-        copyreg.pickle(capturing.CompileableContextVar, lambda _: "_active_collector")
+    if variable := getattr(sys.modules.get(_CAPTURING), "_active_collector", None):
+        copyreg.pickle(type(variable), lambda _: "_active_collector")
     return model
 
 
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
-    """Give the modules of a packed model the classes that their parametrizations need, in place."""
+    """Complete a model that was packed, perhaps in another process, in place.
+
+    Modules get the classes that their parametrizations need, and `transformers` the outputs to collect: it forgets what
+    it did not make in this process.
+    """
+    registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     for part in list(model.modules()):
+        if hasattr(part, "_can_record_outputs"):
+            registry[part] = part._can_record_outputs
         if parametrize.is_parametrized(part):
             lists = part.parametrizations
             del part.parametrizations
