@@ -110,7 +110,7 @@ class HuggingFaceOperator(SupervisedOperator):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
         self._shifts_labels = _shifts_labels(model)
         self._label_names = [name for name in inspect.signature(type(model).forward).parameters if "label" in name]
-        self._model_config = getattr(model, "config", None)
+        self._model_config: Any = getattr(model, "config", None)
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Bring a batch to the device.

@@ -78,7 +78,8 @@ def unpacked(model: torch.nn.Module) -> torch.nn.Module:
     it did not make in this process.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
-    for part in list(model.modules()):
+    parts: list[Any] = list(model.modules())
+    for part in parts:
         if hasattr(part, "_can_record_outputs"):
             registry[part] = part._can_record_outputs
         if parametrize.is_parametrized(part):
