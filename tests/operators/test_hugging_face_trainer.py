@@ -17,7 +17,14 @@ from raysgd.operators.hugging_face_trainer import CARRIED_OVER, RUNGS, WITHOUT_E
 pytestmark = pytest.mark.usefixtures("keeps_the_environment")
 
 
-CASES = {
+class OneDecays(Trainer):
+    """One that chooses what has weight decay."""
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return ["classifier.bias"]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "by default": ("classify texts", {}),
     "with all that is mapped": (
         "classify texts",
@@ -34,6 +41,7 @@ CASES = {
         },
     ),
     "with vectors that decay": ("classify images", {"weight_decay": 0.9}),
+    "with a method that is asked": ("classify texts", {"weight_decay": 0.9, "trainer_class": OneDecays}),
     "with activations computed again": ("classify texts", {"gradient_checkpointing": True}),
     "with another optimizer, and words": (
         "label words",
