@@ -42,6 +42,7 @@ from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
 from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.driver.state_loader import StateLoader
+from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
@@ -440,8 +441,11 @@ class TorchTrainer(ChangingTrainer):
         or the model is sharded.
         """
         is_local = self._controller.ensure_group().local_replica is not None
-        rank = None if self._facts.is_sharded else 0
-        models = self._on_all(TorchRunner.models, to_cpu or not is_local, rank=rank)[0]
+        is_sharded = self._facts.is_sharded
+        copied = to_cpu or not is_local or is_sharded
+        models = self._on_all(TorchRunner.models, copied, rank=None if is_sharded else 0)[0]
+        if copied:
+            models = [unpacked(model) for model in models]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models

@@ -601,8 +601,8 @@ def test_a_loader_that_is_not_divided_starts_over() -> None:
 
 def test_models_are_live_or_copied_as_asked() -> None:
     runner = make_runner()
-    [live] = runner.models(to_cpu=False)
-    [copied] = runner.models(to_cpu=True)
+    [live] = runner.models(copied=False)
+    [copied] = runner.models(copied=True)
     assert live is runner.operator.model
     assert copied is not live
     assert equal(copied.state_dict(), live.state_dict())
@@ -770,7 +770,7 @@ def test_a_criterion_with_parameters_is_saved_and_restored(caplog: pytest.LogCap
     train(runner)
     state = copy.deepcopy(runner.state())
     assert list(state) == ["epoch", "operator", "models", "optimizers", "criterion", RESUME]
-    assert len(runner.models(to_cpu=True)) == 1, "it is no model"
+    assert len(runner.models(copied=True)) == 1, "it is no model"
     other.restore(state, None)
     assert equal(other.state()["criterion"], state["criterion"])
     train(other)
@@ -1357,9 +1357,9 @@ def test_evaluation_moves_no_statistics_of_a_model_that_the_stock_loop_does_not_
             return output, self.criterion(output, target)
 
     runner = make_runner(UsesHead)
-    before = [value.clone() for value in runner.models(to_cpu=True)[2].state_dict().values()]  # type: ignore[union-attr]
+    before = [value.clone() for value in runner.models(copied=True)[2].state_dict().values()]  # type: ignore[union-attr]
     assert validate(runner)["val_loss"] == validate(runner)["val_loss"]
-    assert equal(before, list(runner.models(to_cpu=True)[2].state_dict().values()))  # type: ignore[union-attr]
+    assert equal(before, list(runner.models(copied=True)[2].state_dict().values()))  # type: ignore[union-attr]
 
 
 def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:
