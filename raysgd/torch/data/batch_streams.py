@@ -449,7 +449,7 @@ def _samples_in(batch: Any) -> int | None:
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
-    _num_steps_in_pass = 0
+    _num_steps_in_pass = _began_at = 0
 
     @property
     def completed(self) -> int:
@@ -466,16 +466,16 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         if to_resume is not None:
             return due, to_resume[1], 0
         if not num_steps:
-            return due, 0, 0
+            return due, self._began_at, 0
         used = self.source.consumed_after(max(0, num_steps - num_open))
         return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
 
     def break_off(self) -> None:
         super().break_off()
-        self._num_steps_in_pass = 0
+        self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
-        self._num_steps_in_pass = 0
+        self._num_steps_in_pass, self._began_at = 0, consumed
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
