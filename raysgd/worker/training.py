@@ -59,6 +59,9 @@ class Training:
             share: This replica's part of data that the driver divides; None if it has that already.
         """
         hosted, loop = self._hosted, self._hosted.loop
+        raised = self._activity.unfinished
+        if raised is not None and raised.stream is hosted.feed.train_stream is not None:
+            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
         self._ledger.begin_call()
         loop.begin_call()
         hosted.feed.take_share("train", request, share)
@@ -116,6 +119,13 @@ class Training:
         except HeldAtBoundary:
             run.gate = Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run))
+        except BaseException as error:
+            is_alone = not hosted.world.is_distributed
+            if loop.is_whole and (is_alone or not loop.is_lost(error)):
+                loop.return_to_boundary()
+            elif is_alone:  # its optimizer stepped, so the batch counts
+                stream.settle()
+            raise
         finally:
             self._activity.running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and feed.epoch == epoch_before:

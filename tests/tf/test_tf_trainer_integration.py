@@ -484,6 +484,15 @@ def with_xla(config: dict[str, Any]) -> Any:
     return make_model({**config, "compile": {"jit_compile": True}})
 
 
+def stateful(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    layers = [tf.keras.layers.Reshape([2, 2]), tf.keras.layers.LSTM(3, stateful=True), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential([tf.keras.Input(batch_shape=(4, 4)), *layers])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
 def with_hidden_optimizers(config: dict[str, Any]) -> Any:
     return models.make_model_with_a_step_of_its_own({**config, "hides_optimizers": True})
 
@@ -511,6 +520,7 @@ def not_batched(config: dict[str, Any]) -> Any:
     [
         (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
         (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="sockets"`'),
+        (stateful, make_data, IncompatibleModelError, r"`LSTM\(stateful=True\)` cannot be divided"),
         (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
         (make_model, one_dataset, ValueError, "return two datasets"),
         (make_model, three_datasets, ValueError, "returned 3 things"),

@@ -967,12 +967,67 @@ def test_a_debugger_finds_the_users_frame_with_its_variables(make_local: MakeTra
     assert frame.f_locals["batch_info"]["batch_idx"] == 2
 
 
-def test_a_trainer_goes_on_after_an_exception_with_the_next_batch(make_local: MakeTrainer) -> None:
-    trainer = make_local(Fails)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train(info={"fail_at": 2})
-    assert trainer.train()["batch_count"] == 2
+class Interrupted(SeenInputs):
+    """Trains on numbers in a random order, and is interrupted where `info` says so; tells which numbers it has seen."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        loader: Any = torch.utils.data.DataLoader(Interrupting(), batch_size=2, shuffle=config["is_divided"])
+        self.register_data(train_loader=loader if config["is_divided"] else [*loader])
+        self.seen: list[float] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        is_due = batch_info["batch_idx"] == 1
+        if is_due and batch_info.get("at") == "before":
+            raise KeyboardInterrupt
+        self.optimizer.step()
+        if is_due and batch_info.get("at") == "after":
+            raise KeyboardInterrupt
+        self.seen += batch.flatten().tolist()
+        return {}
+
+
+class Interrupting(torch.utils.data.Dataset[torch.Tensor]):
+    num_due: int | None = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if Interrupting.num_due is not None:
+            Interrupting.num_due -= 1
+            if Interrupting.num_due < 0:
+                raise KeyboardInterrupt
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("at", ["before", "after", "loading"])
+def test_the_next_call_begins_with_the_batch_that_raised_unless_its_optimizer_had_stepped(
+    at: str, make_local: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_local(Interrupted, config={"is_divided": True})
+    seen = trainer.get_local_operator().seen
+    trainer.train(num_steps=1)
+    for num_due in (3, 1) if at == "loading" else (None,):
+        monkeypatch.setattr(Interrupting, "num_due", num_due)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(info={"at": at})
+    monkeypatch.setattr(Interrupting, "num_due", None)
+    assert trainer.train()["epoch"] == 1
+    assert sorted(seen) == [*range(8)] if at != "after" else len({*seen}) == len(seen) == 6
     assert trainer.train()["epoch"] == 2
+    assert sorted(seen[-8:]) == [*range(8)]
+
+
+def test_where_the_library_does_not_divide_the_data_they_begin_again_after_an_exception(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_local(Interrupted, config={"is_divided": False})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(info={"at": "before"})
+    assert trainer.train()["epoch"] == 2
+    assert trainer.get_local_operator().seen == [0, 1, *range(8)]
+    assert "reading it from the beginning" in caplog.text
 
 
 def test_a_state_after_an_exception_is_that_of_the_live_model(make_local: MakeTrainer) -> None:

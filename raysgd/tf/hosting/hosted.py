@@ -90,6 +90,8 @@ class TFHosted(hosted.Hosted):
         if settings.batch_options.is_constant and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"
             raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+        if self._num_workers > 1 and obstacle is None:
+            building.refuse_stateful(operator._models)
         made: TrainingOperator = operator
         return made
 

@@ -63,8 +63,9 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """A loader that the library divides over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws that from a separate generator, so
-    that a pass that was interrupted and resumed leaves the model's random numbers as they would have been.
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of the rank, so
+    that ranks do not repeat each other's augmentation, and a pass that was interrupted and resumed leaves the model's
+    random numbers as they would have been.
 
     Args:
         sharded: The rebuilt loader.
@@ -90,7 +91,7 @@ class DividedLoaderSource:
             self._is_of_batches or sharded.loader.collate_fn is not default_collate
         )
         self._has_warned = False
-        self._generator = torch.Generator() if sharded.loader.generator is None else None
+        sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] = lambda is_resumed: None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
@@ -233,9 +234,7 @@ class DividedLoaderSource:
         self._check_order(consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
-        if self._generator is not None:
-            self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
-            self._sharded.loader.generator = self._generator
+        self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
         batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
         seeds: tuple[int, int] | None = None
         for share in plan.shares(rank):
@@ -447,7 +446,7 @@ def _samples_in(batch: Any) -> int | None:
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
-    _num_steps_in_pass = 0
+    _num_steps_in_pass = _began_at = 0
 
     @property
     def completed(self) -> int:
@@ -464,16 +463,16 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         if to_resume is not None:
             return due, to_resume[1], 0
         if not num_steps:
-            return due, 0, 0
+            return due, self._began_at, 0
         used = self.source.consumed_after(max(0, num_steps - num_open))
         return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
 
     def break_off(self) -> None:
         super().break_off()
-        self._num_steps_in_pass = 0
+        self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
-        self._num_steps_in_pass = 0
+        self._num_steps_in_pass, self._began_at = 0, consumed
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:

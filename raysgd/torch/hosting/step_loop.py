@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from raysgd._numbers.meters import AverageMeterCollection
+from raysgd.connections.torch import is_connection_error
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.recovery import Undo
 from raysgd.torch.data.feed import TorchFeed
@@ -74,6 +75,9 @@ class StepLoop(Loop):
             register(self._note_step)
             if is_close:
                 optimizer.register_step_pre_hook(self.undo_log.before_step)
+
+    def is_lost(self, error: BaseException) -> bool:
+        return is_connection_error(error)
 
     def _num_changes(self) -> int:
         if not self._watched:

@@ -39,6 +39,10 @@ class Loop:
         """True if a loop of the library sees to what is missing in the metrics of its batches."""
         return False
 
+    def is_lost(self, error: BaseException) -> bool:
+        """Return whether an exception means that the group is broken."""
+        return False
+
     @property
     def own_s(self) -> float | None:
         """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
