@@ -275,6 +275,10 @@ class ElasticController:
         """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
         self._turns.interrupt(place)
 
+    def interrupt_running(self) -> None:
+        """From another thread: does the same with the call that is running, if one is."""
+        self._turns.interrupt_running()
+
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
         with self._turns.take():
