@@ -139,7 +139,7 @@ class ClassTrainer(FitMethods):
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
         self._background = BackgroundCalls(controller, at_once=self.use_local)
-        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
+        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller, self._used_options())
         self._calls = EpochCalls(
             self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
         )
@@ -152,6 +152,16 @@ class ClassTrainer(FitMethods):
         except UnpicklableError as error:
             raise naming_config_entry(error, self._settings.config) from error.__cause__
         controller.observe_with(self._throughput.report)
+
+    def _used_options(self) -> list[str]:
+        """Return the options that shorten what the ledger counts, as far as they are used already."""
+        recovery = self._settings.recovery_options
+        used = {
+            "spare_workers": self._group_settings.spare_workers > 0,
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
+            "undo": recovery.undo == "auto",
+        }
+        return [name for name, is_used in used.items() if is_used]
 
     @property
     def _controllers(self) -> list[ElasticController]:
