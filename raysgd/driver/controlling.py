@@ -79,6 +79,7 @@ def make_controller(
         reservation_timeout_s=reservation_timeout_s,
         captures=not settings.is_driver_only and not validates,
         snapshot_every_s=every_s,
+        snapshots_inside=recovery.snapshot_every_n_steps is not None,
         regroups=rejoins,
         renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,
