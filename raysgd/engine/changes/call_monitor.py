@@ -193,8 +193,8 @@ class CallMonitor:
         parts = group.ask_beside("beside", replica_calls.part_of_snapshot, number)
         if None in parts.values() and self._lifecycle.once.is_first("snapshots too fast"):
             logger.warning(
-                "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use a larger "
-                "`snapshot_every_n_steps`: so many steps should take a second or more"
+                "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use "
+                "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
             )
         captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
         return len(captures) == len(group) and self._take_inside(captures)
