@@ -34,7 +34,7 @@ WORDS_OF_VALIDATORS = replace(
     when_interrupted="",
     when_starved="Training can continue.",
     when_spent="Training can continue; call `validate` again to try it with new workers.",
-    after_end="training continues",
+    after_end="",
     restart_point="with the validation from its beginning",
     label="validators: ",
 )

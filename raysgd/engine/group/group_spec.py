@@ -25,7 +25,7 @@ class FrontEndWords:
         when_not_granted: Where the resources were not granted in time.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
-        label: Ahead of what is logged of the group.
+        label: Ahead of what is logged and raised of the group.
     """
 
     when_shut_down: str = ""
