@@ -40,7 +40,7 @@ class ClassRunner(OperatorChanges):
         self._ledger = Ledger()
         self._last_left = 0
         self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
-        self._settings = settings
+        self._settings, self._first_world = settings, world
         self._take(self._make_hosted(settings.after(0), world))
 
     def _take(self, hosted: Hosted) -> None:
@@ -61,19 +61,16 @@ class ClassRunner(OperatorChanges):
         self._ledger.enter(DRIVER)
         return facts
 
-    def renew(self, settings: Any) -> Any:
+    def renew(self, settings: Any, world: World | None = None) -> Any:
         """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
         self.shutdown()
         self._settings = settings
-        self._take(self._make_hosted(settings.after(0), self._hosted.world))
+        self._take(self._make_hosted(settings.after(0), world or self._hosted.world))
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Becomes a replica of these settings: is told what has changed, or where that is not enough, made again."""
-        if settings.follow(self._hosted.settings):
-            self._hosted.follow(settings)
-        else:
-            self.renew(settings)
+        """Tells the operator what has changed in the settings since it was made; see `Hosted.follow`."""
+        self._hosted.follow(settings)
 
     def warm_up(self) -> None:
         """Takes a step in advance, before this replica has a place among others."""
@@ -220,15 +217,19 @@ class ClassRunner(OperatorChanges):
             return self._last_left >= number
 
         own = self._hosted.settings
+        if settings.follow(own):
+            self.follow(settings)
+        else:
+            self.renew(settings, self._first_world)
         self.regroup(World(0, 1), StateHandover(0, ()))
-        self.follow(settings)
         self._evaluation.has_left = has_left
         try:
             answer = self.validate_state(state, request, share)
         finally:
             self._evaluation.has_left = None
             if not settings.follow(own):
-                self.renew(own)
+                self.renew(own, self._first_world)
+                self.warm_up()
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
