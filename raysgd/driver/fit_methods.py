@@ -257,8 +257,8 @@ class FitMethods(ABC):
         Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
         `validation_<name>` for each metric of the model.
 
-        With `blocking=False` it validates the weights as they are after the calls before, whatever is trained
-        meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
+        With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
+        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
         alone. Without such workers, the others validate, and the next call waits for them.
 
         Raises:
