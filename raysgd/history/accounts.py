@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -76,6 +76,7 @@ class Accounts:
 
     Args:
         clock: Returns seconds; only differences are used.
+        used: Options whose advice is followed already.
 
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
@@ -85,8 +86,8 @@ class Accounts:
         {'useful': 3.0, 'start_up': 2.0}
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, used: Collection[str] = ()) -> None:
+        self._clock, self._used = clock, used
         self._began = clock()
         self._accounts: dict[int, _Account] = {}
         self._known: dict[str, TimeSpent] = {}
@@ -181,11 +182,12 @@ class Accounts:
             return
         words, share = found
         if self._once.is_first("largest bin"):
+            advice = _ADVICE[words]
             logger.warning(
-                "%.0f %% of the time in training calls goes into %s. Try this: %s. `print(trainer.ledger())` shows all",
+                "%.0f %% of the time in training calls goes into %s.%s `print(trainer.ledger())` shows all",
                 100 * share,
                 words,
-                _ADVICE[words],
+                "" if any(option in advice for option in self._used) else f" Try this: {advice}.",
             )
 
 

@@ -424,11 +424,12 @@ class TorchTrainer(ChangingTrainer):
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:
-        if metrics := self._facts.plateau_metrics:
-            values = schedulers.values_after_validation(metrics, trained, validated)
-            if values:
-                self._schedule(TorchRunner.step_plateaus, values)
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        metrics = self._facts.plateau_metrics
+        values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
+        if values:
+            self._schedule(TorchRunner.step_plateaus, values)
+        return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
         """Lets all workers set their learning rates by the same value."""

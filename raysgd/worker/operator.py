@@ -226,6 +226,8 @@ class BaseOperator:
     def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
         """Called on every worker after `trainer.update_config`; an exception refuses the change, on all workers.
 
+        A worker that starts later runs `setup` with the config from before, and then this, once for each change.
+
         With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
         had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call
         `super`, for what else `setup` computed from the config.

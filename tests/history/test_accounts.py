@@ -141,6 +141,18 @@ def test_the_largest_avoidable_bin_is_named_once(
     )
 
 
+@pytest.mark.parametrize(("used", "is_told"), [((), True), (("spare_workers",), False), (("undo",), True)])
+def test_advice_that_is_followed_already_is_not_given(
+    used: tuple[str, ...], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    accounts = Accounts(used=used)
+    accounts.begin_call()
+    accounts.note({0: says("a", useful=50.0, recovery_form=50.0)})
+    accounts.warn()
+    assert "goes into recovering from losses." in caplog.text
+    assert ("`spare_workers=1`" in caplog.text) == is_told
+
+
 def test_short_trainings_are_not_warned(accounts: Accounts, caplog: pytest.LogCaptureFixture) -> None:
     accounts.note({0: says("a", useful=1.0, data=30.0)})
     accounts.warn()

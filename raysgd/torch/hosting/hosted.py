@@ -203,12 +203,12 @@ class TorchHosted(hosted.Hosted):
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 
-    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
-        internals = self.internals
+    def change_config(self, settings: TorchSettings) -> list[str]:
+        internals, changed = self.internals, settings.config_changes[-1]
         chosen, internals.followed = internals.chosen, set()
         try:
             with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
-                super().change_config(config, changed)
+                super().change_config(settings)
         except BaseException:
             internals.chosen = chosen
             raise
