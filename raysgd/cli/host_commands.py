@@ -60,10 +60,11 @@ def attach(name: str) -> None:
 
 @click.command()
 @click.argument("name")
+@click.option("--force", is_flag=True, help="Kill a host that is not answering, without waiting.")
 @_in_cluster
-def stop(name: str) -> None:
+def stop(name: str, force: bool) -> None:
     """End the trainer in host NAME at once, without saving, and free its resources."""
     from raysgd.host import cluster
 
-    cluster.stop(name)
+    cluster.stop(name, force=force)
     click.echo(f"Host {name} has ended.")
