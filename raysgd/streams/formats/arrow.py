@@ -160,10 +160,13 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Returns what is in a column, row by row."""
+    """Return what is in a column, row by row: of each row the same, whichever rows are beside it."""
     types = require("pyarrow.types", "storage", "`TableStream`")
-    is_table = types.is_fixed_size_list(column.type) and column.null_count == 0
-    if is_table and types.is_primitive(column.type.value_type) and column.flatten().null_count == 0:
+    if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
+        return column.to_pylist()
+    if not column.null_count and not column.flatten().null_count:
         values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a copy, which may be written to
         return values.reshape(len(column), column.type.list_size)
-    return column.to_pylist()
+    if len(column) == 1:
+        return column.to_pylist()
+    return [_values(column.slice(number, 1))[0] for number in range(len(column))]
