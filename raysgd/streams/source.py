@@ -13,7 +13,7 @@ from raysgd.streams.data import StreamData, check_same_shards
 from raysgd.streams.joint_reader import JointReader, StreamBatch
 from raysgd.streams.lane_ends import StartSum, alone
 from raysgd.streams.lanes import LanePosition, lanes_of
-from raysgd.streams.loading.making import BatchLoader, BatchMaker, Collate, LoaderInThread
+from raysgd.streams.loading.making import BatchLoader, BatchMaker, Collate, LoaderInThread, collated
 from raysgd.streams.loading.processes import LoaderProcesses
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
@@ -222,7 +222,8 @@ def num_bytes(batch: Any) -> int:
 
 
 def _collated(collate: Callable[[list[Any]], Any], parts: list[list[Any]]) -> Any:
-    return collate([row for rows in parts for row in rows])
+    rows = [row for rows in parts for row in rows]
+    return collated(collate, rows, [f"row {number} of the batch" for number in range(len(rows))])
 
 
 def _only(parts: list[Any]) -> Any:

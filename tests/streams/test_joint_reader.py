@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.exceptions import StreamError
 from raysgd.streams.stream import Stream
 from raysgd.streams.stream_pass import StreamPosition
 from tests.streams.made import START, MadeStream, counts, division, joint, pass_of, read_together, reader
+from tests.streams.test_source import data_of, source_of
 
 Row = tuple[str, int]
 
@@ -211,6 +213,27 @@ def test_errors_name_shard_and_row() -> None:
         read_together(pass_of(MadeStream([20, 20]).map(refuse).batch(8)), 1)
     with pytest.raises(StreamError, match=r"shard 'shard-0' cannot be read from row 9 on: OSError: disk on fire"):
         read_together(pass_of(Broken([20, 20]).batch(8)), 1)
+
+
+def as_row(row: Row) -> Any:
+    odd = row == ("shard-1", 7)
+    return {"number": row[1], "point": np.zeros(3 if odd else 2), "name": None if row[1] == 9 else "x"}
+
+
+@pytest.mark.parametrize(("num_workers", "place"), [(0, "shard 'shard-1', row 7"), (2, r"row \d+ of the batch")])
+def test_rows_that_make_no_batch_are_named_with_the_field_in_which_they_differ(num_workers: int, place: str) -> None:
+    def stacked(rows: list[Any]) -> Any:
+        return np.stack([row["point"] for row in rows])
+
+    stream = MadeStream([20, 20]).map(as_row).batch(16, collate=stacked, num_workers=num_workers)
+    where = (
+        rf"\({place}: `row\['point'\]` is a `ndarray` of shape \(3,\) and type float64, and a `ndarray` of shape \(2,\)"
+    )
+    with pytest.raises(StreamError, match=rf"rows do not make a batch {where} .*ValueError: all input arrays"):
+        list(source_of(data_of(stream)).open(0, 0))
+    broken = MadeStream([4]).batch(4, collate=lambda rows: rows[9])
+    with pytest.raises(StreamError, match=r"\(shard 'shard-0', row 0, to shard 'shard-0', row 3\): IndexError"):
+        list(source_of(data_of(broken)).open(0, 0))
 
 
 def test_more_workers_than_lanes_are_refused() -> None:

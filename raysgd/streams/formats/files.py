@@ -91,6 +91,9 @@ class FileStream(Stream):
         is_pattern = any(each in name for each in "*?[")
         if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
             return [StreamFile(open_folder(parent, self._filesystem, argument="paths"), name)]
+        if not is_pattern and is_local(path) and os.path.isfile(path):
+            known = " or ".join(map(repr, self.endings))
+            raise ValueError(f"`paths={path!r}`: a `{type(self).__name__}` reads files that end with {known}.")
         folder = open_folder(parent if is_pattern else path, self._filesystem, argument="paths")
         names = [
             each for each in folder.names() if (fnmatchcase(each, name) if is_pattern else each.endswith(self.endings))

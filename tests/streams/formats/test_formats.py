@@ -256,6 +256,18 @@ def test_paths_are_checked(paths: Any, error: type[Exception]) -> None:
         ParquetStream("x.parquet", columns="x")
 
 
+def test_columns_and_files_that_a_stream_cannot_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("1\n")
+    with pytest.raises(ValueError, match=r"x.jsonl'`: a `ParquetStream` reads files that end with '.parquet' or '.pq'"):
+        check_shards(ParquetStream(tmp_path / "x.jsonl"))
+    parquet.write_table(pa.table({"id": [1], "at": [{"x": 1, "y": 2}]}), tmp_path / "x.parquet")
+    for columns in (["nope"], ["id", "nope"], ["at.nope"]):
+        with pytest.raises(StreamError, match=rf"`columns=\['{columns[-1]}'\]` are not in it: it has \['id', 'at'\]"):
+            check_shards(ParquetStream(tmp_path, columns=columns))
+    stream = ParquetStream(tmp_path, columns=["at.y"])
+    assert list(stream.open(stream.shards()[0].name, 0)) == [{"at": {"y": 2}}]
+
+
 def test_anything_that_can_be_read_again_is_a_stream() -> None:
     def rows() -> Any:
         yield from range(60)
