@@ -119,6 +119,18 @@ def test_passes_differ_where_a_stream_is_shuffled_and_seeds_decide_how() -> None
     assert order(own, 0, 0) == order(own, 0, 1) != order(shuffled, 0, 0)
 
 
+@pytest.mark.parametrize(("lengths", "buffer"), [([640], 640), ([640], 128), ([160] * 4, 640)])
+def test_a_shuffle_mixes_as_many_rows_as_it_says(lengths: list[int], buffer: int) -> None:
+    """Over 20 passes, row 0 meets as many others in its batch of 8 as it would by chance, and so do first batches."""
+    shuffled = MadeStream(lengths).shuffle(buffer).batch(8)
+    passes = [[joint(step) for step in read_together(pass_of(shuffled, index), 1)] for index in range(20)]
+    met = {row for batches in passes for batch in batches if ("shard-0", 0) in batch for row in batch}
+    begun = {row for batches in passes for row in batches[0]}
+    by_chance = [buffer * (1 - (1 - 1 / buffer) ** (20 * num)) for num in (7, 8)]
+    assert len(met) - 1 > 0.9 * by_chance[0]
+    assert len(begun) > 0.9 * by_chance[1]
+
+
 def test_random_numbers_belong_to_the_row_however_it_is_read() -> None:
     stream = MadeStream([60, 9]).map(lambda row, rng: (*row, int(rng.integers(10**9))), seeded=True)
     drawn = [
