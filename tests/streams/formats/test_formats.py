@@ -232,7 +232,7 @@ def test_folders_of_spark_are_folders(tmp_path: Path) -> None:
 
 def test_broken_files_are_named_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"number": 1}\n{"number": 2}\n{"number"')
-    with pytest.raises(StreamError, match=r"a\.jsonl' cannot be read from row 2 on: JSONDecodeError"):
+    with pytest.raises(StreamError, match=r"a\.jsonl', row 2: `loads` failed with JSONDecodeError"):
         all_rows(JSONLinesStream(tmp_path), 1)
     (tmp_path / "a.tar").write_bytes(as_tar(list(range(9)))[:-11_000])
     with pytest.raises(StreamError, match=r"a\.tar' cannot be read from row \d on: ReadError: .*cut off"):
@@ -244,6 +244,41 @@ def test_broken_files_are_named_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(content.getvalue())
     with pytest.raises(StreamError, match="sample '0' has two files 'jpg'"):
         all_rows(TarStream(tmp_path), 1)
+
+
+def left_out(stream: Stream, world_size: int) -> tuple[list[int], int]:
+    """The rows of a stream with rows that cannot be read, and how many of these were counted."""
+    steps = read_together(pass_of(stream.map(number_of).batch(7, on_error="skip")), world_size)
+    [counted] = {batch.after.left_out for batches in steps[-1] for batch in batches}
+    return sorted(row for step in steps for row in joint(step)), counted
+
+
+@pytest.mark.parametrize("bad", [range(10, 13), range(290, 300), range(0, 300, 6), [*range(5), *range(100, 105)]])
+def test_lines_that_cannot_be_parsed_are_counted_and_take_no_other_line_with_them(bad: Any, tmp_path: Path) -> None:
+    lines = ["{no" if number in bad else json.dumps({"number": number}) for number in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:120]))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[120:]))
+    for world_size in (1, 3):
+        assert left_out(JSONLinesStream(tmp_path), world_size) == (sorted({*range(300)} - {*bad}), len(bad))
+
+
+def test_a_damaged_end_of_a_file_is_named_and_counted_as_far_as_lengths_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parquet.write_table(
+        pa.table({"number": range(60)}), tmp_path / "a.parquet", row_group_size=20, use_dictionary=False
+    )
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0).data_page_offset
+    content[start : start + 30] = bytes(30)
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert left_out(ParquetStream(tmp_path), 2) == ([*range(20), *range(40, 60)], 20)
+    assert "left out of a stream: the rest of shard" in caplog.text
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(list(range(9000))))[:-5000])
+    rows, counted = left_out(JSONLinesStream(tmp_path), 2)
+    assert rows == list(range(len(rows)))
+    assert counted == 4  # the row at which the file is cut off, and three tries behind it
+    assert f"a.jsonl.gz', from row {len(rows) + 4} on" in caplog.text
 
 
 @pytest.mark.parametrize(
