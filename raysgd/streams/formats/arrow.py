@@ -66,8 +66,8 @@ class ParquetStream(TableStream):
         if len(self.files) >= NUM_LANES:
             return super().shards()
         return [
-            Shard(f"{file.shard}#{group}", num_rows)
-            for file, lengths in zip(self.files, self._row_groups, strict=True)
+            Shard(f"{file.shard}#{group}", num_rows, version)
+            for file, lengths, version in zip(self.files, self._row_groups, self.versions, strict=True)
             for group, num_rows in enumerate(lengths)
         ]
 

@@ -281,6 +281,28 @@ def test_a_damaged_end_of_a_file_is_named_and_counted_as_far_as_lengths_are_know
     assert f"a.jsonl.gz', from row {len(rows) + 4} on" in caplog.text
 
 
+def test_files_that_change_have_another_version(tmp_path: Path) -> None:
+    def version(kind: type[FileStream]) -> Any:
+        return [shard.version for shard in kind(tmp_path).shards()]
+
+    (tmp_path / "a.jsonl").write_bytes(as_lines(list(range(20, 40))))
+    saved = version(JSONLinesStream)
+    assert version(JSONLinesStream) == saved
+    for numbers in (list(range(40)), list(range(20, 39)), list(range(40, 60))):
+        (tmp_path / "a.jsonl").write_bytes(as_lines(numbers))
+        assert version(JSONLinesStream) != saved
+    found = []
+    for rows in ([1, 2, 3], [1, 2, 4]):  # of the same length and size
+        parquet.write_table(pa.table({"x": rows}), tmp_path / "a.parquet")
+        found.append([(tmp_path / "a.parquet").stat().st_size, version(ParquetStream)])
+    assert (found[0][0], found[0][1] != found[1][1]) == (found[1][0], True)
+    for number in range(100):
+        (tmp_path / f"{number:03}.jsonl").write_bytes(as_lines([number]))
+    saved = version(JSONLinesStream)
+    (tmp_path / "051.jsonl").write_bytes(as_lines([51, 52]))  # not among those that are looked into
+    assert sum(before != after for before, after in zip(saved, version(JSONLinesStream), strict=True)) == 1
+
+
 @pytest.mark.parametrize(
     ("paths", "error"), [([], ValueError), (3, TypeError), ([3], TypeError), ("", ValueError), (b"x", TypeError)]
 )
