@@ -9,14 +9,17 @@ import pickle
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import finalize
 
 from raysgd.engine.processes.outliving import NAMESPACE, end_workers
+from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
@@ -29,6 +32,8 @@ _RESTART_S = 120.0
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
 _DETACH_S = 1.0
 _LOOK_S = 0.05
+_DATA = ("dataset", "validation_dataset")
+_NUM_KNOWN_DATA = 4
 _NO_ARGUMENTS = pickle.dumps(((), {}))
 
 logger = logging.getLogger(__name__)
@@ -52,6 +57,7 @@ class HostedTrainer:
         self._num_calls = 0
         self._seen: int | None = None
         self._are_methods: dict[str, bool] = {}
+        self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
         self._ask("attach", *self._attaching())
         self._finalizer = finalize(self, _detach, actor, self._program)
@@ -140,12 +146,22 @@ class HostedTrainer:
         return self._answer(*self._make(kind, name, arguments)).result()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
+        kwargs = {**kwargs, **given}
         if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the host it blocks: that is its turn
             token, ask = self._make("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             ask()
             return HostedCall(self, token, name, ask)
         value = self._begin("call", name, packed_arguments(name, args, kwargs))
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
+
+    def _as_sent(self, argument: str, data: Any) -> SentData:
+        """Return data of a call so that the host knows them again in a later call with the same object."""
+        known = next((each for each in self._sent if each.data is data), None)
+        if known is None:
+            known = SentData(argument, data)
+            self._sent.append(known)
+        return replace(known, argument=argument)
 
     def _drawn(self, token: str) -> Iterator[Any]:
         try:
