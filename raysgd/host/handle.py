@@ -9,14 +9,17 @@ import pickle
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import finalize
 
 from raysgd.engine.processes.outliving import NAMESPACE, end_workers
+from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
@@ -28,6 +31,8 @@ from raysgd.host.process import CallRequest
 ANSWER_S = 20.0  # a host that answers nothing for so long is not answering, whatever was asked
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
 _DETACH_S = 1.0
+_DATA = ("dataset", "validation_dataset")
+_NUM_KNOWN_DATA = 4
 _NO_ARGUMENTS = pickle.dumps(((), {}))
 
 _SILENT = "host `%s` is not answering: its process is stopped, busy or starting. `raysgd stop %s --force` ends it"
@@ -54,6 +59,7 @@ class HostedTrainer:
         self._given: list[str] = []
         self._seen: int | None = None
         self._help: dict[str, str] = {}
+        self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
         self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
         self._ask("attach", self._program, self._words, [self._presence])
@@ -157,6 +163,8 @@ class HostedTrainer:
         return self._answer(asked.token, self._actor.run.remote(asked)).result()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
+        kwargs = {**kwargs, **given}
         if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the host it blocks: that is its turn
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
@@ -167,6 +175,14 @@ class HostedTrainer:
             return HostedCall(self, asked.token, name)
         value = self._run("call", name, packed_arguments(name, args, kwargs))
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
+
+    def _as_sent(self, argument: str, data: Any) -> SentData:
+        """Return data of a call so that the host knows them again in a later call with the same object."""
+        known = next((each for each in self._sent if each.data is data), None)
+        if known is None:
+            known = SentData(argument, data)
+            self._sent.append(known)
+        return replace(known, argument=argument)
 
     def _drawn(self, token: str) -> Iterator[Any]:
         try:

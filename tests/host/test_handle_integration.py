@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -221,3 +222,13 @@ def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -
         time.sleep(0.05)
     assert "HostLostError" in program.fail("second.train()")["error"]
     assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]
+
+
+def test_calls_with_the_same_data_go_on_where_the_last_one_stopped(program: Program, log: Path) -> None:
+    samples = "[(torch.tensor([float(number)]), torch.tensor([0.0])) for number in range(12)]"
+    program.run(f"data, other = (DataLoader({samples}, batch_size=2) for _ in range(2))")
+    num_before = len(log.read_text().splitlines())
+    for given in ("data", "data", "other"):
+        program.run(f"trainer.train(num_steps=3, dataset={given})")
+    batches = [json.loads(line.split(" ", 4)[4]) for line in log.read_text().splitlines()[num_before:]]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [0, 1], [2, 3], [4, 5]]

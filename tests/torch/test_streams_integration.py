@@ -121,6 +121,21 @@ def test_a_call_brings_a_stream_along_and_the_next_one_goes_on_in_it(kind: str) 
         assert trainer.validate(dataset=stream_of(kind))["num_samples"] == NUM_ROWS[kind]
 
 
+def test_a_file_saved_inside_an_epoch_over_another_stream_is_not_loaded(tmp_path: Path) -> None:
+    with trainer_of("plain") as trainer:
+        trainer.train(num_steps=3)
+        trainer.save(tmp_path / "inside.pt")
+        trainer.train()
+        trainer.save(tmp_path / "between.pt")
+    with trainer_of("shuffled") as trainer:
+        with pytest.raises(ValueError, match=r"`shuffle\(1, seed=None\)`, which has `shuffle\(128, seed=None\)` now"):
+            trainer.load(tmp_path / "inside.pt")
+        assert trainer.train()["num_samples"] == NUM_ROWS["shuffled"]
+        for name, parts in (("inside.pt", ["models", "optimizers"]), ("between.pt", None)):  # as the error says
+            trainer.load(tmp_path / name, parts=parts)
+            assert trainer.train()["num_samples"] == NUM_ROWS["shuffled"]
+
+
 def test_predictions_are_in_the_order_of_the_shards(ray_cluster: None) -> None:
     stream = MadeStream([15] * 40).map(lambda row: np.full(5, 15 * int(row[0][6:]) + row[1], np.float64))
     with trainer_of("plain", 2) as trainer:

@@ -75,6 +75,11 @@ class TorchFeed(feed.Feed):
     def _ranks(self) -> Ranks:
         return self._group
 
+    @property
+    def _registered_stream(self) -> StreamData | None:
+        data = self._data_of("train")
+        return data if isinstance(data, StreamData) else None
+
     def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchBatchStream:
         return TorchBatchStream(source, self._parallel.step, begin_pass, self._undo)
 

@@ -113,6 +113,7 @@ class ReplicaState(ABC):
             ValueError: A part does not fit what is registered.
         """
         check_progress(state["epoch"], state.get(RESUME))
+        self._feed.check_position((state.get(RESUME) or {}).get("position"))
         self._check_parts(state)
         self._operator._raysgd.callbacks.check(state)
         state["operator"]
