@@ -154,8 +154,11 @@ def test_public_names_load_from_where_they_are_defined() -> None:
     assert result.stdout.split() == ["raysgd.torch.training_operator", "True"], result.stderr
 
 
-def test_completion_shows_the_lazy_names() -> None:
+def test_completion_shows_the_public_names_and_nothing_else() -> None:
+    packages = {name for name in dir(raysgd) if name not in raysgd.__all__}
     assert set(raysgd.__all__) <= set(dir(raysgd))
+    assert {"callbacks", "data", "operators", "tf", "torch", "train", "tune"} <= packages
+    assert packages & {"Any", "TYPE_CHECKING", "annotations", "engine", "lazy_names", "os", "worker"} == set()
 
 
 def test_every_public_module_of_functions_is_an_attribute_of_the_package() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd._arguments import checks
 from raysgd.driver.calls import asked
-from raysgd.driver.trainer import ClassTrainer, naming_config_entry
+from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entry
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
@@ -30,7 +30,7 @@ from raysgd.utils import BATCH_SIZE
 logger = logging.getLogger(__name__)
 
 
-class ChangingTrainer(ClassTrainer):
+class ChangingTrainer(ClassTrainer[AnyOperatorT]):
     """A trainer whose workers can be told to train something else."""
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
@@ -108,7 +108,7 @@ class ChangingTrainer(ClassTrainer):
             config_changes=(*self._settings.config_changes, before),
         )
 
-    def reload(self, training_operator_cls: type[Any]) -> None:
+    def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
         """Goes on with another operator class, usually an edited one, in the same workers and with the same state.
 
         Each worker makes an operator of the new class and gives it the state of the old one. Only when all have done so

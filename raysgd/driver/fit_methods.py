@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from raysgd._arguments import checks
 from raysgd._numbers.results import Metrics
 from raysgd._text.once import Once
+from raysgd.callbacks.calling.adapters import AnyCallback
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
 from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
@@ -258,8 +260,8 @@ class FitMethods(ABC):
         `validation_<name>` for each metric of the model.
 
         With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
-        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
-        alone. Without such workers, the others validate, and the next call waits for them.
+        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a
+        copy of the state alone. Without such workers, the others validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is nothing to validate on.
@@ -339,18 +341,18 @@ class FitMethods(ABC):
         return self._background.begin_beside(take_state, validators.controller, evaluate)
 
     @abstractmethod
-    def save(self, checkpoint: Any) -> Any:
+    def save(self, checkpoint: str | PathLike[str]) -> Any:
         """Writes the state to a file."""
 
     @abstractmethod
-    def load(self, checkpoint: Any) -> Any:
+    def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Loads a file that `save` wrote."""
 
     def fit(
         self,
         epochs: int,
         *,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[AnyCallback] = (),
         validation_freq: int = 1,
         dataset: Any = None,
         validation_dataset: Any = None,
@@ -393,7 +395,7 @@ class FitMethods(ABC):
         self,
         epochs: int,
         *,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[AnyCallback] = (),
         validation_freq: int = 1,
         dataset: Any = None,
         validation_dataset: Any = None,

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal
 from weakref import finalize
 
 from raysgd._arguments import checks
@@ -44,15 +44,25 @@ from raysgd.messages.settings import GroupSettings, ReplicaSettings
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.utils import BATCH_SIZE
 
-TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    AnyOperatorT = TypeVar("AnyOperatorT", default=Any)
+else:
+    from typing import TypeVar  # without a default, before Python 3.13
+
+    AnyOperatorT = TypeVar("AnyOperatorT")
+
+T = TypeVar("T")
+TrainerT = TypeVar("TrainerT", bound="ClassTrainer[Any]")
 
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(FitMethods):
+class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
-    training_operator_cls: type[Any]
+    training_operator_cls: type[AnyOperatorT]
     initialization_hook: Callable[[], Any] | None
     num_cpus_per_worker: float
     use_gpu: bool
@@ -271,11 +281,11 @@ class ClassTrainer(FitMethods):
         """A config that this trainer can work with."""
         return checks.check_config(config)
 
-    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+    def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # it may seed, say
 
-    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
+    def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
 
         Where it raises on some workers only, or not at the same line, all are replaced: some may have
@@ -283,7 +293,7 @@ class ClassTrainer(FitMethods):
         """
         return self._on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
 
-    def get_local_operator(self) -> Any:
+    def get_local_operator(self) -> AnyOperatorT:
         """The live operator of rank 0, with `use_local=True` only.
 
         Raises:
@@ -295,7 +305,8 @@ class ClassTrainer(FitMethods):
                 "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
                 "`use_local=True`."
             )
-        return runner.operator
+        operator: AnyOperatorT = runner.operator
+        return operator
 
     def shutdown(self, force: bool = False) -> None:
         """Ends the workers and gives their resources back; a second time it does nothing.

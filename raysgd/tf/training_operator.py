@@ -28,7 +28,7 @@ from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects, TFIn
 from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, required
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
 from raysgd.worker.parts import RegisteredParts, refuse_unknown
 from raysgd.worker.state.putting_back import putting_back
 
@@ -85,6 +85,7 @@ class TrainingOperator(BaseOperator):
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, TFInternals(self, config, context))
 
+    @rung
     def train_epoch(
         self,
         iterator: Iterable[Any],
@@ -122,6 +123,7 @@ class TrainingOperator(BaseOperator):
         summary.update(internals.metric_results("train_"))
         return summary
 
+    @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one optimizer step on one batch.
 
@@ -182,6 +184,7 @@ class TrainingOperator(BaseOperator):
         for metric in self._raysgd.registered.metrics:
             metric.update_state(target, output, sample_weight=sample_weight)
 
+    @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
 
@@ -197,6 +200,7 @@ class TrainingOperator(BaseOperator):
         summary.update(internals.metric_results("val_"))
         return summary
 
+    @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
         internals = self._raysgd

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, Literal
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -47,11 +48,11 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.operator import OperatorT
 from raysgd.worker.state.replica_state import RESUME
 
 
-class TorchTrainer(ChangingTrainer):
+class TorchTrainer(ChangingTrainer[OperatorT]):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -150,8 +151,8 @@ class TorchTrainer(ChangingTrainer):
 
     def __init__(
         self,
+        training_operator_cls: type[OperatorT],
         *,
-        training_operator_cls: type[TrainingOperator],
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
@@ -186,7 +187,7 @@ class TorchTrainer(ChangingTrainer):
         recovery_options: Recovery = Recovery(),
         seed: int | None = None,
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
@@ -241,15 +242,17 @@ class TorchTrainer(ChangingTrainer):
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
 
-    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
-    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-        if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-            retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
-        if host is None:
-            return super().__new__(cls)
-        kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
-        return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+
+        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+            if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
+                retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
+            if host is None:
+                return super().__new__(cls)
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
+            return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
@@ -318,15 +321,6 @@ class TorchTrainer(ChangingTrainer):
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)
 
-    def get_local_operator(self) -> TrainingOperator:
-        """The live operator of rank 0, with `use_local=True` only.
-
-        Raises:
-            NotImplementedError: All workers are remote.
-        """
-        operator: TrainingOperator = super().get_local_operator()
-        return operator
-
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
         state = shared_state.whole(self._snapshot().shared_state, copy=True)
@@ -338,7 +332,7 @@ class TorchTrainer(ChangingTrainer):
 
     def save(
         self,
-        checkpoint: Any,
+        checkpoint: str | PathLike[str],
         blocking: bool = True,
         weights_only: bool = True,
         format: FileFormat = "torch",
@@ -386,8 +380,13 @@ class TorchTrainer(ChangingTrainer):
         return checkpoint
 
     def load(
-        self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
-    ) -> LoadReport | None:
+        self,
+        checkpoint: str | PathLike[str],
+        weights_only: bool = True,
+        *,
+        strict: bool = True,
+        parts: Sequence[str] | None = None,
+    ) -> LoadReport | Any:
         """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
 
         Args:
@@ -486,4 +485,4 @@ class TorchTrainer(ChangingTrainer):
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)

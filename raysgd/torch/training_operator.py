@@ -11,9 +11,9 @@ Override the lowest rung that changes what you want to change; the library keeps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
@@ -32,11 +32,16 @@ from raysgd.torch.step.batch_weights import weights_of
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, required
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
 from raysgd.worker.parts import refuse_unknown
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
+
+Models = TypeVar("Models")
+Optimizers = TypeVar("Optimizers")
+Criterion = TypeVar("Criterion")
+Schedulers = TypeVar("Schedulers")
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 _REGISTER_DATA = "Pass loaders to `self.register_data` in `setup`."
@@ -86,6 +91,8 @@ class TrainingOperator(BaseOperator):
     """
 
     scheduler_metric: str | None = None
+    train_loader: Any
+    validation_loader: Any
 
     _raysgd: TorchInternals
     # Subclasses have read these names since the first version of the library.
@@ -114,6 +121,7 @@ class TrainingOperator(BaseOperator):
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(config, TorchInternals(self, config, context))
 
+    @rung
     def train_epoch(
         self,
         iterator: Iterable[Any],
@@ -161,6 +169,7 @@ class TrainingOperator(BaseOperator):
         """Returns the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
         return plateaus_of(self)
 
+    @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one optimizer step on one batch; with accumulation, on the last of several.
 
@@ -203,7 +212,7 @@ class TrainingOperator(BaseOperator):
             return tuple(to_device(feature, device) for feature in features), to_device(target, device)
         return features, target
 
-    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
+    def forward(self, features: Any, target: Any) -> Any:
         """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
 
         The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
@@ -242,6 +251,7 @@ class TrainingOperator(BaseOperator):
         bystanders = [] if are_alone else internals.choice.bystanders(optimizer, chosen)
         internals.gradients.compute(loss, chosen, bystanders, weight, internals.trained_parameters)
 
+    @rung
     def optimizer_step(self, optimizer: Any = None) -> None:
         """Steps the optimizer with the gradients, the mean over all workers' samples by now.
 
@@ -271,6 +281,7 @@ class TrainingOperator(BaseOperator):
         """Clips each number of the gradients by itself; only where the trainer was given a bound."""
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
+    @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
 
@@ -285,6 +296,7 @@ class TrainingOperator(BaseOperator):
                 meters.update(*internals.parted(metrics))
         return meters.summary()
 
+    @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weights."""
         internals = self._raysgd
@@ -294,6 +306,54 @@ class TrainingOperator(BaseOperator):
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}
+
+    @overload
+    def register(
+        self,
+        *,
+        models: Models,
+        optimizers: Optimizers,
+        criterion: None = ...,
+        schedulers: None = ...,
+        ddp_args: dict[str, Any] | None = ...,
+        apex_args: dict[str, Any] | None = ...,
+    ) -> tuple[Models, Optimizers]: ...
+
+    @overload
+    def register(
+        self,
+        *,
+        models: Models,
+        optimizers: Optimizers,
+        criterion: Criterion,
+        schedulers: None = ...,
+        ddp_args: dict[str, Any] | None = ...,
+        apex_args: dict[str, Any] | None = ...,
+    ) -> tuple[Models, Optimizers, Criterion]: ...
+
+    @overload
+    def register(
+        self,
+        *,
+        models: Models,
+        optimizers: Optimizers,
+        criterion: None = ...,
+        schedulers: Schedulers,
+        ddp_args: dict[str, Any] | None = ...,
+        apex_args: dict[str, Any] | None = ...,
+    ) -> tuple[Models, Optimizers, Schedulers]: ...
+
+    @overload
+    def register(
+        self,
+        *,
+        models: Models,
+        optimizers: Optimizers,
+        criterion: Criterion,
+        schedulers: Schedulers,
+        ddp_args: dict[str, Any] | None = ...,
+        apex_args: dict[str, Any] | None = ...,
+    ) -> tuple[Models, Optimizers, Criterion, Schedulers]: ...
 
     def register(
         self,
@@ -462,7 +522,7 @@ class TrainingOperator(BaseOperator):
 
 
 # Its module needs this one.
-__getattr__, __dir__ = lazy_names(__name__, {"CreatorOperator": "raysgd.torch.creator_operator"})
+lazy_names(__name__, {"CreatorOperator": "raysgd.torch.creator_operator"})
 
 
 __all__ = [

@@ -7,10 +7,10 @@ first version of the library are views on it, and assignments to those are refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
 from raysgd._numbers.metric_summary import MetricSummary
@@ -21,9 +21,26 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.worker.data.logged import note, set_apart, with_logged
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    OperatorT = TypeVar("OperatorT", bound="BaseOperator", default=Any)
+else:
+    from typing import TypeVar  # without a default, before Python 3.13
+
+    OperatorT = TypeVar("OperatorT")
+
+SelfT = TypeVar("SelfT")
+ResultT = TypeVar("ResultT")
+
 NUM_STEPS = "__num_steps__"
 
 _OF_TRAINER = "It comes from the trainer."
+
+
+def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
+    """Lets type checkers accept an override that takes fewer arguments, as the library does; changes nothing."""
+    return method
 
 
 class ReadOnlyView:
@@ -193,6 +210,7 @@ class BaseOperator:
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
+    @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
 

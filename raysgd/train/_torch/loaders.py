@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_data_loader(
-    data_loader: DataLoader[Any],
+    data_loader: DataLoader[Any] | Stream | StreamPart,
     add_dist_sampler: bool = True,
     move_to_device: bool = True,
     auto_transfer: bool = True,
     *,
     exact: bool = False,
-) -> DataLoader[Any]:
+) -> Any:
     """Gets a loader ready: over this worker's part of the samples, with batches on the device.
 
     Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. A sampler such as
