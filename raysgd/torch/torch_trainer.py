@@ -149,8 +149,8 @@ class TorchTrainer(ChangingTrainer):
 
     def __init__(
         self,
-        *,
         training_operator_cls: type[TrainingOperator],
+        *,
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
@@ -243,7 +243,7 @@ class TorchTrainer(ChangingTrainer):
     @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
     def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
         """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-        if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
+        if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
             retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
         if host is None:
             return super().__new__(cls)

@@ -77,15 +77,12 @@ def test_the_facts_tell_what_is_registered() -> None:
     assert not facts.is_synchronous
 
 
-def test_an_operator_that_registers_nothing_is_set_up_and_says_so_when_asked_for_state() -> None:
+def test_an_operator_that_registers_nothing_is_refused() -> None:
     class Empty(TrainingOperator):
         def setup(self, config: dict[str, Any]) -> None: ...
 
-    runner = TorchRunner(TorchSettings(Empty, {}), ALONE)
-    facts = runner.setup()
-    assert (facts.num_models, facts.train_data) == (0, None)
     with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
-        runner.state()
+        TorchRunner(TorchSettings(Empty, {}), ALONE).setup()
 
 
 # ------------------------------------------------------------------------------------------------ epochs

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments.checks import check_subclass, did_you_mean, is_number, refuse_text
+from raysgd._arguments import checks
+from raysgd._arguments.checks import did_you_mean, is_number, refuse_text
 from raysgd._text.once import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
@@ -61,7 +62,7 @@ def _warn_local_once() -> None:
 
 def check_operator_class(operator_cls: Any) -> None:
     """Refuses anything but an operator class."""
-    check_subclass("training_operator_cls", operator_cls, TrainingOperator, "TrainingOperator")
+    checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
