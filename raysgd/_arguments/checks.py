@@ -13,7 +13,6 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from raysgd._text.once import Once
 from raysgd.exceptions import InvalidCountError
 
 logger = logging.getLogger(__name__)
@@ -240,7 +239,7 @@ def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], Meth
         parameters = list(inspect.signature(method).parameters.values())[1:]
         names = [parameter.name for parameter in parameters]
         num_unnamed = len([each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD])
-        once = Once()
+        said: list[str] = []
 
         @wraps(method)
         def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +247,8 @@ def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], Meth
             if unknown or len(args) > num_unnamed:
                 what = f"does not know {', '.join(unknown)}" if unknown else f"got {len(args)} arguments without names"
                 raise TypeError(f"`{method.__name__}` {what}: write {line}.")
-            if unnamed and args and args[0] is not None and once.is_first(unnamed):
+            if unnamed and args and args[0] is not None and not said:
+                said.append(unnamed)
                 logger.warning(unnamed, {"given": args[0]})
             return method(self, *args, **kwargs)
 

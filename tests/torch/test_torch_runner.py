@@ -922,6 +922,14 @@ def test_a_survivor_that_had_answered_answers_the_same_again(process_group: None
     assert resume(runner) is answer
 
 
+def test_a_survivor_says_between_calls_what_the_last_one_has_used(process_group: None) -> None:
+    runner = survivor()
+    for num_steps, used in ((None, "epoch 1: 20 of 20"), (2, "epoch 2: 4 of 20")):
+        train(runner, num_steps)
+        runner.regroup(ALONE, StateHandover())
+        assert str(runner.heartbeat().data) == f"{used} samples used"
+
+
 def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_group: None) -> None:
     class StepsTwice(BreaksOff):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ _SLICE_S = 1.0
 _NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
+_DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
 
 
 def _ray() -> Any:
@@ -41,6 +44,34 @@ def ensure_ray() -> None:
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
         ray.init(include_dashboard=False)
+    _quiet_ray()
+
+
+_noted: set[tuple[str, str]] = set()
+
+
+def note_processes(infos: Iterable[WorkerInfo]) -> None:
+    """Remembers where workers are or were: raysgd says itself, in one line, if one of them is lost."""
+    _noted.update((info.node_id, str(info.pid)) for info in infos)
+
+
+def _quiet_ray() -> None:
+    """Keeps Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
+
+    What prints them is private: where it is missing, they are printed.
+    """
+    worker = importlib.import_module("ray._private.worker")
+    show = getattr(worker, "print_to_stdstream", None)
+    if show is None or hasattr(show, "__wrapped__"):
+        return
+
+    @wraps(show)
+    def show_others(data: Any, *args: Any, **options: Any) -> None:
+        died = _DIED.search("".join(data["lines"])) if data.get("pid") == "raylet" else None
+        if died is None or died.groups() not in _noted:
+            show(data, *args, **options)
+
+    worker.print_to_stdstream = show_others
 
 
 def is_ray_client() -> bool:
