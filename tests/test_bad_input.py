@@ -20,6 +20,7 @@ from raysgd import Recovery, StepOptions
 from raysgd.engine.processes import resources
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.driver import arguments
 from raysgd.train import CheckpointStrategy, Trainer, _fit_trainers
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.torch import TorchConfig
@@ -346,6 +347,17 @@ def test_what_may_be_meant_is_warned_of_once(
 ) -> None:
     mistake()
     assert caplog.text.count(line) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver has a GPU")
+@pytest.mark.parametrize(("use_gpu", "num_gpus", "is_said"), [("auto", 8, True), ("auto", 0, False), (False, 8, False)])
+def test_gpus_of_nodes_are_pointed_at_where_the_driver_has_none(
+    use_gpu: Any, num_gpus: int, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arguments, "num_gpus", lambda: num_gpus)
+    local(use_gpu=use_gpu)
+    assert caplog.text.count("the nodes have 8 GPUs, and training runs on CPUs") == is_said
+    assert caplog.text.count("Pass `use_gpu=True` to train on the GPUs") == is_said
 
 
 def test_methods_that_own_methods_may_call_are_nobodys_mistake(caplog: pytest.LogCaptureFixture) -> None:
