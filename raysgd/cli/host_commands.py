@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from raysgd.engine.processes.resources import init_ray
+
 Command = Callable[..., None]
 
 
@@ -20,10 +22,8 @@ def _in_cluster(command: Command) -> Command:
     )
     @functools.wraps(command)
     def connected(address: str, **arguments: Any) -> None:
-        import ray
-
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            init_ray(address=address, log_to_driver=False, logging_level=logging.ERROR)
             command(**arguments)
         except (ConnectionError, LookupError, RuntimeError, ValueError) as error:
             raise click.ClickException(str(error.args[0] if error.args else error)) from error

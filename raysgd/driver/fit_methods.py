@@ -155,6 +155,10 @@ class FitMethods(ABC):
         blocking: Literal[False],
     ) -> CallHandle[Any]: ...
 
+    @checks.answer_mistakes(
+        "`trainer.fit(5)` for 5 epochs, `trainer.train()` for one, or `trainer.train(num_steps=100)` for 100 batches",
+        unnamed="`train(%(given)s)` trains on %(given)s batches: for epochs write `fit(%(given)s)`",
+    )
     def train(
         self,
         num_steps: int | None = None,
@@ -206,7 +210,18 @@ class FitMethods(ABC):
         check = partial(self._check_answers, "train", asked=request)
         with self._shown():
             answers = self._calls.train(request, max_retries, dataset, self._goes_on_with(dataset), check)
-        return self._merged(answers, reduce_results)
+        result = self._merged(answers, reduce_results)
+        self._warn_of_nan(result)
+        return result
+
+    def _warn_of_nan(self, result: Any) -> None:
+        """Says once that a loss is no number any more."""
+        values = result.items() if isinstance(result, Mapping) else ()
+        names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
+        if names and self._once.is_first("nan"):
+            logger.warning(
+                "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
+            )
 
     @overload
     def validate(
@@ -348,6 +363,7 @@ class FitMethods(ABC):
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Loads a file that `save` wrote."""
 
+    @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
         self,
         epochs: int,
@@ -391,6 +407,7 @@ class FitMethods(ABC):
         )
         return Fit(self, options).run()
 
+    @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
     def epochs(
         self,
         epochs: int,

@@ -42,9 +42,12 @@ class Throughput:
         history = self._controller.history
         self.accounts.begin_call()
         began, num_rejoins = time.perf_counter(), history.count("rejoined")
-        answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
-        self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
-        self._note(self._heartbeats)
+        try:
+            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
+            self._note(self._heartbeats)
+        finally:
+            self.accounts.end_call()
         num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
         num_samples += int(sum(each.num_inherited for each in answers))
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None

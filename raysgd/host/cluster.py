@@ -11,6 +11,7 @@ from typing import Any
 from raysgd._text import log_lines
 from raysgd._version import __version__
 from raysgd.engine.processes.outliving import NAMESPACE
+from raysgd.engine.processes.resources import init_ray
 from raysgd.exceptions import HostLostError, UnknownHostError
 from raysgd.host.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
 from raysgd.host.packing import packed_arguments
@@ -232,7 +233,7 @@ def connect() -> None:
 
     if not ray.is_initialized():
         try:
-            ray.init(address="auto")
+            init_ray(address="auto")
         except ConnectionError as error:
             raise RuntimeError(_NO_RAY.format("There is no Ray cluster here")) from error
     elif _ends_with_program():

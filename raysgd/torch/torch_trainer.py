@@ -198,7 +198,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
-        use_gpu = arguments.resolve_use_gpu(use_gpu)
+        asked, use_gpu = use_gpu, arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
         chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
         chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
@@ -241,18 +241,22 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
+        arguments.warn_of_unused_gpus(asked)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
         def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
             """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-            if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
+            if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
             if host is None:
                 return super().__new__(cls)
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
-            return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            asked = kwargs.get("use_gpu", "auto")
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # a host has none itself
+            handle = start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            arguments.warn_of_unused_gpus(asked)
+            return handle
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:

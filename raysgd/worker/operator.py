@@ -151,16 +151,16 @@ class Internals:
             metrics = with_logged(metrics, self.logged)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
-    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Metrics of a batch, with those that were logged and without their weight, and that.
+    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+        """Metrics of a batch that a method returned, with those that were logged and without their weight, and that.
 
         Raises:
             TypeError: They are no dict.
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
-                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
+                f"`{type(self._operator).__name__}.{method}` returned a `{type(metrics).__name__}`: return a dict of "
+                "metrics, an empty one if there are no metrics."
             )
         metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)

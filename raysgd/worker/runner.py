@@ -13,6 +13,7 @@ from raysgd._numbers.call_progress import CallProgress
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
@@ -53,8 +54,17 @@ class ClassRunner(OperatorChanges):
         self._evaluation = Evaluation(hosted, self._activity, answering, self._ledger)
 
     def setup(self) -> Any:
-        """Builds the operator, which runs the user's `setup`, and tells it what changed later. Returns its facts."""
+        """Builds the operator, which runs the user's `setup`, and tells it what changed later. Returns its facts.
+
+        Raises:
+            NotRegisteredError: That registers nothing.
+        """
         facts = self._hosted.build()
+        if not facts.num_models:
+            raise NotRegisteredError(
+                f"`{type(self._hosted.operator).__name__}.setup` never called `register`: register models and "
+                "optimizers there, so that the library can train, save and restore them."
+            )
         if self._settings.config_changes:
             self._hosted.follow(self._settings)
             facts = self._hosted.facts()

@@ -77,15 +77,12 @@ def test_the_facts_tell_what_is_registered() -> None:
     assert not facts.is_synchronous
 
 
-def test_an_operator_that_registers_nothing_is_set_up_and_says_so_when_asked_for_state() -> None:
+def test_an_operator_that_registers_nothing_is_refused() -> None:
     class Empty(TrainingOperator):
         def setup(self, config: dict[str, Any]) -> None: ...
 
-    runner = TorchRunner(TorchSettings(Empty, {}), ALONE)
-    facts = runner.setup()
-    assert (facts.num_models, facts.train_data) == (0, None)
     with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
-        runner.state()
+        TorchRunner(TorchSettings(Empty, {}), ALONE).setup()
 
 
 # ------------------------------------------------------------------------------------------------ epochs
@@ -923,6 +920,14 @@ def test_a_survivor_that_had_answered_answers_the_same_again(process_group: None
     answer = train(runner)
     runner.regroup(ALONE, StateHandover())
     assert resume(runner) is answer
+
+
+def test_a_survivor_says_between_calls_what_the_last_one_has_used(process_group: None) -> None:
+    runner = survivor()
+    for num_steps, used in ((None, "epoch 1: 20 of 20"), (2, "epoch 2: 4 of 20")):
+        train(runner, num_steps)
+        runner.regroup(ALONE, StateHandover())
+        assert str(runner.heartbeat().data) == f"{used} samples used"
 
 
 def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_group: None) -> None:

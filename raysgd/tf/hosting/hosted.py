@@ -85,7 +85,7 @@ class TFHosted(hosted.Hosted):
         rng.seed_alike(settings.seed)
         context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
-        self.operator = operator = settings.training_operator_cls(config, context)
+        self.operator = operator = settings.training_operator_cls(config=config, context=context)
         obstacle = self.feed.obstacle("train")
         if settings.batch_options.is_constant and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"

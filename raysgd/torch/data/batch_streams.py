@@ -447,6 +447,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
     _num_steps_in_pass = _began_at = 0
+    _before: tuple[int | None, int] | None = None  # due and used, where the group was left: another one plans again
 
     @property
     def completed(self) -> int:
@@ -458,6 +459,8 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         May be called from a second thread, while the first works.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
+        if self._before is not None:
+            return *self._before, 0
         num_due = self.source.num_steps()
         due = None if num_due is None else self.source.consumed_after(num_due)
         if to_resume is not None:
@@ -469,10 +472,11 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
 
     def break_off(self) -> None:
         super().break_off()
+        self._before = self.ledger()[:2]
         self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
-        self._num_steps_in_pass, self._began_at = 0, consumed
+        self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:

@@ -219,7 +219,7 @@ class TorchInternals(Internals):
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
         """Count the metrics of a training batch, once its step is done."""
-        values, num_samples = self.parted(metrics)
+        values, num_samples = self.parted(metrics, "train_batch")
         if BATCH_WEIGHT in values:
             self.gradients.compare_weight(values, type(self._operator).__name__)
         count = meters.update if self.parallel.step.is_boundary else meters.hold
