@@ -205,7 +205,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.air.config": ("raysgd.air.config", f"{_CONFIGS} DatasetConfig"),
     "ray.air.constants": (
         "raysgd.air.constants",
-        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TRAIN_DATASET_KEY WILDCARD_KEY",
+        "EVALUATION_DATASET_KEY MAX_REPR_LENGTH MODEL_KEY PREPROCESSOR_KEY TENSOR_COLUMN_NAME TRAIN_DATASET_KEY "
+        "WILDCARD_KEY",
     ),
     "ray.air.integrations.comet": ("raysgd.air.integrations.comet", "CometLoggerCallback"),
     "ray.air.integrations.keras": ("raysgd.air.integrations.keras", "ReportCheckpointCallback"),
