@@ -33,7 +33,7 @@ _REMOTE_TRAINER = (
     f"`training_operator_cls={_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`"
 )
 _INIT = (
-    "an operator has no `__init__` of its own: move what it does to `setup(self, config)`, where `self.world_rank` and "
+    "an operator is made by the library: move what `__init__` does to `setup(self, config)`, where `self.world_rank` and "
     "the like are set"
 )
 _DISTRIBUTED = (
