@@ -33,8 +33,8 @@ _REMOTE_TRAINER = (
     f"`training_operator_cls={_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`"
 )
 _INIT = (
-    "an operator is made by the library: move what `__init__` does to `setup(self, config)`, where `self.world_rank` and "
-    "the like are set"
+    "the library calls the constructor of an operator: move what yours does to `setup(self, config)`, where "
+    "`self.world_rank` and the like are set"
 )
 _DISTRIBUTED = (
     "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
