@@ -37,6 +37,7 @@ _EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError Trai
 _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd": ("raysgd", "TorchTrainer TFTrainer"),
     "ray.util.sgd.pytorch": ("raysgd.torch", "TrainingOperator"),
+    "ray.util.sgd.pytorch.training_operator": ("raysgd.torch.training_operator", "TrainingOperator"),
     "ray.util.sgd.torch": ("raysgd.torch", "BaseTorchTrainable CreatorOperator TorchTrainer TrainingOperator"),
     "ray.util.sgd.torch.torch_trainer": ("raysgd.torch.torch_trainer", "BaseTorchTrainable TorchTrainer"),
     "ray.util.sgd.torch.training_operator": (
@@ -223,6 +224,7 @@ _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {"sgd": {**_SGD, **_BESIDE_SG
 _RENAMED = {
     "ray.util.sgd.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.pytorch.PyTorchTrainer": "raysgd.TorchTrainer",
+    "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.v2.SGDBackendError": "raysgd.v2.SGDBackendError",
     "ray.util.ml_utils.util.find_free_port": "raysgd.utils.find_free_port",
     "ray.tune.function": "raysgd.tune.function",
@@ -301,6 +303,9 @@ _GONE = {
     "ray.tune.checkpoint_dir": "save into a folder, and pass `checkpoint=ray.tune.Checkpoint.from_directory(folder)` "
     "to `ray.tune.report`",
     "ray.tune.integration.horovod": "pass a `raysgd.train.horovod.HorovodTrainer` to `raysgd.tune.Tuner`",
+    "ray.services": "Ray has `ray.util.get_node_ip_address`",
+    "ray.tune.integration.mlflow": "Ray has it as `ray.air.integrations.mlflow`",
+    "ray.tune.integration.wandb": "Ray has it as `ray.air.integrations.wandb`",
     "ray.tune.sample": "Ray has these classes in `ray.tune.search.sample`",
     "ray.tune.suggest": "Ray has the searches in `ray.tune.search`",
     "ray.tune.track": "call `ray.tune.report({...})`",

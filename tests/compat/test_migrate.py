@@ -46,6 +46,7 @@ def failed(text: str) -> MigratedProgram:
         ("from ray.util.sgd import TorchTrainer", "from raysgd import TorchTrainer"),
         ("from ray.util.sgd import TorchTrainer as T  # ours", "from raysgd import TorchTrainer as T  # ours"),
         ("from ray.util.sgd import PyTorchTrainer", "from raysgd import TorchTrainer as PyTorchTrainer"),
+        ("from ray.util.sgd.pytorch import TrainingOperator", "from raysgd.torch import TrainingOperator"),
         ("from ray.util.sgd.utils import *", "from raysgd.utils import *"),
         ("import ray.util.sgd.torch as sgd", "import raysgd.torch as sgd"),
         ("import ray.util.sgd", "import raysgd"),
@@ -310,6 +311,7 @@ def test_retired_arguments_are_rewritten() -> None:
         )
         two = TorchTrainer(training_operator_cls=Op, batch_size=8)
         three = TorchTrainer(training_operator_cls=Op, config=config, batch_size=8, num_workers=1)
+        four = TorchTrainer.as_trainable(model_creator=model, optimizer_creator=optimizer, num_workers=2)
         """
     )
     assert "import raysgd.utils" in new.splitlines()
@@ -322,6 +324,8 @@ optimizer_creator=optimizer, loss_creator=torch.nn.MSELoss),
     )
     two = TorchTrainer(training_operator_cls=Op, config={raysgd.utils.BATCH_SIZE: 8})
     three = TorchTrainer(training_operator_cls=Op, config={**config, raysgd.utils.BATCH_SIZE: 8}, num_workers=1)
+    four = TorchTrainer.as_trainable(training_operator_cls=raysgd.TrainingOperator.from_creators(model_creator=model, \
+optimizer_creator=optimizer), num_workers=2)
     """
     assert new.endswith(dedent(wanted))
 

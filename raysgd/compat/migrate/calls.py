@@ -11,7 +11,11 @@ from typing import Protocol
 import libcst as cst
 from libcst import helpers
 
-_TRAINERS = {"raysgd.TorchTrainer", "raysgd.torch.TorchTrainer", "raysgd.torch.torch_trainer.TorchTrainer"}
+_TRAINERS = {
+    f"{module}.TorchTrainer{method}"
+    for module in ("raysgd", "raysgd.torch", "raysgd.torch.torch_trainer")
+    for method in ("", ".as_trainable")
+}
 _OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
