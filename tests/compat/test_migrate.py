@@ -46,6 +46,10 @@ def failed(text: str) -> MigratedProgram:
         ("from ray.util.sgd import TorchTrainer", "from raysgd import TorchTrainer"),
         ("from ray.util.sgd import TorchTrainer as T  # ours", "from raysgd import TorchTrainer as T  # ours"),
         ("from ray.util.sgd import PyTorchTrainer", "from raysgd import TorchTrainer as PyTorchTrainer"),
+        (
+            "from ray.util.sgd.torch.examples.dcgan import GANOperator as G",
+            "from raysgd.torch.examples.dcgan import GANOperator as G",
+        ),
         ("from ray.util.sgd.pytorch import TrainingOperator", "from raysgd.torch import TrainingOperator"),
         ("from ray.util.sgd.utils import *", "from raysgd.utils import *"),
         ("import ray.util.sgd.torch as sgd", "import raysgd.torch as sgd"),

@@ -6,7 +6,6 @@ They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Kera
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import libcst as cst
 from libcst import helpers
@@ -56,12 +55,6 @@ _SAVE = (
 _ENDINGS = (".keras", ".h5")
 
 
-class Tell(Protocol):
-    """Takes note of what a person has to know about a node."""
-
-    def __call__(self, node: cst.CSTNode, text: str, is_error: bool = False) -> None: ...
-
-
 def rewrites(names: set[str]) -> bool:
     """Tell whether the arguments of a call may be rewritten, by what its function may be called today."""
     return bool(names & {*_TRAINERS, _REPORT}) or any(_OPTIMIZERS in f".{name}" for name in names)
@@ -86,13 +79,15 @@ class Calls:
     Args:
         source: The program.
         names_of: What an expression may be called today.
-        tell: What a person has to know goes there.
+        tell: Takes a call, what a person has to know about it, and whether it cannot work.
 
     Attributes:
         needs: Modules to import. Written out, because programs have constants of their own called `BATCH_SIZE`.
     """
 
-    def __init__(self, source: str, names_of: Callable[[cst.BaseExpression], set[str]], tell: Tell) -> None:
+    def __init__(
+        self, source: str, names_of: Callable[[cst.BaseExpression], set[str]], tell: Callable[..., None]
+    ) -> None:
         self._names_of = names_of
         self._tell = tell
         self._has_keras = "keras" in source
