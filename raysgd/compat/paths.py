@@ -366,6 +366,10 @@ class Paths:
         place = self.find(name)
         return (place and place.new) or name
 
+    def is_of_ray(self, module: str) -> bool:
+        """Return whether Ray has to have a module, because it is neither the old library's nor may mean that."""
+        return self.find(module) is None and not self.is_package(module) and not _means_two(module)
+
     def is_package(self, old: str) -> bool:
         """Return whether something of the old library is below this name."""
         return old in self._packages
@@ -384,12 +388,17 @@ class Paths:
         return NewPlace(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
 
     def _knows(self, name: str) -> bool:
-        if name.startswith(("ray.train", "ray.air")):
+        if _means_two(name):
             return "ray.train" in self._modules
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _missing(self, old: str, module: str) -> NewPlace:
         return NewPlace(old, None, f"`{self._modules[module][0]}` has no such name")
+
+
+def _means_two(name: str) -> bool:
+    """Return whether a name means one thing in the old library, and another one in today's Ray."""
+    return name.startswith(("ray.train", "ray.air"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:

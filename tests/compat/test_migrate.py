@@ -466,6 +466,8 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("if x:\n    pass\nelif tune.track.x:\n    pass", "`ray.tune.report({...})`"),
         ("from ray_lightning import RayPlugin, HorovodRayStrategy", "`raysgd.TrainingOperator.from_ptl`"),
         ("from ray_lightning.tune import TuneReportCallback", "`raysgd.tune.Tuner`"),
+        ("from ray.rllib.agents.ppo import PPOTrainer", "today's Ray has no module `ray.rllib.agents.ppo`"),
+        ("import ray.tune.trial", "today's Ray has no module `ray.tune.trial`"),
         ("from horovod.ray import RayExecutor", '`raysgd.train.Trainer("horovod", num_workers=...)`'),
         ("import horovod.ray\nx = horovod.ray.ElasticRayExecutor(s)", "`From horovod.ray`"),
     ],
@@ -488,6 +490,9 @@ def test_a_line_that_cannot_work_gets_a_comment_with_what_to_write(text: str, wo
         "class Own(TrainingOperator):\n    def __init__(self, *args):\n        super().__init__(*args)",
         "class Mine(Other):\n    def __init__(self, config):\n        pass",
         "from horovod.torch import init",
+        "from ray._raylet import ObjectRef",
+        "from ray.tune.schedulers import ASHAScheduler",
+        "from ray.train.callbacks import JsonLoggerCallback",
         "x = tune.sample_from(f)",
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
@@ -97,13 +99,25 @@ class OldNames(cst.CSTTransformer):
         if isinstance(statement, cst.Import):
             return self._rewritten_import(statement, line)
         if isinstance(statement, cst.ImportFrom) and not statement.relative and statement.module is not None:
-            return self._rewritten_from(statement, helpers.get_full_name_for_node(statement.module) or "", line)
+            module = helpers.get_full_name_for_node(statement.module) or ""
+            self._look_for(module, line)
+            return self._rewritten_from(statement, module, line)
         return [statement]
+
+    def _look_for(self, module: str, line: cst.CSTNode) -> None:
+        """Tells a person of a module that today's Ray has no longer; Ray is not imported for that."""
+        ray = find_spec("ray") if module.startswith("ray.") and self._paths.is_of_ray(module) else None
+        for root in (ray and ray.submodule_search_locations) or ():
+            path = Path(root, *module.split(".")[1:])
+            if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
+                self._tell(line, f"today's Ray has no module `{module}`", is_error=True)
 
     def _rewritten_import(self, statement: cst.Import, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         aliases, changed = [], False
         for alias in statement.names:
-            new = self._new_name(self._paths.find(helpers.get_full_name_for_node(alias.name) or ""), line)
+            name = helpers.get_full_name_for_node(alias.name) or ""
+            self._look_for(name, line)
+            new = self._new_name(self._paths.find(name), line)
             if new is None:
                 aliases.append(alias)
             else:
