@@ -246,6 +246,7 @@ _TRANSFORMERS = (
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
 _ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
+_PIPELINE = "pass the dataset, which is read while it is used"
 _LIGHTNING_ON_RAY = (
     "make an operator of the module with `raysgd.TrainingOperator.from_ptl`, or " + _LIGHTNING + "; the migration page "
     "says how, under `From ray_lightning`"
@@ -299,6 +300,8 @@ _GONE = {
     "ray.train.lightgbm": _ELSEWHERE,
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.v2": _INTERNAL,
+    "ray.data.DatasetPipeline": _PIPELINE,
+    "ray.data.dataset_pipeline": _PIPELINE,
     "ray.data.preprocessors.BatchMapper": "call `map_batches` of the dataset",
     "ray.tune.checkpoint_dir": "save into a folder, and pass `checkpoint=ray.tune.Checkpoint.from_directory(folder)` "
     "to `ray.tune.report`",

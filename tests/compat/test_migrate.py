@@ -459,6 +459,8 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("from ray.tune.suggest.hyperopt import HyperOptSearch", "`ray.tune.search`"),
         ("x = tune.sample.Float(0, 1)", "`ray.tune.search.sample`"),
         ("from ray.data.preprocessors import BatchMapper, Chain", "`map_batches`"),
+        ("from ray.data.dataset_pipeline import DatasetPipeline", "read while it is used"),
+        ("predictor.predict_pipelined(dataset)", "call `predict`"),
         ("from ray.util.sgd.torch.training_operator import amp", "`self.backward(loss)`"),
         ("from ray.util.sgd.torch.distributed_torch_runner import DistributedTorchRunner", "an internal"),
         ("with tune.checkpoint_dir(3) as folder:\n    pass", "`checkpoint=ray.tune.Checkpoint.from_directory(folder)`"),
@@ -528,13 +530,6 @@ def test_functions_of_several_workers_report_to_raysgd() -> None:
     found = migrate(text.encode())
     assert b"calls `raysgd.train.report(...)`, with the same arguments\ntune.report(loss=1)" in found.text
     assert found.has_failed
-
-
-def test_pipelines_of_ray_data_are_warned_of() -> None:
-    found = migrate(b"from ray.data.dataset_pipeline import DatasetPipeline\n")
-    [finding] = found.findings
-    assert "no `DatasetPipeline` any more" in finding.text
-    assert not found.has_failed
 
 
 def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:

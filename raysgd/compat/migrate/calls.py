@@ -103,6 +103,8 @@ class Calls:
         if _REPORT in names:
             return self._of_report(old, new)
         self._look_for_remote_trainer(old, names)
+        if isinstance(old.func, cst.Attribute) and old.func.attr.value == "predict_pipelined":
+            self._tell(old, "a `BatchPredictor` reads the dataset while it is used: call `predict`", is_error=True)
         if self._has_keras:
             if any(_OPTIMIZERS in f".{name}" for name in names):
                 return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])

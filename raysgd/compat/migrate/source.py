@@ -18,7 +18,6 @@ from raysgd.compat.paths import Paths
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """In every program in which there is something to do."""
 _MARKS = ("ray.util.sgd", "ray.tune.integration", "ray.util.data", "raysgd")
-_PIPELINES = ("DatasetPipeline", "dataset_pipeline", "predict_pipelined")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
         findings.add(changed, "this line would mean something else: rewrite the file yourself", is_error=True)
         return MigratedProgram(text, findings.sorted())
     _report_texts(tree, paths, findings)
-    _warn_of_pipelines(source, findings)
     return MigratedProgram(new, findings.sorted())
 
 
@@ -111,14 +109,6 @@ def _is_import(line: cst.CSTNode) -> bool:
     return isinstance(line, cst.SimpleStatementLine) and all(
         isinstance(each, cst.Import | cst.ImportFrom) for each in line.body
     )
-
-
-def _warn_of_pipelines(source: str, findings: Findings) -> None:
-    for line, text in enumerate(source.splitlines(), 1):
-        if any(name in text for name in _PIPELINES):
-            findings.add(
-                line, "Ray Data has no `DatasetPipeline` any more: pass the dataset, which is read while it is used"
-            )
 
 
 def _report_texts(tree: ast.Module, paths: Paths, findings: Findings) -> None:
