@@ -550,6 +550,16 @@ def test_creators_that_return_something_wrong_are_told_so(
         trainer.apply_all_workers(try_out)
 
 
+def test_an_error_about_what_keras_2_took_says_how_to_have_that(keras_here: Any) -> None:
+    def make_old_model(config: dict[str, Any]) -> Any:
+        return keras_here.optimizers.Adam(lr=config["lr"])
+
+    with pytest.raises(ValueError, match=r"not recognized|pass a Keras model") as caught:
+        TFTrainer(make_old_model, make_data, config={"lr": 0.1}, use_local=True)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("TF_USE_LEGACY_KERAS=1" in notes) is (keras_here.__name__ == "keras")
+
+
 @pytest.mark.usefixtures("patient")
 def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
     def compile_anew(operator: Any) -> None:
