@@ -100,7 +100,7 @@ class TFHosted(hosted.Hosted):
         try:
             self.operator = operator = settings.training_operator_cls(config=config, context=context)
         except ValueError as error:
-            if any(text in str(error) for text in _OF_KERAS_2):
+            if any(text in str(error) for text in _OF_KERAS_2) and hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(_LEGACY_KERAS)
             raise
         obstacle = self.feed.obstacle("train")
