@@ -5,6 +5,7 @@ Covers `raysgd.train._torch.repeating_loader`: it has little to do without batch
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -104,7 +105,7 @@ class Steps:
         self.place = GroupPlace(self.place.number + 1, World(0, 1))
         return "failed"
 
-    def leave_batch(self) -> bool:
+    def leave_batch(self, mark: int) -> bool:
         return True
 
     def note_unstepped(self) -> None:
@@ -152,6 +153,7 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     end_process_group()
+    gc.collect()  # with the steps goes their hook on all optimizers
 
 
 class Alone:
