@@ -258,8 +258,8 @@ class FitMethods(ABC):
         `validation_<name>` for each metric of the model.
 
         With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
-        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
-        alone. Without such workers, the others validate, and the next call waits for them.
+        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a
+        copy of the state alone. Without such workers, the others validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is nothing to validate on.
