@@ -38,6 +38,7 @@ setup(
     long_description=read_description(),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["raysgd", "raysgd.*"]),
+    package_dir={"": "."},  # so an editable install is a plain path, which type checkers follow, and no import hook
     package_data={"raysgd": ["py.typed"]},
     zip_safe=False,
 )

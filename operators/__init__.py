@@ -37,7 +37,7 @@ __all__ = [
     "GANOperator",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "ClassificationOperator": "raysgd.operators.classification",

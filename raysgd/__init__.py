@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
 
+    from . import air, callbacks, data, exceptions, operators, storage, testing, tf, torch, train, tune, utils  # noqa: F401
+
 __all__ = [
     "CreatorOperator",
     "Host",
@@ -42,7 +44,7 @@ __all__ = [
     "hosts",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "TFTrainer": "raysgd.tf.tf_trainer",
@@ -55,6 +57,20 @@ __getattr__, __dir__ = lazy_names(
         "attach": "raysgd.host.cluster",
         "hosts": "raysgd.host.cluster",
     },
+    shown=[
+        "air",
+        "callbacks",
+        "data",
+        "exceptions",
+        "operators",
+        "storage",
+        "testing",
+        "tf",
+        "torch",
+        "train",
+        "tune",
+        "utils",
+    ],
 )
 
 log_lines.install()

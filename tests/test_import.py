@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import raysgd
-from tests.test_layers import modules_of
+from tests.house.test_layers import modules_of
 
 ROOT = Path(raysgd.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "ray", "numpy", "horovod"}
@@ -136,6 +136,7 @@ def import_errors() -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", public_modules())
 def test_a_public_module_imports_alone(module: str, import_errors: dict[str, str]) -> None:
     error = import_errors[module]
@@ -153,8 +154,11 @@ def test_public_names_load_from_where_they_are_defined() -> None:
     assert result.stdout.split() == ["raysgd.torch.training_operator", "True"], result.stderr
 
 
-def test_completion_shows_the_lazy_names() -> None:
+def test_completion_shows_the_public_names_and_nothing_else() -> None:
+    packages = {name for name in dir(raysgd) if name not in raysgd.__all__}
     assert set(raysgd.__all__) <= set(dir(raysgd))
+    assert {"callbacks", "data", "operators", "tf", "torch", "train", "tune"} <= packages
+    assert packages & {"Any", "TYPE_CHECKING", "annotations", "engine", "lazy_names", "os", "worker"} == set()
 
 
 def test_every_public_module_of_functions_is_an_attribute_of_the_package() -> None:

@@ -41,15 +41,19 @@ USER_EXTRAS = {
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources, because building leaves files beside them."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, because building leaves files beside them."""
+    source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
     for name in ("raysgd", "operators"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
         "-m",
@@ -89,6 +93,15 @@ def test_the_wheel_has_every_module_of_both_folders(wheel: zipfile.ZipFile) -> N
 def test_the_wheel_says_that_it_is_typed_and_carries_the_licence(wheel: zipfile.ZipFile) -> None:
     assert "raysgd/py.typed" in wheel.namelist()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_type_checkers_find_an_editable_install_because_it_is_a_plain_path(source: Path, tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    [path] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as built:
+        files = {name: built.read(name).decode() for name in built.namelist() if ".dist-info/" not in name}
+    assert [*files.values()] == [f"{source}\n"], "one `.pth` and no import hook"
 
 
 def test_links_of_the_project_page_are_absolute(metadata: Message) -> None:
@@ -188,7 +201,7 @@ def test_every_requirement_of_the_development_environment_is_pinned(metadata: Me
 
 def test_every_lower_bound_is_the_version_that_make_test_lowest_installs(metadata: Message) -> None:
     lowest = {name: Version(version) for name, version in pins("constraints-lowest.txt").items()}
-    bounds = lower_bounds([*declared(metadata), *development_groups("dev")])
+    bounds = lower_bounds([*declared(metadata), *development_groups("dev", "full")])
     assert {name: lowest.get(name) for name in bounds} == bounds, "run `make lock` and `make test-lowest`"
     assert len(bounds) > 40
 

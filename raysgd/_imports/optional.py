@@ -38,8 +38,9 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:
-        if _is_missing(module, error):
-            raise ModuleNotFoundError(_missing_message(module, extra, who), name=module) from error
+        missing = _missing(module, extra, error)
+        if missing:
+            raise ModuleNotFoundError(_missing_message(missing, extra, who), name=module) from error
         raise ImportError(_broken_message(module, extra, who, error), name=module) from error
 
 
@@ -52,30 +53,48 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
         ModuleNotFoundError: If the package is missing.
     """
     if importlib.util.find_spec(module) is None:
-        raise ModuleNotFoundError(_missing_message(module, extra, purpose), name=module)
+        raise ModuleNotFoundError(_missing_message(_package_of(module), extra, purpose), name=module)
 
 
-def _is_missing(module: str, error: Exception) -> bool:
-    """Tell a package that is not there from one whose own import went wrong."""
-    return isinstance(error, ModuleNotFoundError) and error.name == _package_of(module)
+def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
+    """The package that is not there: that of the module, or one that it needs. None if an import went wrong."""
+    while error is not None:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        if name and (name == _package_of(module) or _named(name, extra)):
+            return name
+        error = error.__cause__
+    return None
 
 
 def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def install_command(extra: str, *options: str) -> str:
-    """The command that installs what an extra installs, wherever this package came from.
+def install_command(extra: str, *options: str, package: str = "") -> str:
+    """The command that installs what an extra installs, or of that only a package, wherever raysgd came from.
 
     It names the packages, so no index needs to have raysgd. Sources that are not installed are named by their folder.
     """
-    wanted = _requirements(extra) or [f"{Path(__file__).resolve().parents[2]}[{extra}]"]
-    return " ".join(["pip install", *options, *(f'"{each}"' for each in wanted)])
+    folder = f"{Path(__file__).resolve().parents[2]}[{extra}]"
+    wanted = _named(package, extra) or _requirements("raysgd", extra) or [folder]
+    return " ".join(["pip install", *options, *(f'"{each}"' for each in dict.fromkeys(wanted))])
 
 
-def _requirements(extra: str) -> list[str]:
-    """Return what an extra of the installed raysgd installs beside raysgd; nothing if that is not installed."""
-    lines = [line.partition(";") for line in _declared()]
+def _named(package: str, extra: str) -> list[str]:
+    """What an extra installs, directly or by the extra of another package, under the name of this one."""
+    own = _requirements("raysgd", extra)
+    extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
+    all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]
+    pattern = re.compile(rf"{re.escape(package).replace('_', '[-_]')}(-skinny)?(?![\w-])", re.IGNORECASE)
+    return [each for each in all_of_it if pattern.match(each)][:1] if package else []
+
+
+def _requirements(distribution: str, extra: str) -> list[str]:
+    """Return what an extra of an installed package installs beside it; nothing if the package is not installed."""
+    try:
+        lines = [line.partition(";") for line in metadata.requires(distribution) or []]
+    except metadata.PackageNotFoundError:
+        return []
     mark = re.compile(rf"""extra == ["']{extra}["']""")
     named = [name.strip() for name, _, marker in lines if mark.search(marker)]
     return [each for name in named for each in _without_own_extras(name)]
@@ -83,19 +102,11 @@ def _requirements(extra: str) -> list[str]:
 
 def _without_own_extras(requirement: str) -> list[str]:
     own = re.fullmatch(r"raysgd\[(\w+)\]", requirement)
-    return _requirements(own[1]) if own else [requirement]
+    return _requirements("raysgd", own[1]) if own else [requirement]
 
 
-def _declared() -> list[str]:
-    """All that the installed raysgd declares to need."""
-    try:
-        return metadata.requires("raysgd") or []
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def _missing_message(module: str, extra: str, who: str) -> str:
-    return f"{who} needs `{_package_of(module)}`, which is not installed. Run: {install_command(extra)}"
+def _missing_message(package: str, extra: str, who: str) -> str:
+    return f"{who} needs `{package}`, which is not installed. Run: {install_command(extra, package=package)}"
 
 
 def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:

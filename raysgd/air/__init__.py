@@ -26,4 +26,4 @@ __all__ = [
     "SyncConfig",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, {"Result": "raysgd.air.result"})
+lazy_names(__name__, {"Result": "raysgd.air.result"})

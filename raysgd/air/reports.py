@@ -84,7 +84,7 @@ class PreemptionInfo:
 class ValidationFn(Protocol):
     """A function that validates a checkpoint and returns metrics. It runs in a task of Ray, beside the training."""
 
-    def __call__(self, checkpoint: Checkpoint, **kwargs: Any) -> Mapping[str, Any]:
+    def __call__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Return the metrics of a checkpoint."""
 
 

@@ -49,7 +49,7 @@ class Result:
             lists and dicts of them. Anything else stays in the worker. None where the result is read from a folder.
     """
 
-    metrics: dict[str, Any] | None
+    metrics: dict[str, Any] | Any
     checkpoint: Checkpoint | None
     error: Exception | None = None
     folder: Folder | None = None
@@ -59,7 +59,7 @@ class Result:
     _dataframe: Any = field(default=None, repr=False, compare=False)
 
     @property
-    def path(self) -> str | None:
+    def path(self) -> str | Any:
         """The folder of the trial, without the scheme of a URI."""
         return self.folder.path if self.folder is not None else None
 

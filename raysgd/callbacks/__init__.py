@@ -57,7 +57,7 @@ __all__ = [
     "WorkerCallback",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "EMA": "raysgd.callbacks.averages",

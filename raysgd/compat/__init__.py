@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"install": "raysgd.compat.installing"})
+lazy_names(__name__, {"install": "raysgd.compat.installing"})

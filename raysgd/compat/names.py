@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from raysgd._imports.lazy import lazy_names
 
 MOVED = {
@@ -27,10 +24,6 @@ MOVED = {
 """For each module the names that are found there too, and where they are: `module`, or `module:name` if renamed."""
 
 
-def former_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a module that some of these names are looked for in.
-
-    Args:
-        module: Its `__name__`.
-    """
-    return lazy_names(module, MOVED.get(module, {}))
+def former_names(module: str) -> None:
+    """Lets a module, given by its `__name__`, find those of these names that are looked for in it."""
+    lazy_names(module, MOVED.get(module, {}))

@@ -31,7 +31,7 @@ __all__ = [
     "TarStream",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "Arrays": "raysgd.arrays.arrays",

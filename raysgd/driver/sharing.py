@@ -118,6 +118,11 @@ class DataSharing:
         """Notes where a call stopped, for the next one with the same object."""
         self._places[name] = identity(dataset), place
 
+    def follow(self, config: Mapping[str, Any]) -> None:
+        """Makes new shares of what functions make of the config, which is another one from now on."""
+        self._config = config
+        self._divisions = {name: each for name, each in self._divisions.items() if not is_creator(each.data)}
+
     def forget(self) -> None:
         """Makes new shares in the next call."""
         self._divisions.clear()

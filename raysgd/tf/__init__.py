@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TFMLDataset", "TFTrainable", "TFTrainer", "TrainingOperator", "prepare_dataset_shard"]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "TFMLDataset": "raysgd.tf.tf_dataset",

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Literal
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd._arguments import checks
 from raysgd.compat.names import former_names
@@ -45,8 +46,8 @@ from raysgd.tf.driver import arguments
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from raysgd.worker.operator import OperatorT
 from raysgd.worker.state.replica_state import RESUME
 from raysgd.worker.state.state_checks import check_parts
 
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 _RANKS = "ranks"
 
 
-class TFTrainer(ChangingTrainer):
+class TFTrainer(ChangingTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
     What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
@@ -132,7 +133,7 @@ class TFTrainer(ChangingTrainer):
         use_gpu: bool = False,
         verbose: bool | int | str = False,
         *,
-        training_operator_cls: type[TrainingOperator] | None = None,
+        training_operator_cls: type[OperatorT] | None = None,
         num_workers: int | None = None,
         backend: Literal["sockets", "mwms", "gloo"] = "sockets",
         resources_per_worker: Mapping[str, float] | None = None,
@@ -151,7 +152,7 @@ class TFTrainer(ChangingTrainer):
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery_options=Recovery)
         checks.refuse_text(use_gpu=use_gpu)
@@ -191,14 +192,16 @@ class TFTrainer(ChangingTrainer):
         self.model_creator, self.data_creator = model_creator, data_creator
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
 
-    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
-    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-        return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
+    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
-    def _settings_to_send(self) -> TFSettings:
+        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+            return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
+
+    def _settings_to_send(self, settings: TFSettings) -> TFSettings:
         """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
-        settings, tensorflow = self._settings, sys.modules.get("tensorflow")
+        tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
         is_driver_only = self._group_settings.is_driver_only
@@ -324,7 +327,7 @@ class TFTrainer(ChangingTrainer):
     def _load_state(self, state: dict[str, Any]) -> None:
         self._load(state, ())
 
-    def save(self, checkpoint: Any, blocking: bool = True) -> Any:
+    def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
 
         Args:
@@ -349,7 +352,7 @@ class TFTrainer(ChangingTrainer):
             self._saves.submit(checkpoint, self._newest_snapshot(), _checked_content_of, self)
         return checkpoint
 
-    def load(self, checkpoint: Any) -> None:
+    def load(self, checkpoint: str | PathLike[str]) -> None:
         """Loads a file that `save` wrote, or that the old library wrote, into all workers.
 
         Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
@@ -378,7 +381,7 @@ class TFTrainer(ChangingTrainer):
 
     restore = load
 
-    def _load_former(self, checkpoint: Any, state: dict[str, Any]) -> None:
+    def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any]) -> None:
         check_parts(state, {"models": self._facts.num_models})
         call = Call(
             TFRunner.restore_former,
@@ -423,4 +426,4 @@ def _variables_for_workers() -> dict[str, str]:
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)

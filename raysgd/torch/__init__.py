@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator"]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "TorchTrainer": "raysgd.torch.torch_trainer",

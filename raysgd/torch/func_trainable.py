@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raysgd._imports.lazy import lazy_names
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "DistributedTrainableCreator": "raysgd.tune.torch",

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, Literal
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -42,15 +43,16 @@ from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
 from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.driver.state_loader import StateLoader
+from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.operator import OperatorT
 from raysgd.worker.state.replica_state import RESUME
 
 
-class TorchTrainer(ChangingTrainer):
+class TorchTrainer(ChangingTrainer[OperatorT]):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -149,8 +151,8 @@ class TorchTrainer(ChangingTrainer):
 
     def __init__(
         self,
+        training_operator_cls: type[OperatorT],
         *,
-        training_operator_cls: type[TrainingOperator],
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
@@ -185,7 +187,7 @@ class TorchTrainer(ChangingTrainer):
         recovery_options: Recovery = Recovery(),
         seed: int | None = None,
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
@@ -196,7 +198,7 @@ class TorchTrainer(ChangingTrainer):
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
-        use_gpu = arguments.resolve_use_gpu(use_gpu)
+        asked, use_gpu = use_gpu, arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
         chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
         chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
@@ -239,16 +241,22 @@ class TorchTrainer(ChangingTrainer):
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
+        arguments.warn_of_unused_gpus(asked)
 
-    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
-    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-        if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-            retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
-        if host is None:
-            return super().__new__(cls)
-        kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
-        return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+
+        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+            if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
+                retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
+            if host is None:
+                return super().__new__(cls)
+            asked = kwargs.get("use_gpu", "auto")
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # a host has none itself
+            handle = start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            arguments.warn_of_unused_gpus(asked)
+            return handle
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
@@ -317,15 +325,6 @@ class TorchTrainer(ChangingTrainer):
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)
 
-    def get_local_operator(self) -> TrainingOperator:
-        """The live operator of rank 0, with `use_local=True` only.
-
-        Raises:
-            NotImplementedError: All workers are remote.
-        """
-        operator: TrainingOperator = super().get_local_operator()
-        return operator
-
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
         state = shared_state.whole(self._snapshot().shared_state, copy=True)
@@ -337,7 +336,7 @@ class TorchTrainer(ChangingTrainer):
 
     def save(
         self,
-        checkpoint: Any,
+        checkpoint: str | PathLike[str],
         blocking: bool = True,
         weights_only: bool = True,
         format: FileFormat = "torch",
@@ -385,8 +384,13 @@ class TorchTrainer(ChangingTrainer):
         return checkpoint
 
     def load(
-        self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
-    ) -> LoadReport | None:
+        self,
+        checkpoint: str | PathLike[str],
+        weights_only: bool = True,
+        *,
+        strict: bool = True,
+        parts: Sequence[str] | None = None,
+    ) -> LoadReport | Any:
         """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
 
         Args:
@@ -423,11 +427,12 @@ class TorchTrainer(ChangingTrainer):
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:
-        if metrics := self._facts.plateau_metrics:
-            values = schedulers.values_after_validation(metrics, trained, validated)
-            if values:
-                self._schedule(TorchRunner.step_plateaus, values)
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        metrics = self._facts.plateau_metrics
+        values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
+        if values:
+            self._schedule(TorchRunner.step_plateaus, values)
+        return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
         """Lets all workers set their learning rates by the same value."""
@@ -440,8 +445,11 @@ class TorchTrainer(ChangingTrainer):
         or the model is sharded.
         """
         is_local = self._controller.ensure_group().local_replica is not None
-        rank = None if self._facts.is_sharded else 0
-        models = self._on_all(TorchRunner.models, to_cpu or not is_local, rank=rank)[0]
+        is_sharded = self._facts.is_sharded
+        copied = to_cpu or not is_local or is_sharded
+        models = self._on_all(TorchRunner.models, copied, rank=None if is_sharded else 0)[0]
+        if copied:
+            models = [unpacked(model) for model in models]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
@@ -481,4 +489,4 @@ class TorchTrainer(ChangingTrainer):
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)

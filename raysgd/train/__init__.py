@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     )
     from raysgd.train.trainer import Trainer, TrainingIterator, TrainWorkerGroup
 
+    from . import collective, horovod, lightning, tensorflow, torch  # noqa: F401
+
 __all__ = [
     "BackendConfig",
     "Checkpoint",
@@ -101,7 +103,7 @@ __all__ = [
     "world_size",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "BackendConfig": "raysgd.train.backend",

@@ -6,11 +6,31 @@ They are imported from `raysgd.train.torch`, `raysgd.train.tensorflow` and `rays
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from raysgd.air.config import checked_config
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.reports import ValidationConfig
+from raysgd.host.settings import Host
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class FurtherOptions(TypedDict, total=False):
+    """The arguments of `DataParallelTrainer` that these trainers pass on."""
+
+    scaling_config: ScalingConfig | None
+    dataset_config: Any
+    run_config: RunConfig | None
+    datasets: Mapping[str, Any] | None
+    metadata: dict[str, Any] | None
+    preprocessor: Any
+    resume_from_checkpoint: Checkpoint | None
+    validation_config: ValidationConfig | None
+    host: str | Host | None
 
 
 class TorchTrainer(DataParallelTrainer):
@@ -53,7 +73,7 @@ class TorchTrainer(DataParallelTrainer):
         train_loop_config: Mapping[str, Any] | None = None,
         torch_config: BackendConfig | None = None,
         torch_backend: BackendConfig | None = None,
-        **options: Any,
+        **options: Unpack[FurtherOptions],
     ) -> None:
         config = _chosen("torch", torch_config=torch_config, torch_backend=torch_backend)
         super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, backend_config=config, **options)
@@ -82,7 +102,7 @@ class TensorflowTrainer(DataParallelTrainer):
         train_loop_config: Mapping[str, Any] | None = None,
         tensorflow_config: BackendConfig | None = None,
         tensorflow_backend: BackendConfig | None = None,
-        **options: Any,
+        **options: Unpack[FurtherOptions],
     ) -> None:
         config = _chosen("tensorflow", tensorflow_config=tensorflow_config, tensorflow_backend=tensorflow_backend)
         super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, backend_config=config, **options)
@@ -107,7 +127,7 @@ class HorovodTrainer(DataParallelTrainer):
         *,
         train_loop_config: Mapping[str, Any] | None = None,
         horovod_config: BackendConfig | None = None,
-        **options: Any,
+        **options: Unpack[FurtherOptions],
     ) -> None:
         config = _chosen("horovod", horovod_config=horovod_config)
         super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, backend_config=config, **options)

@@ -220,4 +220,4 @@ def backend_of(config: BackendConfig) -> Backend:
     return backend
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from raysgd._arguments.checks import refuse_unknown
 from raysgd._text.secrets import masked
@@ -76,14 +76,16 @@ class BaseTrainer(ABC):
     _scaling_config_allowed_keys: ClassVar[list[str]] = ["trainer_resources"]
     _arguments: dict[str, Any]
 
-    def __new__(cls: type[TrainerType], *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-        """Notes the arguments, so that a trial of Ray Tune can change some of them and `restore` can use them again."""
-        if host is not None:
-            return start(cls, host, args, kwargs)
-        trainer = super().__new__(cls)
-        names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-        trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        return trainer
+    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+
+        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+            """Notes the arguments: a trial of Ray Tune changes some of them, and `restore` uses them again."""
+            if host is not None:
+                return start(cls, host, args, kwargs)
+            trainer = super().__new__(cls)
+            names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+            trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            return trainer
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class BaseTrainer(ABC):
         metadata: dict[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)
         self.scaling_config = arguments.checked_scaling(scaling_config)

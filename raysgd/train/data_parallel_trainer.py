@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from raysgd._arguments.checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
@@ -95,7 +95,7 @@ class DataParallelTrainer(BaseTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, DataParallelTrainer.__init__.__annotations__)
         super().__init__(

@@ -25,7 +25,7 @@ from raysgd.train._torch.process_group import TorchBackend  # noqa: E402
 if TYPE_CHECKING:
     from raysgd.train._fit_trainers import HorovodTrainer as HorovodTrainer
 
-__getattr__, __dir__ = lazy_names(__name__, {"HorovodTrainer": "raysgd.train._fit_trainers"})
+lazy_names(__name__, {"HorovodTrainer": "raysgd.train._fit_trainers"})
 
 
 @dataclass

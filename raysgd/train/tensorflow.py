@@ -29,7 +29,7 @@ __all__ = [
     "prepare_dataset_shard",
 ]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "TensorflowPredictor": "raysgd.train._tensorflow.predictor",

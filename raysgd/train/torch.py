@@ -42,6 +42,4 @@ __all__ = [
     "prepare_optimizer",
     "prepare_state",
 ]
-__getattr__, __dir__ = lazy_names(
-    __name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train._fit_trainers"}
-)
+lazy_names(__name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train._fit_trainers"})

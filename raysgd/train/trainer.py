@@ -9,14 +9,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from raysgd._arguments.checks import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.processes.resources import num_gpus
 from raysgd.host.cluster import start as start_host
 from raysgd.host.settings import Host
 from raysgd.messages.placement import Placement
@@ -33,6 +33,8 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
 from raysgd.train.executor import BackendExecutor, CallableFlag
 from raysgd.train.utils import without_arguments
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ class Trainer:
         elastic: bool = False,
         spare_workers: int = 0,
         host: str | Host | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
         as_range(num_workers)
@@ -130,10 +132,12 @@ class Trainer:
         self._is_elastic = elastic
         self._folders = RunFolders(self.create_logdir(logdir))
 
-    @wraps(__init__, assigned=())  # type: ignore[misc]  # so the signature stays the one of `__init__`
-    def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
-        """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-        return super().__new__(cls) if host is None else start_host(cls, host, args, kwargs)
+    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+
+        @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
+        def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
+            """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
+            return super().__new__(cls) if host is None else start_host(cls, host, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Starts the workers and connects them.
@@ -149,9 +153,8 @@ class Trainer:
         if initialization_hook is not None and not callable(initialization_hook):
             raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
         self._executor.start(initialization_hook)
-        num_gpus = 0 if self._use_gpu else sum(node.total.get("GPU", 0) for node in cluster_view().nodes)
-        if num_gpus:
-            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_gpus)
+        if not self._use_gpu and (found := num_gpus()):
+            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
         """Ends the workers. The trainer can be started again."""
@@ -173,13 +176,13 @@ class Trainer:
 
     def run(
         self,
-        train_func: Callable[..., Any],
+        train_func: Callable[..., T],
         config: Any = None,
         callbacks: Sequence[TrainingCallback | Callback] | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Runs a function on all workers until it ends everywhere.
 
         Args:
@@ -215,7 +218,7 @@ class Trainer:
             except BaseException:
                 self._executor.abort_training()
                 raise
-        returned: list[Any] = iterator.get_final_results() or []
+        returned: list[T] = iterator.get_final_results() or []
         return returned
 
     def run_iterator(
@@ -366,6 +369,6 @@ def amounts_for_each(
     return given.get("CPU", 1), needs.num_gpus_per_worker, needs.additional_resources_per_worker
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)
 
 __all__ = ["Trainer", "TrainWorkerGroup", "TrainingIterator", *MOVED[__name__]]

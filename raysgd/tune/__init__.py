@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exploration", "Population", "ResultGrid", "TuneConfig", "Tuner", "function"]
 
-__getattr__, __dir__ = lazy_names(
+lazy_names(
     __name__,
     {
         "Exploration": "raysgd.tune.population",

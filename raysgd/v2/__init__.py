@@ -41,7 +41,7 @@ __all__ = [
     "world_size",
 ]
 
-_find, __dir__ = lazy_names(
+_find = lazy_names(
     __name__,
     {
         "HorovodConfig": "raysgd.train.horovod",

@@ -37,6 +37,30 @@ def test_a_missing_package_names_the_command_and_who_needs_it() -> None:
     assert caught.value.name == "no_such_package.tracking"
 
 
+@pytest.mark.parametrize(
+    ("extra", "package", "command"),
+    [
+        ("hf", "safetensors", r'pip install "safetensors>=[\d.]+"'),
+        ("data", "pandas", r'pip install "pandas(>=[\d.]+)?"'),  # what Ray's own extra names
+        ("tune", "pandas", r'pip install "pandas(>=[\d.]+)?"'),
+        ("tf", "tensorflow", r'pip install "tensorflow>=[\d.]+"'),
+        ("mlflow", "mlflow", r'pip install "mlflow-skinny>=[\d.]+"'),
+        ("metrics", "torchmetrics", r'pip install "torchmetrics>=[\d.]+"'),
+    ],
+)
+def test_the_command_installs_what_is_missing_and_nothing_else(extra: str, package: str, command: str) -> None:
+    assert re.fullmatch(command, install_command(extra, package=package))
+
+
+def test_what_a_package_needs_by_an_extra_is_called_missing(packages: Path) -> None:
+    (packages / "like_tune.py").write_text(
+        "try:\n    raise ModuleNotFoundError(name='pandas')\n"
+        "except ImportError as error:\n    raise ImportError('some dependencies are missing') from error\n"
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"^`as_trainable` needs `pandas`, which is not installed"):
+        require("like_tune", extra="tune", purpose="`as_trainable`")
+
+
 def test_a_package_can_be_missed_without_importing_it() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"^`this` needs `no_such_package`, which is not installed"):
         require_installed("no_such_package", extra="tf", purpose="`this`")

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from raysgd.arrays.ray_batches import RayBatches
-from raysgd.arrays.whole_data import DataPosition, OwnData
+from raysgd.arrays.whole_data import DataPosition, OwnData, creator_of
 from raysgd.driver.sharing import DataSharing
 from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.types import World
@@ -89,6 +89,20 @@ def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
     assert given(sharing, rows, TWO) == (keys, [])
     _, [whole] = given(sharing, rows, ONE)
     assert whole.form.batch_size == 4
+
+
+def test_functions_that_make_data_are_given_the_config_of_now() -> None:
+    sharing = DataSharing({"a": 1}, lambda rank, share: {rank: share}, creator_of)
+
+    def make(config: Any, batch_size: Any) -> None:
+        raise AssertionError("it is called in workers")
+
+    def configs() -> list[Any]:
+        return [share.data.config for share in given(sharing, make, ONE)[1]]
+
+    assert (configs(), configs()) == ([{"a": 1}], [])
+    sharing.follow({"a": 2})
+    assert configs() == [{"a": 2}]
 
 
 class Dealt:

@@ -57,7 +57,14 @@ def test_one_replica_sees_each_row_once_in_each_pass_and_in_each_evaluation(kind
     assert counted == [num_rows, 7 * 25, num_rows - 7 * 25, num_rows]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.soak), "shuffled", "filtered"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("plain", marks=pytest.mark.soak),
+        "shuffled",
+        pytest.param("filtered", marks=pytest.mark.promise("Streams")),
+    ],
+)
 def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
     ray_cluster: None, kind: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from raysgd.air import constants
 from raysgd.air.metrics import OF_TRIAL
@@ -15,6 +15,22 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling.dispatcher import call_with_known
 from raysgd.callbacks.calling.trial_calls import TUNE_HOOKS, TrialCalls
 from raysgd.callbacks.worker_callback import WorkerCallback
+
+if TYPE_CHECKING:
+    from ray.tune import Callback as TuneCallback
+
+
+class FunctionCallback(Protocol):
+    """A `raysgd.train.TrainingCallback`, or what is like one."""
+
+    def start_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Called at the beginning."""
+
+    def process_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Called with each report."""
+
+
+AnyCallback: TypeAlias = "Callback | WorkerCallback | FunctionCallback | TuneCallback"
 
 
 def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:

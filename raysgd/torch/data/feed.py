@@ -178,7 +178,7 @@ class TorchFeed(feed.Feed):
             return f"the {name} loader is not divided by the library ({data.reason})"
         is_apart = name == "train" and isinstance(data, ShardedLoader) and self.train_stream is not None
         if is_apart and not has_divided_source(self.train_stream):
-            return "the batch sampler of the train loader draws other batches on each rank"
+            return "each worker draws its own batches with the batch sampler of the train loader"
         return None
 
     def ledger(self) -> DataLedger | None:

@@ -58,7 +58,7 @@ class TorchCheckpoint(Checkpoint):
             raise TypeError(f"`state_dict={state_dict!r:.200}`: need what `model.state_dict()` returns.")
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: dict(state_dict)})
 
-    def get_model(self, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    def get_model(self, model: torch.nn.Module | None = None) -> Any:
         """The model that was saved; or `model` with the state that was saved.
 
         Args:

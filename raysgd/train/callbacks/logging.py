@@ -208,4 +208,4 @@ class MLflowLoggerCallback(_SinkCallback):
         super().finish_training(error=error)
 
 
-__getattr__, __dir__ = former_names(__name__)
+former_names(__name__)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from raysgd._imports.lazy import lazy_names
 
-__getattr__, __dir__ = lazy_names(__name__, {})
+lazy_names(__name__, {})
