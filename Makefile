@@ -3,6 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+ALL_STAMP := $(VENV)/.installed-all
 HOROVOD_STAMP := $(VENV)/.installed-horovod
 DOCS_STAMP := $(VENV)/.installed-docs
 
@@ -29,44 +30,62 @@ NEWER := (ray_data or horovod or export_model)
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-# The tests start thousands of processes. Where this is set, each of them compiles what it imports of raysgd anew, which
-# takes as long as all else that a worker imports: `docs/adr/0087`. `make clean` removes what is written.
+# The tests start thousands of processes. Where this is set, each of them compiles what it imports of raysgd again, which
+# takes as long as all else that a worker imports: `docs/adr/0064`. `make clean` removes what is written.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test test-lowest soak lint typecheck format bench claims docs site lock clean help
+.PHONY: demo quick unit test test-all test-times test-lowest soak lint typecheck format bench claims docs site lock clean help
 
-# What `make quick` leaves out: Ray clusters, hours, GPUs, and programs, one of which needs Horovod.
-QUICK := not integration and not soak and not gpu and not program
+# `make quick` runs what needs no processes and no seconds; `make test` adds the real test of each promise of the README;
+# `make test-all` adds the rest. No test runs twice.
+QUICK := not (integration or program or long or soak or gpu)
+FIRST := (promise or not (integration or program or long)) and not (soak or gpu)
+REST := (integration or program or long) and not (promise or soak or gpu)
+
+# Tests of the project itself and of what the tests are made of, which `make lint` runs.
+HOUSE := tests/house tests/helpers
+TESTS := tests $(HOUSE:%=--ignore=%)
+
+# Three at once on two cores, because many tests wait for processes to start, to end or to be missed. What other
+# libraries warn of is left to `make quick`: here it would stand between you and what failed.
+RUN = $(PY) -m tests.run $(TESTS) -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --disable-warnings
+
+# What all tests but a few need.
+EXTRAS := data,hf,lightning,metrics,migrate,plot,progress,storage,tensorboard,tf,torch,tune
 
 demo: $(DEMO_STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
-# Three at once on two cores, because many tests wait for processes to start, to end or to be missed. What other
-# libraries warn of is left to `make quick`: here it would stand between you and what failed.
-test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
-	$(PY) -m pytest tests -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 30 --disable-warnings
+test: $(STAMP) ## run the unit tests, and with real workers what the README promises: some minutes
+	$(RUN) -m "$(FIRST)"
+
+test-all: test $(ALL_STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests; builds Horovod
+	$(RUN) -m "$(REST)"
+
+test-times: $(ALL_STAMP) $(HOROVOD_STAMP) ## write tests/seconds.json, by which the tests are put in order
+	$(RUN) -m "not (soak or gpu)" --write-seconds
 
 # All at once: the tests do not keep two cores busy all the time, and most of the style is checked while they start.
-quick: $(STAMP) ## style, types and the tests that need neither Ray nor Horovod nor run whole programs: between two edits
+quick: $(STAMP) ## style, types and the unit tests: between two edits
 	$(MAKE) --no-print-directory --jobs 3 lint typecheck unit
-	$(PY) -m tests.sizes
 
 unit: $(STAMP) ## the tests of `make quick`
-	$(PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest $(TESTS) -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-lowest: $(LOWEST_STAMP) ## run the tests of `make quick`, and the examples on Ray, with the lowest supported versions
 	$(LOWEST_PY) -m raysgd doctor
-	$(LOWEST_PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(LOWEST_PY) -m pytest $(TESTS) -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	RAYSGD_FORKED_WORKERS=0 $(LOWEST_PY) -m pytest tests/examples -q -m soak -k "as_a_program_on_workers and not $(NEWER)"
 
-soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
+soak: $(ALL_STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
 
-lint: $(STAMP) ## check style, format and spelling
+lint: $(STAMP) ## check style, format, spelling, words, sizes and claims
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/codespell
+	$(PY) -m pytest $(HOUSE) -q
 
 typecheck: $(STAMP) ## check types
 	$(PY) -m mypy
@@ -79,9 +98,9 @@ bench: $(STAMP) $(TORCHFT_STAMP) ## run the benchmarks against the libraries the
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
 claims: $(STAMP) ## show what of the README holds here, as far as it takes less than a minute for each sentence
-	$(PY) -m tests.claims
+	$(PY) -m tests.house.claims
 
-docs: $(DOCS_STAMP) ## run the Python of all pages, then build the site
+docs: $(ALL_STAMP) $(DOCS_STAMP) ## run the Python of all pages, then build the site
 	$(PY) -m pytest tests/docs -q --numprocesses 2
 	$(MAKE) site
 
@@ -90,7 +109,7 @@ site: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page
 
 lock: $(STAMP) ## write constraints-*.txt again from pyproject.toml; UPGRADE=1 chooses all versions of -dev again
 	$(PY) .ci/lock.py $(if $(UPGRADE),--upgrade)
-	$(VENV)/bin/uv pip compile pyproject.toml --quiet --all-extras --group dev --resolution lowest-direct \
+	$(VENV)/bin/uv pip compile pyproject.toml --quiet --all-extras --group dev --group full --resolution lowest-direct \
 		--python-version 3.10 --no-annotate --custom-compile-command "make lock" --upgrade \
 		--output-file constraints-lowest.txt
 
@@ -111,12 +130,16 @@ $(DEMO_STAMP): pyproject.toml setup.py constraints-dev.txt
 	touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	$(PY) -m pip install -c constraints-dev.txt --group dev -e ".[all]"
+	$(PY) -m pip install -c constraints-dev.txt --group dev -e ".[$(EXTRAS)]"
+	touch $@
+
+$(ALL_STAMP): $(STAMP)
+	$(PY) -m pip install -c constraints-dev.txt --group full -e ".[all]"
 	touch $@
 
 # Horovod is built from source for the PyTorch above: some minutes, but once for each user, who has a cache of wheels.
 # It does not build with Python 3.13, where the tests go without it.
-$(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
+$(HOROVOD_STAMP): $(ALL_STAMP) $(wildcard raysgd/horovod/*.py)
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 13))' || $(PY) -m raysgd.horovod.install
 	touch $@
 
@@ -124,7 +147,7 @@ $(LOWEST_STAMP): pyproject.toml setup.py constraints-lowest.txt
 	@test -n "$(LOWEST_PYTHON)" || { echo "no Python 3.10 to 3.12 found: install one, or set LOWEST_PYTHON=..." >&2; exit 1; }
 	test -x $(LOWEST_PY) || $(LOWEST_PYTHON) -m venv $(LOWEST)
 	$(LOWEST_PY) -m pip install --upgrade "pip>=25.1"
-	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev
+	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev --group full
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all]"
 	$(LOWEST_PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(LOWEST_PY) -m raysgd.horovod.install
 	touch $@

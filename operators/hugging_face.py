@@ -43,7 +43,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     * `lr`: learning rate, 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
-    * `weight_decay`: 0; biases and the scales of norms have none.
+    * `weight_decay`: 0; of `decaying_parameters`, a set of names, by default of all matrices but no vectors or biases.
     * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
       and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
@@ -106,7 +106,11 @@ class HuggingFaceOperator(SupervisedOperator):
             TypeError: A `build_...` method returned something of the wrong kind.
         """
         super().setup(config)
-        self._shifts_labels = _shifts_labels(self._original_models[0])
+        model = self._original_models[0]
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
+        self._shifts_labels = _shifts_labels(model)
+        self._label_names = [name for name in inspect.signature(type(model).forward).parameters if "label" in name]
+        self._model_config: Any = getattr(model, "config", None)
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Bring a batch to the device.
@@ -132,28 +136,49 @@ class HuggingFaceOperator(SupervisedOperator):
     def count_labels(self, target: Any) -> int | None:
         """Return how many labels the loss of a batch is the mean over; None for one that is a mean over samples.
 
-        Override it for a model whose loss leaves out other labels than those of -100.
+        Override it for a model whose loss leaves out other labels than those of -100, or in images than those that its
+        configuration names.
 
         Args:
             target: The labels, as `prepare_batch` returns them.
+
+        Raises:
+            ValueError: The loss is a sum.
         """
         if not isinstance(target, torch.Tensor) or target.is_floating_point():
             return None
-        return int(target.ne(IGNORED).sum())
+        config, ignored = self._model_config, IGNORED
+        if target.ndim == 2 and hasattr(config, "ctc_loss_reduction"):
+            if config.ctc_loss_reduction != "mean":
+                raise ValueError(
+                    f"`ctc_loss_reduction={config.ctc_loss_reduction!r}`: several workers need a loss that is a mean. "
+                    "Set `model.config.ctc_loss_reduction = 'mean'`."
+                )
+            return None
+        if target.ndim == 3:
+            ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
+        return int(target.ne(ignored).sum())
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Return the model's output, its loss, and how many labels that is the mean over.
 
         Raises:
             TypeError: The model has computed no loss.
+            ValueError: The loss is a sum of means over several kinds of labels.
         """
+        name = type(self._original_models[0]).__name__
+        labels = [each for each in self._label_names if features[0].get(each) is not None]
+        if len(labels) > 1:
+            raise ValueError(
+                f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose numbers differ between workers. "
+                "Override `forward`: return the output, a loss that is a mean over one number, and that number."
+            )
         output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
             raise TypeError(
-                f"`{type(self._original_models[0]).__name__}` returned no loss for a batch with "
-                f"{', '.join(map(repr, features[0]))}: add `labels` to the samples, use a model with a head, leave "
-                "`return_dict` at True, or override `forward`."
+                f"`{name}` returned no loss for a batch with {', '.join(map(repr, features[0]))}: add `labels` to the "
+                "samples, use a model with a head, leave `return_dict` at True, or override `forward`."
             )
         return output, loss, self.count_labels(target)
 
@@ -203,13 +228,14 @@ class HuggingFaceOperator(SupervisedOperator):
         return path
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return what is trained, apart from it what has no weight decay: biases and scales of norms, all vectors."""
+        """Return what is trained, apart from it what has no weight decay."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
-        decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
-        others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
-        return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+        matrices = {name for name, each in trained.items() if each.ndim > 1 and "bias" not in name}
+        decaying = self.config.get("decaying_parameters", matrices)
+        groups = [[each for name, each in trained.items() if (name in decaying) is decays] for decays in (True, False)]
+        return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def _shifts_labels(model: Any) -> bool:
@@ -218,7 +244,6 @@ def _shifts_labels(model: Any) -> bool:
     The name of the model's class does not tell: some language models use `transformers`' loss for them, others compute
     one of their own, from labels that are not moved.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
     own = [vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each)]
     forwards = [inspect.unwrap(each) for each in own]
     if not any("loss_function" in each.__code__.co_names for each in forwards if hasattr(each, "__code__")):
@@ -230,8 +255,9 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """Return the share of labels with the highest score; None where the output holds no scores of classes."""
-    if not isinstance(logits, torch.Tensor) or logits.ndim != target.ndim + 1 or logits.shape[-1] < 2:
+    """Return the share of labels with the highest score; None for images, and where there are no scores of classes."""
+    is_scores = isinstance(logits, torch.Tensor) and logits.ndim == target.ndim + 1 and logits.shape[-1] > 1
+    if not is_scores or target.ndim > 2:
         return None
     target = target.to(logits.device)
     chosen = logits[..., : target.shape[-1], :].argmax(-1) if target.ndim > 1 else logits.argmax(-1)

@@ -63,7 +63,7 @@ class TrainerShutdownError(RaySGDError, RuntimeError):
 
 
 class HostLostError(RaySGDError, RuntimeError):
-    """The host of a trainer has ended, or its process has died."""
+    """The host of a trainer has ended, its process has died, or it is not answering."""
 
 
 class UnknownHostError(RaySGDError, LookupError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -19,6 +21,7 @@ from tests.helpers.forked import FOR_TENSORFLOW, Forks, NoForks, forks
 from tests.helpers.hygiene import RaySurroundings, Surroundings
 from tests.helpers.ray_start import VARIABLES, patient_ray
 from tests.helpers.s3_server import S3Server
+from tests.helpers.seconds import file_of, longest_first, seconds_of_files, write
 
 # Before anything loads a numeric library: many processes share few cores here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,16 +32,46 @@ for name, value in VARIABLES.items():
 # Horovod does not build with Python 3.13. Without it, the files about it are left out; `make test` builds it first.
 collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_horovod*.py"]
 
-TENSORFLOW = "tests/tf/"
+PROGRAMS = {"tests/docs/test_pages.py", "tests/examples/test_examples.py"}
+"""Files whose tests are whole programs, one by one."""
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files none of whose tests can be chosen by `-m`, by the marks that stand in them."""
+    if not collection_path.match("test_*.py") or not config.option.markexpr:
+        return None
+    words = set(re.findall(r"\w+", config.option.markexpr)) - {"and", "or", "not"}
+    text = collection_path.read_text(encoding="utf-8")
+    always = {"integration"} & words if collection_path.stem.endswith("_integration") else set()
+    sometimes = sorted({word for word in words if f"mark.{word}" in text} - always)
+    for chosen in itertools.product((False, True), repeat=len(sometimes)):
+        marks = dict.fromkeys(words, False) | dict.fromkeys(always, True) | dict(zip(sometimes, chosen, strict=True))
+        if eval(config.option.markexpr, {"__builtins__": {}}, marks):
+            return None
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """When several processes share the tests, begin with the files that take long, so that all end at about once."""
+    """Mark integration tests by the names of their files. Several processes begin with the files that take long."""
+    for item in items:
+        if item.path.stem.endswith("_integration"):
+            item.add_marker(pytest.mark.integration)
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if {"integration", "program"} & {mark.name for mark in item.iter_markers()}}
-        items.sort(key=lambda item: item.path not in slow)
+        longest_first(items, seconds_of_files())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the table of seconds if asked to."""
+    if config.getoption("write_seconds"):
+        stats = terminalreporter.stats
+        write(report for name in ("", "passed", "failed", "skipped", "error") for report in stats.get(name, []))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,14 +83,14 @@ def pytest_runtest_call() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process whole files, and all of TensorFlow to one, so that the others need not import it."""
+    """Give each process whole files, whose tests share what takes long to start; but programs share nothing."""
     from xdist.scheduler import LoadFileScheduling
 
-    class FilesAndTensorFlow(LoadFileScheduling):
+    class FilesAndPrograms(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return TENSORFLOW if nodeid.startswith(TENSORFLOW) else super()._split_scope(nodeid)
+            return nodeid if file_of(nodeid) in PROGRAMS else super()._split_scope(nodeid)
 
-    return FilesAndTensorFlow(config, log) if config.getoption("dist") == "loadfile" else None
+    return FilesAndPrograms(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

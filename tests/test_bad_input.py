@@ -20,6 +20,7 @@ from raysgd import Recovery, StepOptions
 from raysgd.engine.processes import resources
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.driver import arguments
 from raysgd.train import CheckpointStrategy, Trainer, _fit_trainers
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.torch import TorchConfig
@@ -240,6 +241,128 @@ def test_what_cannot_be_registered_is_refused_at_once(method: str, row: Row) -> 
     config = {method: {name: value}}
     with pytest.raises((ValueError, TypeError), match=rf"`?{name}"):
         TorchTrainer(training_operator_cls=Registering, use_local=True, config=config, scheduler_step_freq="manual")
+
+
+# ------------------------------------------------------------------------------------------------ the first hour
+
+
+def with_setup(**methods: Any) -> Any:
+    """A class of operators of which all is right but these."""
+    return type("Digits", (LinearOperator,), methods)
+
+
+class Map(torch.utils.data.Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return [torch.zeros(4, 1)] * 2
+
+    def __len__(self) -> int:
+        return 3
+
+
+Module = type("LightningModule", (torch.nn.Module,), {"__module__": "lightning.pytorch.core.module"})
+TRAINER: Any = type("Trainer", (), {"__module__": "transformers.trainer"})
+SAMPLES = torch.utils.data.TensorDataset(torch.zeros(4, 1))
+MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
+    (lambda trainer: TorchTrainer(LinearOperator, epochs=5), "`epochs`: `trainer.fit(5)` trains 5 epochs"),
+    (lambda trainer: TorchTrainer(LinearOperator, callbacks=[]), "pass it to `trainer.fit(5, callbacks=[...])`"),
+    (lambda trainer: trainer.fit(max_epochs=2), "`fit` does not know `max_epochs`: write `trainer.fit(5)`"),
+    (lambda trainer: trainer.epochs(num_epochs=2), "write `for row in trainer.epochs(5):`"),
+    (lambda trainer: trainer.train(epochs=3), "`train` does not know `epochs`: write `trainer.fit(5)`"),
+    (lambda trainer: trainer.train()["loss"], "'loss': this result has 'num_samples', 'epoch', 'batch_count', 'train_"),
+    (lambda trainer: TorchTrainer(with_setup(__init__=lambda self, lr=1: None)), "rename it to `setup(self, config)`"),
+    (lambda trainer: TorchTrainer(torch.nn.Linear(1, 1)), "Create the model in the `setup` of one."),
+    (lambda trainer: TorchTrainer(type("Lit", (Module,), {})), "`TrainingOperator.from_ptl(Lit)` makes one"),
+    (lambda trainer: TorchTrainer(TRAINER), "`TorchTrainer(**HuggingFaceOperator.from_trainer(trainer)"),
+    *(
+        (partial(lambda method, trainer: local(with_setup(**method)), method), message)
+        for method, message in (
+            (
+                {"setup": lambda self, config: self.register(1, 2, 3)},
+                "got 3 arguments without names: write",
+            ),
+            ({"setup": lambda self, config: self.register(model=1)}, "`model`: write `self.model, self.optimizer"),
+            ({"setup": lambda self, config: self.register_data(1)}, "`self.register_data(train_loader=loader, "),
+            (
+                {"setup": lambda self, config: self.register_data(train_loader=SAMPLES)},
+                "=DataLoader(dataset, batch",
+            ),
+            ({"setup": lambda self, config: None}, "`Digits.setup` never called `register`"),
+        )
+    ),
+    *(
+        (partial(lambda given, trainer: local(Registering, config={"register": given}), given), message)
+        for given, message in (
+            ({"optimizers": torch.optim.SGD}, "the class `SGD` instead of an object of it"),
+            ({"criterion": torch.nn.MSELoss}, "pass a loss module such as `torch.nn.MSELoss()`"),
+        )
+    ),
+    (
+        lambda trainer: local(with_setup(train_batch=lambda *_: None)).train(),
+        "`Digits.train_batch` returned a",
+    ),
+    (
+        lambda trainer: local(with_setup(validate_batch=lambda *_: 3)).validate(),
+        "`Digits.validate_batch` returned",
+    ),
+]
+
+
+def local(operator_cls: Any = LinearOperator, **options: Any) -> TorchTrainer:
+    return TorchTrainer(operator_cls, use_local=True, **options)
+
+
+@pytest.mark.parametrize(("mistake", "line"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_of_the_first_hour_is_answered_by_the_line_to_write(
+    mistake: Callable[[TorchTrainer], object], line: str, trainer: TorchTrainer
+) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError), match=re.escape(line)):
+        mistake(trainer)
+
+
+@pytest.mark.parametrize("own", [lambda self, *args, **kwargs: LinearOperator.__init__(self, *args, **kwargs)])
+def test_constructors_of_old_programs_run(own: Any) -> None:
+    assert local(with_setup(__init__=own)).train()["epoch"] == 1
+
+
+WARNED: list[tuple[Callable[[], object], str]] = [
+    (lambda: local().train(3), "`train(3)` trains on 3 batches: for epochs write `fit(3)`"),
+    (lambda: local(with_setup(train_bacth=print)), "calls `Digits.train_bacth`: did you mean `train_batch`?"),
+    (lambda: local(with_setup(validation_batch=print)), "did you mean `validate_batch`?"),
+    (lambda: local(with_setup(training_step=print)), "did you mean `train_batch`?"),
+    (lambda: local(with_setup(on_epoch_end=print)), "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"),
+    (lambda: local(Registering, config={"register_data": {"train_loader": Map()}}), "If they are samples, wrap it in"),
+    (lambda: local(Diverging).train(), "`train_loss` is NaN"),
+]
+
+
+class Diverging(LinearOperator):
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss * NAN
+
+
+@pytest.mark.parametrize(("mistake", "line"), WARNED, ids=[message for _, message in WARNED])
+def test_what_may_be_meant_is_warned_of_once(
+    mistake: Callable[[], object], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mistake()
+    assert caplog.text.count(line) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver has a GPU")
+@pytest.mark.parametrize(("use_gpu", "num_gpus", "is_said"), [("auto", 8, True), ("auto", 0, False), (False, 8, False)])
+def test_gpus_of_nodes_are_pointed_at_where_the_driver_has_none(
+    use_gpu: Any, num_gpus: int, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arguments, "num_gpus", lambda: num_gpus)
+    local(use_gpu=use_gpu)
+    assert caplog.text.count("the nodes have 8 GPUs, and training runs on CPUs") == is_said
+    assert caplog.text.count("Pass `use_gpu=True` to train on the GPUs") == is_said
+
+
+def test_methods_that_own_methods_may_call_are_nobodys_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    local(with_setup(training_step=print, train_batch=print, on_epoch_end=print, train_epoch=print, helper=print))
+    assert not caplog.records
 
 
 class Counting(LinearOperator):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import raysgd
-from tests.test_layers import modules_of
+from tests.house.test_layers import modules_of
 
 ROOT = Path(raysgd.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "ray", "numpy", "horovod"}
@@ -136,6 +136,7 @@ def import_errors() -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", public_modules())
 def test_a_public_module_imports_alone(module: str, import_errors: dict[str, str]) -> None:
     error = import_errors[module]

@@ -201,7 +201,7 @@ def test_every_requirement_of_the_development_environment_is_pinned(metadata: Me
 
 def test_every_lower_bound_is_the_version_that_make_test_lowest_installs(metadata: Message) -> None:
     lowest = {name: Version(version) for name, version in pins("constraints-lowest.txt").items()}
-    bounds = lower_bounds([*declared(metadata), *development_groups("dev")])
+    bounds = lower_bounds([*declared(metadata), *development_groups("dev", "full")])
     assert {name: lowest.get(name) for name in bounds} == bounds, "run `make lock` and `make test-lowest`"
     assert len(bounds) > 40
 

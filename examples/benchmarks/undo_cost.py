@@ -5,8 +5,7 @@
 The workers of one trainer switch between the three from call to call: processes that do the same differ by more than
 what is measured. What undoing costs is what a step takes longer than in the call without it beside that, in seconds of
 the workers' processors, which other programs of the machine disturb least. What the workers book for copies is only a
-part of it, but measured more exactly. It is also counted before how many batches "auto" took a copy. A `train_epoch` of
-user code that keeps running (`rejoins_in_loop`) is compared with one that would be called again, of another trainer.
+part of it, but measured more exactly. It is also counted before how many batches "auto" took a copy.
 Functions with `elastic=True` copy before each batch, or, for the comparison, before none of a pass.
 """
 
@@ -34,8 +33,8 @@ from raysgd.train._torch.accelerator import accelerator_of
 
 NUM_STEPS, SMOKE_NUM_STEPS = 240, 10
 NUM_FEATURES, NOISE_DIM, BATCH_SIZE = 8, 32, 32
-OFF, AUTO, ON, AGAIN = "off", "auto", "on", "off, called again"
-UNDO: dict[str, Any] = {OFF: False, AUTO: "auto", ON: True, AGAIN: False}
+OFF, AUTO, ON = "off", "auto", "on"
+UNDO: dict[str, Any] = {OFF: False, AUTO: "auto", ON: True}
 FIGURES = ("us", "booked_us", "copied")
 MOST_US, MOST_SHARE = 60.0, 0.02
 
@@ -83,19 +82,13 @@ class SharpnessAware(Stock):
 class OwnLoop(Stock):
     """The same in another `train_epoch`."""
 
-    rejoins_in_loop = True
+    resumes_epochs = True
 
     def train_epoch(self, iterator: Iterable[Any], info: Any = None) -> dict[str, Any]:
         loss = torch.zeros(())
         for batch in iterator:
             loss = self.climb_and_step(batch)
         return {"loss": loss.item()}
-
-
-class OwnLoopCalledAgain(OwnLoop):
-    """One that does not keep running."""
-
-    rejoins_in_loop, resumes_epochs = False, True
 
 
 class SmallGAN(GANOperator):
@@ -245,27 +238,23 @@ def _seen(log: UndoLog) -> tuple[float, float, int]:
 
 def step_us(program: str, num_steps: int, num_rounds: int, num_workers: int) -> dict[str, dict[str, list[float]]]:
     """Microseconds of a step in each call, and the share of its batches that were copied, by what may be undone."""
-    modes = [OFF, AUTO, ON, *([AGAIN] if program == "own train_epoch" else [])]
+    modes = [OFF, AUTO, ON]
     config = {"num_steps": num_steps, "noise_dim": NOISE_DIM, "seed": 0, "lr": 0.001}
     if program in FUNCTIONS:
         return function_us(FUNCTIONS[program], {**config, "num_rounds": num_rounds}, num_workers)
     with ray_cluster(num_cpus=num_workers * 2):
         make = functools.partial(TorchTrainer, num_workers=num_workers, config=config)
-        trainers = dict.fromkeys(modes, make(training_operator_cls=PROGRAMS[program]))
-        if AGAIN in modes:
-            trainers[AGAIN] = make(training_operator_cls=OwnLoopCalledAgain)
+        trainer = make(training_operator_cls=PROGRAMS[program])
         found: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in FIGURES} for mode in modes}
         for number in range(num_rounds + 1):
             for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
-                trainer = trainers[mode]
                 trainer.apply_all_operators(functools.partial(_switch, undo=UNDO[mode]))
                 before = trainer.apply_all_operators(_look)
                 trainer.train(num_steps=num_steps)
                 after = trainer.apply_all_operators(_look)
                 if number:  # the first round warms up
                     _note(found[mode], np.mean(after, axis=0) - np.mean(before, axis=0), num_steps)
-        for trainer in {*trainers.values()}:
-            trainer.shutdown()
+        trainer.shutdown()
     return found
 
 
@@ -313,13 +302,9 @@ def main() -> None:
             if mode == AUTO:
                 most = max(MOST_US, MOST_SHARE * base.median)
                 targets.append(Target(f'{program}: "auto" adds, us', most, True, added.median))
-        if AGAIN in found:
-            kept = [off - again for off, again in zip(found[OFF]["us"], found[AGAIN]["us"], strict=True)]
-            report.result(OWN, "kept_us", estimate(kept), program=program)
-            cells += [estimate(kept).text()]
-        rows.append([program, *cells, *[""] * (8 - len(cells))])
+        rows.append([program, *cells, *[""] * (7 - len(cells))])
     by_mode = [each for mode in ('"auto"', "True") for each in (f"{mode} adds", "booked", "copied")]
-    headers = ["program", "step, us", *by_mode, "rejoins_in_loop adds"]
+    headers = ["program", "step, us", *by_mode]
     report.table("Added to an undisturbed step, microseconds", headers, rows)
     report.finish(targets)
 

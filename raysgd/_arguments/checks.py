@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.exceptions import InvalidCountError
 
 logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 MAX_WORKERS = 10_000
 """Far more than any cluster has: a number above it is a mistake, such as a batch size in the wrong place."""
@@ -95,11 +100,71 @@ def check_kind(name: str, value: Any, kind: type[Any]) -> None:
         raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
 
-def check_subclass(name: str, value: Any, base: type[Any], shown: str) -> None:
-    """Refuses anything but a class that users have derived from one of the library, as it is `shown` to them."""
-    if not (isinstance(value, type) and issubclass(value, base)):
-        found = f"an instance of `{type(value).__name__}`" if isinstance(value, base) else repr(value)
-        raise TypeError(f"`{name}` is {found}: need a subclass of `{shown}`, the class itself.")
+_MADE_FROM = {
+    **dict.fromkeys(
+        ("lightning.LightningModule", "pytorch_lightning.LightningModule"),
+        "`TrainingOperator.from_ptl({name})` makes one from a `LightningModule`.",
+    ),
+    "transformers.Trainer": "`TorchTrainer(**HuggingFaceOperator.from_trainer(trainer), num_workers=2)` trains what a "
+    "`transformers.Trainer` would train.",
+    "torch.Module": "Create the model in the `setup` of one.",
+}
+"""What leads from another class to an operator, by package and name of its base."""
+
+_MEANT = {
+    **dict.fromkeys(("training_step", "train_step"), "train_batch"),
+    **dict.fromkeys(("validation_step", "validate_step", "val_step", "val_batch"), "validate_batch"),
+    **dict.fromkeys(("validation_epoch", "validate_epoch", "val_epoch"), "validate"),
+    "predict_step": "predict_batch",
+}
+"""Names that methods of operators have in other libraries."""
+
+
+def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
+    """Refuses anything but an operator class that workers can make an object of, and warns of misspelled methods.
+
+    Args:
+        operator_cls: What the user passed.
+        base: The class that it has to be derived from.
+        shown: Its name for users.
+
+    Raises:
+        TypeError: It is something else, or its `__init__` does not take what the library passes.
+    """
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+        is_object = isinstance(operator_cls, base)
+        found = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
+        kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
+        bases = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
+        way = next((f" {_MADE_FROM[each]}".format(name=kind.__name__) for each in bases if each in _MADE_FROM), "")
+        raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `{shown}`, the class itself.{way}")
+    name = operator_cls.__name__
+    try:
+        inspect.signature(operator_cls).bind(config={}, context=None)
+    except TypeError:
+        raise TypeError(
+            f"`{name}.__init__{inspect.signature(operator_cls)}` does not take what workers pass, `config` and "
+            f"`context`: rename it to `setup(self, config)`, and pass values as `config={{...}}` to the trainer."
+        ) from None
+    rungs = [rung for rung in dir(base) if not rung.startswith("_") and callable(getattr(base, rung))]
+    own = {rung for rung in rungs if getattr(operator_cls, rung) is not getattr(base, rung)}
+    for method in _own_methods(operator_cls, base):
+        if re.fullmatch(r"on_\w+_(begin|start|end)", method) and "train_epoch" not in own:
+            advice = "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"
+        else:
+            near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
+            loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
+            if not near or own & {near[0], loops.get(near[0], "")}:
+                continue  # your own methods may call it
+            advice = f"did you mean `{near[0]}`?"
+        logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
+
+
+def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
+    """Return the names of the methods that the user's classes have, and their base does not."""
+    own = [each for each in operator_cls.__mro__ if not each.__module__.startswith(("raysgd.", "builtins"))]
+    names = dict.fromkeys(name for each in own for name, value in vars(each).items() if inspect.isroutine(value))
+    return [name for name in names if not name.startswith("_") and not hasattr(base, name)]
 
 
 def check_config(config: Any) -> dict[str, Any]:
@@ -134,6 +199,13 @@ _TRAINERS_OF_OPERATORS = {
 """Options for steps that the library divides, and where they are."""
 
 
+_OF_FIT = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "n_epochs"), "`trainer.fit(5)` trains 5 epochs"),
+    "callbacks": "pass it to `trainer.fit(5, callbacks=[...])`",
+}
+"""Arguments of `fit`, and their names in other libraries."""
+
+
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
     """Refuses unknown keywords, and says where they belong, or guesses what was meant.
 
@@ -144,6 +216,8 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         **objects: Those of them that hold other options, and the class of each.
     """
     for name in unknown:
+        if name in _OF_FIT and "training_operator_cls" in known:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {_OF_FIT[name]}.")
         for option, kind in objects.items():
             if name in [field.name for field in fields(kind)]:
                 raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
@@ -151,6 +225,36 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         if where is not None:
             raise TypeError(f"`{trainer}` does not know `{name}`: omit it, or pass it to {where}, with an operator.")
         raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
+
+
+def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], MethodT]:
+    """Makes a method refuse arguments that it does not have with the line to write, before Python says less.
+
+    Args:
+        line: The line, as the end of a sentence.
+        unnamed: Logged once if the first argument comes without its name, which stands for `%(given)s`.
+    """
+
+    def decorate(method: MethodT) -> MethodT:
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        names = [parameter.name for parameter in parameters]
+        num_unnamed = len([each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD])
+        said: list[str] = []
+
+        @wraps(method)
+        def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unknown = [f"`{name}`" for name in kwargs if name not in names]
+            if unknown or len(args) > num_unnamed:
+                what = f"does not know {', '.join(unknown)}" if unknown else f"got {len(args)} arguments without names"
+                raise TypeError(f"`{method.__name__}` {what}: write {line}.")
+            if unnamed and args and args[0] is not None and not said:
+                said.append(unnamed)
+                logger.warning(unnamed, {"given": args[0]})
+            return method(self, *args, **kwargs)
+
+        return answering  # type: ignore[return-value]
+
+    return decorate
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -59,6 +59,9 @@ class Metrics(dict[str, Any]):
         """Passes over the training data so far; only calls of `train` have it."""
         return int(self._counted("epoch"))
 
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"{name!r}: this result has {', '.join(map(repr, self)) or 'nothing'}")
+
     def _counted(self, name: str) -> float:
         if name not in self:
             raise AttributeError(f"This result has no {name!r}; it has {', '.join(map(repr, self)) or 'nothing'}.")

@@ -11,6 +11,10 @@ TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"
 
+# Of Ray AIR 2.0, and unused here: the column of a table of tensors, and how long the `repr` of an object may be.
+TENSOR_COLUMN_NAME = "__value__"
+MAX_REPR_LENGTH = 120
+
 # Files in the folder of a trial.
 RESULT_FILE = "result.json"
 VALIDATION_FILE = "validation.json"

@@ -174,7 +174,7 @@ class Checkpointing(Callback):
         """Saves, if this epoch is to be saved, or an earlier one could not be; or rates what is saved already."""
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
-            self._rate(run.epoch, score)
+            self._rate(run, score)
         else:
             self._save_if_due(run, score)
 
@@ -183,15 +183,15 @@ class Checkpointing(Callback):
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._pending)
 
-    def _rate(self, epoch: int, score: float | None) -> None:
+    def _rate(self, run: Run, score: float | None) -> None:
         """Gives the file of an epoch the value of the metric, and drops what need not be kept by now."""
-        rated = [replace(each, score=score) if each.epoch == epoch else each for each in self._saved]
+        before, epoch = self._saved, run.epoch
+        self._saved = [replace(each, score=score) if each.epoch == epoch else each for each in before]
         if self._pending is not None and self._pending.epoch == epoch:
             self._pending = replace(self._pending, score=score)
-        if rated != self._saved:
-            self._saved = rated
-            kept = self._kept()
-            dropped, self._saved = [each for each in rated if each not in kept], kept
+        kept = self._kept(run)
+        dropped, self._saved = [each for each in self._saved if each not in kept], kept
+        if kept != before:
             try:
                 self._write_index(kept)
             except OSError as error:  # the next save writes it again
@@ -210,7 +210,7 @@ class Checkpointing(Callback):
     def _save(self, run: Run, new: SavedCheckpoint) -> None:
         before = self._saved
         self._saved = [*(each for each in before if each.name != new.name), new]
-        kept = self._kept()
+        kept = self._kept(run)
         dropped = [each for each in self._saved if each not in kept]
         self._saved = kept  # which is what the file beside the checkpoint says
         assert self._folder is not None
@@ -262,13 +262,16 @@ class Checkpointing(Callback):
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def _kept(self) -> list[SavedCheckpoint]:
-        """The newest and the best ones, in the order in which they were saved."""
+    def _kept(self, run: Run) -> list[SavedCheckpoint]:
+        """The newest and the best ones, and those that may become the best, in the order in which they were saved."""
         newest = self._saved if self.keep_last is None else self._saved[-self.keep_last :]
         best = Ranking(self.keep_best, self._metric.mode if self._metric is not None else "max")
         for number, each in enumerate(self._saved):
             best.admit(number, each.score)
         names = {each.name for each in newest} | {self._saved[number].name for number in best.kept}
+        if run.validates_beside and self.keep_best:
+            told = run._last_told or 0
+            names |= {each.name for each in self._saved if each.score is None and each.epoch > told}
         return [each for each in self._saved if each.name in names]
 
     def _best(self) -> SavedCheckpoint | None:

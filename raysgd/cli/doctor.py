@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from raysgd._imports.optional import install_command
+from raysgd.engine.processes.resources import init_ray
 
 Level = Literal["ok", "note", "problem"]
 
@@ -252,22 +253,21 @@ def _check_that_one_listens(address: str | None) -> None:
 
 
 def _connect(address: str | None) -> None:
-    import ray
-
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
         num_cpus = max(_NUM_TEST_WORKERS, os.cpu_count() or 1)
         options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
     else:
         options.update(address=address)
-    ray.init(**options)
+    init_ray(**options)
 
 
 def _advice_on_connection(address: str | None) -> str:
     if address or os.environ.get("RAY_ADDRESS"):
         return (
-            "Look at `ray status` on the head node. Versions of Ray and Python must be the same here and there, and "
-            "this machine must reach all ports of the head node."
+            "Look at `ray status` on the head node. Versions of Ray and Python must be the same here and there, and so "
+            "must the token: if the head node has a file `~/.ray/auth_token`, copy it here and run `export "
+            "RAY_AUTH_MODE=token`. This machine must reach all ports of the head node."
         )
     return "Stop what is left of former clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from raysgd.engine.processes.resources import init_ray
+
 Command = Callable[..., None]
 
 
@@ -20,10 +22,8 @@ def _in_cluster(command: Command) -> Command:
     )
     @functools.wraps(command)
     def connected(address: str, **arguments: Any) -> None:
-        import ray
-
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            init_ray(address=address, log_to_driver=False, logging_level=logging.ERROR)
             command(**arguments)
         except (ConnectionError, LookupError, RuntimeError, ValueError) as error:
             raise click.ClickException(str(error.args[0] if error.args else error)) from error
@@ -60,10 +60,11 @@ def attach(name: str) -> None:
 
 @click.command()
 @click.argument("name")
+@click.option("--force", is_flag=True, help="Kill a host that is not answering, without waiting.")
 @_in_cluster
-def stop(name: str) -> None:
+def stop(name: str, force: bool) -> None:
     """End the trainer in host NAME at once, without saving, and free its resources."""
     from raysgd.host import cluster
 
-    cluster.stop(name)
+    cluster.stop(name, force=force)
     click.echo(f"Host {name} has ended.")

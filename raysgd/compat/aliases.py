@@ -40,10 +40,13 @@ class Alias(ModuleType):
         target: ModuleType = vars(self)["_raysgd_target"]
         try:
             return getattr(target, name)
-        except AttributeError:  # a submodule that was imported in another process only
-            if importlib.util.find_spec(f"{target.__name__}.{name}") is None:
+        except AttributeError:
+            if hasattr(target, "__path__") and importlib.util.find_spec(f"{target.__name__}.{name}") is not None:
+                return importlib.import_module(f"{target.__name__}.{name}")  # imported in another process only
+            place = None if name.startswith("_") else Paths(ray_train=True).find(f"{vars(self)['__name__']}.{name}")
+            if place is None or place.new is not None:
                 raise
-            return importlib.import_module(f"{target.__name__}.{name}")
+            raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) or name.startswith("__"):  # the import system's own
@@ -77,8 +80,8 @@ class _OldNames(MetaPathFinder, Loader):
         if fullname in self._modules:
             return ModuleSpec(fullname, self, is_package=True)
         gone = self._paths.find(fullname) if fullname.startswith(_EXECUTED) else None
-        if gone is not None and gone.new is None:
-            raise ModuleNotFoundError(f"`{fullname}` has no successor in raysgd: {gone.reason}.", name=fullname)
+        if gone is not None and gone.new is None:  # of `ModuleNotFoundError` a `from` import would drop the text
+            raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)
         if self._paths.is_package(fullname) and not _is_rays(fullname):
             return ModuleSpec(fullname, self, is_package=True)
         return None

@@ -62,7 +62,13 @@ class _ImportRedirect:
     def seen(self, name: str, attributes: Sequence[str] = ()) -> ModuleType:
         """The module of this name as the program sees it."""
         if name in self._modules:
-            return Alias(name, importlib.import_module(self._modules[name]))
+            alias = Alias(name, importlib.import_module(self._modules[name]))
+            try:
+                for attribute in attributes:
+                    getattr(alias, attribute if attribute != "*" else "__name__")
+            except AttributeError as error:  # the statement itself would drop the text
+                raise ImportError(str(error), name=name) from None
+            return alias
         module = importlib.import_module(name)
         for attribute in attributes:
             if not self.leads_away(f"{name}.{attribute}") and not hasattr(module, attribute):

@@ -36,6 +36,8 @@ _EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError Trai
 
 _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd": ("raysgd", "TorchTrainer TFTrainer"),
+    "ray.util.sgd.pytorch": ("raysgd.torch", "TrainingOperator"),
+    "ray.util.sgd.pytorch.training_operator": ("raysgd.torch.training_operator", "TrainingOperator"),
     "ray.util.sgd.torch": ("raysgd.torch", "BaseTorchTrainable CreatorOperator TorchTrainer TrainingOperator"),
     "ray.util.sgd.torch.torch_trainer": ("raysgd.torch.torch_trainer", "BaseTorchTrainable TorchTrainer"),
     "ray.util.sgd.torch.training_operator": (
@@ -64,7 +66,10 @@ _SGD: dict[str, tuple[str, str]] = {
         "raysgd.torch.examples.tune_example",
         "get_custom_training_operator tune_example tune_example_manual",
     ),
-    "ray.util.sgd.torch.examples.dcgan": ("raysgd.torch.examples.dcgan", "train_example"),
+    "ray.util.sgd.torch.examples.dcgan": (
+        "raysgd.torch.examples.dcgan",
+        "Discriminator GANOperator Generator train_example",
+    ),
     "ray.util.sgd.torch.examples.cifar_pytorch_example": (
         "raysgd.torch.examples.cifar_pytorch_example",
         "CifarTrainingOperator initialization_hook train_cifar",
@@ -201,7 +206,8 @@ _TRAIN: dict[str, tuple[str, str]] = {
     "ray.air.config": ("raysgd.air.config", f"{_CONFIGS} DatasetConfig"),
     "ray.air.constants": (
         "raysgd.air.constants",
-        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TRAIN_DATASET_KEY WILDCARD_KEY",
+        "EVALUATION_DATASET_KEY MAX_REPR_LENGTH MODEL_KEY PREPROCESSOR_KEY TENSOR_COLUMN_NAME TRAIN_DATASET_KEY "
+        "WILDCARD_KEY",
     ),
     "ray.air.integrations.comet": ("raysgd.air.integrations.comet", "CometLoggerCallback"),
     "ray.air.integrations.keras": ("raysgd.air.integrations.keras", "ReportCheckpointCallback"),
@@ -218,6 +224,7 @@ _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {"sgd": {**_SGD, **_BESIDE_SG
 _RENAMED = {
     "ray.util.sgd.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.pytorch.PyTorchTrainer": "raysgd.TorchTrainer",
+    "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainer": "raysgd.TorchTrainer",
     "ray.util.sgd.v2.SGDBackendError": "raysgd.v2.SGDBackendError",
     "ray.util.ml_utils.util.find_free_port": "raysgd.utils.find_free_port",
     "ray.tune.function": "raysgd.tune.function",
@@ -239,6 +246,15 @@ _TRANSFORMERS = (
 _LIGHTNING = "run Lightning's `Trainer` in the function of a `TorchTrainer`, with what `raysgd.train.lightning` has"
 _ELSEWHERE = "raysgd trains with PyTorch, TensorFlow and Horovod; use Ray's own trainer"
 _INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
+_PIPELINE = "pass the dataset, which is read while it is used"
+_LIGHTNING_ON_RAY = (
+    "make an operator of the module with `raysgd.TrainingOperator.from_ptl`, or " + _LIGHTNING + "; the migration page "
+    "says how, under `From ray_lightning`"
+)
+_HOROVOD_ON_RAY = (
+    'run the function with `raysgd.train.Trainer("horovod", num_workers=...)`; the migration page says how, under '
+    "`From horovod.ray`"
+)
 _GONE = {
     "ray.util.sgd.torch.torch_runner": _INTERNAL,
     "ray.util.sgd.torch.distributed_torch_runner": _INTERNAL,
@@ -252,6 +268,7 @@ _GONE = {
     "`HuggingFaceOperator`",
     "ray.util.sgd.torch.torch_dataset.TorchIterableDataset": "`TorchMLDataset.get_shard` returns the iterable dataset",
     "ray.util.sgd.torch.torch_dataset.convert_to_tensor": "`TorchMLDataset` converts",
+    "ray.util.sgd.torch.training_operator.amp": "`self.backward(loss)` scales the loss as the precision needs it",
     "ray.util.sgd.v2.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
     "ray.util.sgd.v2.worker_group.BaseWorkerMixin": _INTERNAL,
     "ray.train.worker_group.BaseWorkerMixin": _INTERNAL,
@@ -283,6 +300,21 @@ _GONE = {
     "ray.train.lightgbm": _ELSEWHERE,
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.v2": _INTERNAL,
+    "ray.data.DatasetPipeline": _PIPELINE,
+    "ray.data.dataset_pipeline": _PIPELINE,
+    "ray.data.preprocessors.BatchMapper": "call `map_batches` of the dataset",
+    "ray.tune.checkpoint_dir": "save into a folder, and pass `checkpoint=ray.tune.Checkpoint.from_directory(folder)` "
+    "to `ray.tune.report`",
+    "ray.tune.integration.horovod": "pass a `raysgd.train.horovod.HorovodTrainer` to `raysgd.tune.Tuner`",
+    "ray.services": "Ray has `ray.util.get_node_ip_address`",
+    "ray.tune.integration.mlflow": "Ray has it as `ray.air.integrations.mlflow`",
+    "ray.tune.integration.wandb": "Ray has it as `ray.air.integrations.wandb`",
+    "ray.tune.sample": "Ray has these classes in `ray.tune.search.sample`",
+    "ray.tune.suggest": "Ray has the searches in `ray.tune.search`",
+    "ray.tune.track": "call `ray.tune.report({...})`",
+    "horovod.ray": _HOROVOD_ON_RAY,
+    "ray_lightning": _LIGHTNING_ON_RAY,
+    "ray_lightning.tune": "pass the trainer to `raysgd.tune.Tuner`; what it reports goes to Tune",
     "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
     "ray.util.iter.from_actors": "shards are no longer actors: use `raysgd.util.iter.from_iterators`",
 }
@@ -296,13 +328,13 @@ class NewPlace:
         old: The name, with its module.
         new: Where it is now; None if it is gone.
         reason: Why it is gone, and what to use instead.
-        is_module: Whether it is a module.
+        module: The module to import for it.
     """
 
     old: str
     new: str | None
     reason: str = ""
-    is_module: bool = False
+    module: str = ""
 
 
 class Paths:
@@ -324,13 +356,22 @@ class Paths:
         A name of a class's attribute is found by its class.
         """
         if old in self._modules:
-            return NewPlace(old, self._modules[old][0], is_module=True)
+            return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
         for known, rest in _cuts(old):
             if (place := self._single(known)) is not None:
-                return NewPlace(old, place.new and f"{place.new}{rest}", place.reason)
+                return NewPlace(old, place.new and f"{place.new}{rest}", place.reason, place.module)
             if known in self._modules:
                 return self._missing(old, known)
         return None
+
+    def today(self, name: str) -> str:
+        """Return what a dotted name is called today: another name, or the same one if it has not moved or is gone."""
+        place = self.find(name)
+        return (place and place.new) or name
+
+    def is_of_ray(self, module: str) -> bool:
+        """Return whether Ray has to have a module, because it is neither the old library's nor may mean that."""
+        return self.find(module) is None and not self.is_package(module) and not _means_two(module)
 
     def is_package(self, old: str) -> bool:
         """Return whether something of the old library is below this name."""
@@ -344,18 +385,23 @@ class Paths:
         module, _, last = name.rpartition(".")
         new_module, names = self._modules.get(module, ("", ""))
         if last in names.split():
-            return NewPlace(name, f"{new_module}.{last}")
+            return NewPlace(name, f"{new_module}.{last}", module=new_module)
         if name in self._renamed:
-            return NewPlace(name, self._renamed[name])
+            return NewPlace(name, self._renamed[name], module=self._renamed[name].rpartition(".")[0])
         return NewPlace(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
 
     def _knows(self, name: str) -> bool:
-        if name.startswith(("ray.train", "ray.air")):
+        if _means_two(name):
             return "ray.train" in self._modules
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _missing(self, old: str, module: str) -> NewPlace:
         return NewPlace(old, None, f"`{self._modules[module][0]}` has no such name")
+
+
+def _means_two(name: str) -> bool:
+    """Return whether a name means one thing in the old library, and another one in today's Ray."""
+    return name.startswith(("ray.train", "ray.air"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:

@@ -69,6 +69,7 @@ class EpochCalls:
         dataset: Any,
         worlds: Sequence[World],
         sharing: DataSharing | None = None,
+        facts: Any = None,
     ) -> Requests:
         """One request for each rank, with its part of what the driver divides.
 
@@ -80,9 +81,10 @@ class EpochCalls:
             dataset: What takes the place of the registered data; None if nothing does.
             worlds: The group.
             sharing: Divides data over it; None for that of the trainer.
+            facts: What a replica says of itself; None for those of now.
         """
-        sharing = sharing or self.sharing
-        facts, redraw = self._controller.facts[0], self._listeners.on_wait if self._use_local else None
+        sharing, facts = sharing or self.sharing, facts or self._controller.facts[0]
+        redraw = self._listeners.on_wait if self._use_local else None
         requests = for_each_rank(
             replace(asked, seed=facts.seed, starts_over=self._validation_starts_over), len(worlds), redraw
         )

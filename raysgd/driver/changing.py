@@ -50,18 +50,19 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
     def _begin_again(self, settings: ReplicaSettings) -> None:
-        self._take_settings(settings)
-        self._calls.sharing = self._new_sharing()
-        with self._naming_config_entries():
-            self._renew()
+        with self._controller.turn():  # calls that were made before have the settings of before
+            self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
+            self._calls.sharing = self._new_sharing()
+            with _naming_config_entries(settings.config):
+                self._renew()
         self._check_same_data(("train_data", "validation_data"))
 
     def update_config(self, **changes: Any) -> None:
         """Changes entries of the config in the running operators, which keep their state.
 
         Each operator's `config` has the new values, and its `config_changed` is called. With `TorchTrainer`, that gives
-        the optimizers the hyperparameters that the config names, such as `lr`. Workers that start later are made with
-        the new config.
+        the optimizers the hyperparameters that the config names, such as `lr`. Workers that start later run `setup`
+        with the config from before, and then `config_changed` as these did.
 
         Args:
             **changes: New values by name. The config has to have these names already.
@@ -71,11 +72,13 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             UnpicklableError: A value cannot be sent to the workers.
             WorkerError: `config_changed` raised; also of the class that it raised. The old config holds on all workers.
         """
-        config, before = self._with_changes(changes)
-        with self._adopted(replace(self._settings, config=config)), self._naming_config_entries():
-            sent = self._replicas.settings.config
-            options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
-            answers = self._on_all(self._runner_cls.change_config, sent, before, **options)
+        with self._controller.turn():
+            settings = self._with_changes(changes)
+            with _naming_config_entries(settings.config):
+                options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+                answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
+            self._take_settings(settings)  # not before: workers that start during the call are told by it
+            self._calls.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
                 "no optimizer follows %s: the operators find the new value in `self.config`. Override "
@@ -83,8 +86,8 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
                 ", ".join(f"`config[{name!r}]`" for name in answers[0]),
             )
 
-    def _with_changes(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The config with changes, checked, and the values that the entries had before."""
+    def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
+        """The settings with changes of the config, checked."""
         config = self._settings.config
         for name in changes:
             if name == BATCH_SIZE:
@@ -98,7 +101,12 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
                     f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
                     f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
                 )
-        return self._checked_config({**config, **changes}), {name: config[name] for name in changes}
+        before = {name: self._replicas.settings.config[name] for name in changes}  # as it can be sent
+        return replace(
+            self._settings,
+            config=self._checked_config({**config, **changes}),
+            config_changes=(*self._settings.config_changes, before),
+        )
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
         """Goes on with another operator class, usually an edited one, in the same workers and with the same state.
@@ -117,8 +125,14 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             WorkerError: `setup` of the new class raised; also of the class that it raised. The old class is kept.
         """
         self._check_reload(training_operator_cls)
+        with self._controller.turn():
+            self._reload(training_operator_cls)
+
+    def _reload(self, training_operator_cls: type[Any]) -> None:
         revision = self._settings.revision + 1
-        settings = replace(self._settings, training_operator_cls=training_operator_cls, revision=revision)
+        settings = replace(
+            self._settings, training_operator_cls=training_operator_cls, revision=revision, config_changes=()
+        )
         if self._group_settings.is_driver_only:
             self._controller.ensure_group()
         else:
@@ -248,20 +262,21 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             self._take_settings(before)
             raise
 
-    @contextmanager
-    def _naming_config_entries(self) -> Iterator[None]:
-        """Errors of what cannot be sent to workers name the entry of the config."""
-        try:
-            yield
-        except UnpicklableError as error:
-            raise naming_config_entry(error, self._settings.config) from error.__cause__
-
     def _renew(self) -> None:
         """Makes new operators, from the present settings."""
         if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
             restart(self._controller)
         else:
             renew(self._controller, self._runner_cls.renew, self._replicas.settings)
+
+
+@contextmanager
+def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
+    """Errors of what cannot be sent to workers name the entry of the config."""
+    try:
+        yield
+    except UnpicklableError as error:
+        raise naming_config_entry(error, config) from error.__cause__
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:

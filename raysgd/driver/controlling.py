@@ -34,7 +34,7 @@ WORDS_OF_VALIDATORS = replace(
     when_interrupted="",
     when_starved="Training can continue.",
     when_spent="Training can continue; call `validate` again to try it with new workers.",
-    after_end="training continues",
+    after_end="",
     restart_point="with the validation from its beginning",
     label="validators: ",
 )
@@ -79,6 +79,7 @@ def make_controller(
         reservation_timeout_s=reservation_timeout_s,
         captures=not settings.is_driver_only and not validates,
         snapshot_every_s=every_s,
+        snapshots_inside=recovery.snapshot_every_n_steps is not None,
         regroups=rejoins,
         renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,

@@ -17,7 +17,7 @@ from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
 from raysgd.driver.validating.trained_epoch import TrainedEpoch
 from raysgd.engine.shared.call import Call
-from raysgd.exceptions import InvalidCountError, NoDataError
+from raysgd.exceptions import InvalidCountError, NoDataError, WorkersLostError
 from raysgd.history.history import History
 from raysgd.messages import replica_calls
 from raysgd.messages.epochs import VALIDATES
@@ -115,6 +115,7 @@ class Fit:
         self._current: TrainedEpoch | None = None
         self._awaited: TrainedEpoch | None = None
         self._pending: int | None = None
+        self._saved: list[str] = []
 
     def run(self) -> History:
         """Trains; returns the history of this run."""
@@ -220,12 +221,19 @@ class Fit:
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
             epoch = self._current = self._trained(trainer.train(info=info, **given))
             self._note_progress()
-            self._finish_validation()
-            if self._is_due(run.epoch):
+            if self._is_due(run.epoch) and not run.validates_beside:
                 self._validate(epoch)
         self._calls.check_progress()
         self._tell_of_events()
-        self._calls.epoch_trained()
+        self._saved.clear()
+        try:
+            self._finish_validation(waits=False)  # what is known by now is part of what is saved
+        finally:
+            self._calls.epoch_trained()
+        if self._awaited is not None:
+            self._save_again(self._finish_validation())
+        if self._is_due(run.epoch) and run.validates_beside:
+            self._validate(epoch)
         if epoch.handle is None:
             self._tell_of_result(epoch)
         self._note_progress()
@@ -265,18 +273,29 @@ class Fit:
             self._lacks_data = True
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
-    def _finish_validation(self) -> None:
-        """Waits for the validation that runs beside the training, if one does, and tells the result of its epoch."""
-        epoch, self._awaited = self._awaited, None
-        if epoch is None or epoch.handle is None:
-            return
+    def _finish_validation(self, waits: bool = True) -> bool:
+        """Waits for the validation that runs beside the training, if one does, and tells the result of its epoch.
+
+        Without `waits`, one that still runs is left for later. Where workers were lost over it, the epoch has none.
+
+        Returns:
+            Whether the result has changed the state of the training.
+        """
+        epoch, changes_state = self._awaited, False
+        if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
+            return False
+        self._awaited, validated = None, None
         with self._trainer._throughput.accounts.waiting_for_validation(), self._noting_lack_of_data():
-            validated = epoch.handle.result()
+            try:
+                validated = epoch.handle.result()
+            except WorkersLostError as error:
+                logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
         for add in epoch.ended:
             self._run.history.add(add(), epoch.row)
             self._seen = self._trainer.history.extent
-            self._trainer._after_validation(epoch.trained, validated)
+            changes_state = self._trainer._after_validation(epoch.trained, validated)
         self._tell_of_result(epoch)
+        return changes_state
 
     def _tell_of_events(self) -> None:
         events = self._trainer.history.events[self._num_events :]
@@ -309,7 +328,18 @@ class Fit:
     def _save(self, location: str) -> None:
         self._trainer.save(location)
         self._sidecars.write(location, self._sidecar())
+        self._saved.append(location)
         self._calls.checkpoint(location)
+
+    def _save_again(self, has_changed: bool) -> None:
+        """Adds the result of the epoch before to what was saved without it."""
+        try:
+            for location in self._saved:
+                if has_changed:
+                    self._trainer.save(location)
+                self._sidecars.write(location, self._sidecar())
+        except OSError as error:  # it was saved once
+            logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
         current = self._current

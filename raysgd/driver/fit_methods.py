@@ -21,6 +21,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
 from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
 from raysgd.driver.keeping.kept_trainer import KeptTrainer
+from raysgd.driver.sharing import DataSharing
 from raysgd.driver.validating.validators import ValidatingSpares, Validation, Validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
@@ -33,6 +34,7 @@ from raysgd.exceptions import NoDataError, UnpicklableError
 from raysgd.history.history import History, Kind
 from raysgd.history.recording import CallRecorder, RecordBeside, as_test, recorded
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class FitMethods(ABC):
     _controller: ElasticController
     _group_settings: GroupSettings
     _settings: Any
+    _replicas: ReplicaMaker
     _runner_cls: Any
     _note_fit: Callable[[FitProgress], None] | None = None
     """Keeps how far `fit` is, in a host."""
@@ -65,6 +68,10 @@ class FitMethods(ABC):
     @abstractmethod
     def _take_settings(self, settings: Any) -> None:
         """Makes workers that start from now on from other settings."""
+
+    @abstractmethod
+    def _new_sharing(self) -> DataSharing:
+        """Return what divides data over workers with the settings of now."""
 
     @abstractmethod
     def _newest_snapshot(self) -> NewestSnapshot:
@@ -101,8 +108,9 @@ class FitMethods(ABC):
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
         """Raises where the answers of the workers contradict each other; in training, before the call counts."""
 
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:  # noqa: B027
-        """Lets what follows the results of an epoch see them, when `fit` has validated."""
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        """Lets what follows the results of an epoch see them, when `fit` has validated; True if something did."""
+        return False
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         """The result of a call."""
@@ -147,6 +155,10 @@ class FitMethods(ABC):
         blocking: Literal[False],
     ) -> CallHandle[Any]: ...
 
+    @checks.answer_mistakes(
+        "`trainer.fit(5)` for 5 epochs, `trainer.train()` for one, or `trainer.train(num_steps=100)` for 100 batches",
+        unnamed="`train(%(given)s)` trains on %(given)s batches: for epochs write `fit(%(given)s)`",
+    )
     def train(
         self,
         num_steps: int | None = None,
@@ -198,7 +210,18 @@ class FitMethods(ABC):
         check = partial(self._check_answers, "train", asked=request)
         with self._shown():
             answers = self._calls.train(request, max_retries, dataset, self._goes_on_with(dataset), check)
-        return self._merged(answers, reduce_results)
+        result = self._merged(answers, reduce_results)
+        self._warn_of_nan(result)
+        return result
+
+    def _warn_of_nan(self, result: Any) -> None:
+        """Says once that a loss is no number any more."""
+        values = result.items() if isinstance(result, Mapping) else ()
+        names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
+        if names and self._once.is_first("nan"):
+            logger.warning(
+                "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
+            )
 
     @overload
     def validate(
@@ -251,9 +274,9 @@ class FitMethods(ABC):
         Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
         `validation_<name>` for each metric of the model.
 
-        With `blocking=False` it validates the weights as they are after the calls before, whatever is trained
-        meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a copy of the state
-        alone. Without such workers, the others validate, and the next call waits for them.
+        With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
+        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a
+        copy of the state alone. Without such workers, the others validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is nothing to validate on.
@@ -317,12 +340,14 @@ class FitMethods(ABC):
         assert validators is not None, "it was asked before"
 
         def take_state() -> tuple[Validation, RecordBeside]:
-            return validators.begin(self._newest_snapshot()), self._recorder.begin_beside(validators.num_workers)
+            newest, sharing = self._newest_snapshot(), self._new_sharing()
+            validate = validators.begin(request, dataset, self._replicas.settings, sharing, newest)
+            return validate, self._recorder.begin_beside(validators.num_workers)
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken
             began_at, began = time.time(), time.perf_counter()
-            answers = validate(request, dataset, on_wait)
+            answers = validate(on_wait)
             self._check_answers("validation", answers, request)
             result = self._merged(answers, reduce_results)
             note(add, result, began_at, time.perf_counter() - began)
@@ -338,6 +363,7 @@ class FitMethods(ABC):
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Loads a file that `save` wrote."""
 
+    @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
         self,
         epochs: int,
@@ -381,6 +407,7 @@ class FitMethods(ABC):
         )
         return Fit(self, options).run()
 
+    @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
     def epochs(
         self,
         epochs: int,
@@ -455,9 +482,11 @@ class FitMethods(ABC):
                 raise UnpicklableError(f"`{name}` runs in the workers, and `{callback!r}` cannot be pickled.")
         chosen = tuple(callback for _, callback in callbacks)
         refuse_equal_keys(chosen)
-        self._take_settings(replace(self._settings, worker_callbacks=chosen))
-        if self._controller.group is not None:  # else the next workers are made with them
-            self._on_all(self._runner_cls.install_callbacks, chosen, changes_state=True, leaves_as_new=True)
+        revision = self._settings.callbacks_revision + 1
+        with self._controller.turn():
+            self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
+            if self._controller.group is not None:  # else the next workers are made with them
+                self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Runs a method of the replicas on all of them; the options are those of a `Call`."""

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.arrays.ray_batches import RayBatches, RayShare, ray_batches
 from raysgd.arrays.ray_data import are_cpus_free
 from raysgd.arrays.whole_data import DataPosition, WholeShare, is_creator
-from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.processes.worker import identity, packed_bytes
 from raysgd.engine.shared.types import World
 from raysgd.messages.batching import config_for_worker
 from raysgd.messages.epochs import EpochRequest
@@ -116,7 +116,12 @@ class DataSharing:
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
         """Notes where a call stopped, for the next one with the same object."""
-        self._places[name] = dataset, place
+        self._places[name] = identity(dataset), place
+
+    def follow(self, config: Mapping[str, Any]) -> None:
+        """Makes new shares of what functions make of the config, which is another one from now on."""
+        self._config = config
+        self._divisions = {name: each for name, each in self._divisions.items() if not is_creator(each.data)}
 
     def forget(self) -> None:
         """Makes new shares in the next call."""
@@ -134,10 +139,10 @@ class DataSharing:
     ) -> tuple[str, Sequence[Any]]:
         """A name for what workers have, and what each is given; nothing if they have it."""
         known = self._divisions.get(name)
-        if known is not None and known.data is data and known.worlds is worlds:
+        if known is not None and known.data is identity(data) and known.worlds is worlds:
             return known.key, ()
         shares = divide()
-        self._divisions[name] = _Division(data, worlds, uuid.uuid4().hex)
+        self._divisions[name] = _Division(identity(data), worlds, uuid.uuid4().hex)
         return self._divisions[name].key, shares
 
     def _divided(self, name: str, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
@@ -146,7 +151,7 @@ class DataSharing:
             return self._dealt(batches.sized(config), worlds)
         if not hasattr(dataset, "set_num_shards"):
             known, place = self._places.get(name, (None, None))
-            whole = WholeShare(self._whole(dataset, config), place if known is dataset else None)
+            whole = WholeShare(self._whole(dataset, config), place if known is identity(dataset) else None)
             return [whole] * len(worlds)
         dataset.set_num_shards(len(worlds))
         return [dataset.get_shard(world.rank) for world in worlds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from raysgd.engine.controller import ElasticController
@@ -21,25 +21,33 @@ logger = logging.getLogger(__name__)
 class Throughput:
     """Runs training calls, and keeps what there is to tell of the last one.
 
+    Args:
+        name: Names the trainer to Ray's metrics.
+        controller: Has the workers.
+        used: Options that no one needs to be advised to use.
+
     Attributes:
         samples_per_s: Of the last training call; None before the first.
     """
 
-    def __init__(self, name: str, controller: ElasticController) -> None:
+    def __init__(self, name: str, controller: ElasticController, used: Collection[str] = ()) -> None:
         self._controller = controller
         self._gauges = Gauges(name)
         self._heartbeats: dict[int, Heartbeat] = {}
         self.samples_per_s: float | None = None
-        self.accounts = Accounts()
+        self.accounts = Accounts(used=used)
 
     def run(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Runs a training call, and notes how many samples a second it trained."""
         history = self._controller.history
         self.accounts.begin_call()
         began, num_rejoins = time.perf_counter(), history.count("rejoined")
-        answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
-        self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
-        self._note(self._heartbeats)
+        try:
+            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
+            self._note(self._heartbeats)
+        finally:
+            self.accounts.end_call()
         num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
         num_samples += int(sum(each.num_inherited for each in answers))
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None

@@ -118,22 +118,22 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     def _reservation_timeout_s(self) -> float:
         """The time to wait for resources."""
 
-    def _settings_to_send(self) -> ReplicaSettings:
+    def _settings_to_send(self, settings: Any) -> ReplicaSettings:
         """Return what the replicas are made from, as something that other processes can use."""
-        return self._settings
+        return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
         """Makes workers that start from now on from other settings."""
-        group = self._controller.group
+        is_other = settings.revision != self._settings.revision
         self._settings = settings
-        self._replicas.settings = self._settings_to_send()
+        self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
-        if group is not None:
-            group.standby.kill_all()  # they were made with those before
+        if is_other and self._controller.group is not None:
+            self._controller.group.standby.kill_all()  # others are told what has changed when they step in
 
     def _make_controller(self) -> ElasticController:
         """Return what keeps the workers alive, as the trainer's arguments ask for it."""
-        self._replicas.settings = self._settings_to_send()
+        self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
             self._replicas,
@@ -149,7 +149,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
         self._background = BackgroundCalls(controller, at_once=self.use_local)
-        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
+        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller, self._used_options())
         self._calls = EpochCalls(
             self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
         )
@@ -163,6 +163,16 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             raise naming_config_entry(error, self._settings.config) from error.__cause__
         controller.observe_with(self._throughput.report)
 
+    def _used_options(self) -> list[str]:
+        """Return the options that shorten what the ledger counts, as far as they are used already."""
+        recovery = self._settings.recovery_options
+        used = {
+            "spare_workers": self._group_settings.spare_workers > 0,
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
+            "undo": recovery.undo == "auto",
+        }
+        return [name for name, is_used in used.items() if is_used]
+
     @property
     def _controllers(self) -> list[ElasticController]:
         """Those of the workers that train, and of those that only validate."""
@@ -173,12 +183,12 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         """Return the workers that validate beside the training; None if there are to be none."""
         group = self._group_settings
         if not group.validation_workers:
-            on_loan = self._runner_cls.validate_on_loan
-            spares = ValidatingSpares(self._controller, self._calls, on_loan, self._new_sharing)
+            spares = ValidatingSpares(self._controller, self._calls, self._runner_cls.validate_on_loan)
             return spares if group.spare_workers and not group.use_local else None
+        replicas = ReplicaMaker(self._runner_cls, self._replicas.settings)
         controller = make_controller(
             settings_of_validators(group),
-            self._replicas,
+            replicas,
             self._make_connection(),
             self._reservation_timeout_s,
             keeps_survivors=self._keeps_survivors,
@@ -187,9 +197,8 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         )
         listeners, sharing = ProgressListeners(controller), self._new_sharing()
         calls = EpochCalls(self._runner_cls, controller, self._throughput, listeners, use_local=False, sharing=sharing)
-        return Validators(
-            controller, self._controller, calls, self._replicas, self._new_sharing, group.validation_workers
-        )
+        replicas.settings = None  # those of the first validation
+        return Validators(controller, calls, replicas, self._runner_cls.follow, group.validation_workers)
 
     @abstractmethod
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
@@ -316,6 +325,11 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             self._throughput.end()
         finally:
             self._writer.close()
+
+    def _interrupt(self) -> None:
+        """From another thread: ends the running call as Ctrl-C does, unless it runs in the driver alone."""
+        if not self._group_settings.is_driver_only:
+            self._controller.interrupt_running()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self

@@ -9,7 +9,9 @@ Why there is one module for all of them: ADR 72.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import Any, ClassVar, Protocol
 
 from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._imports.optional import require
-from raysgd.exceptions import MissingTuneError
+from raysgd._numbers.results import as_number
+from raysgd.engine.processes.worker import packed_bytes
+from raysgd.exceptions import MissingTuneError, UnpicklableError
 
 Bundles = Sequence[Mapping[str, float]]
 
@@ -235,8 +239,8 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Notes the plain values of a config beside a checkpoint."""
-    (folder / _CONFIG_FILE).write_text(json.dumps(_plain(config)), encoding="utf-8")
+    """Notes the values of a config beside a checkpoint."""
+    (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -245,16 +249,22 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(noted != _plain(config))
+    return bool(noted != _comparable(config))
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON brings back as it was: of other objects only their class counts."""
+def _comparable(value: Any) -> Any:
+    """Return what is equal for equal values, also after JSON; of objects that pickle differently it is not."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+        return [_comparable(each) for each in value]
+    plain = value if value is None or isinstance(value, str) else as_number(value)
+    if plain is not None or value is None:
+        return repr(plain)
+    try:
+        return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
+    except UnpicklableError:
+        return math.nan  # which nothing is equal to
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

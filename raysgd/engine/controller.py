@@ -209,6 +209,12 @@ class ElasticController:
                 self._growth.start_spares()
             return loan
 
+    @property
+    def has_spares(self) -> bool:
+        """True if there is a spare, or will be: also one that is lent."""
+        standby = self._lifecycle.running.standby
+        return bool(standby.num_coming + standby.num_ready)
+
     def run_on_spare(
         self,
         loan: Loan | None,
@@ -225,11 +231,11 @@ class ElasticController:
             on_wait: Called now and then.
 
         Returns:
-            The value; None where no spare is left.
+            The value.
 
         Raises:
             WorkerError: An exception in user code.
-            WorkersLostError: One spare after the other has died.
+            WorkersLostError: One spare after the other has died, or none is left.
             TrainerShutdownError: After `stop`.
         """
         num_died = 0
@@ -249,9 +255,11 @@ class ElasticController:
                     "(`worker-*.err`) may name the cause; too little memory is a frequent one."
                 )
             with self._turns.take(self._turns.reserve()):
-                loan, standby = self.lend_spare(), self._lifecycle.running.standby
-                if loan is None and not standby.num_coming + standby.num_ready:
-                    return None
+                loan = self.lend_spare()
+                if loan is None and not self.has_spares:
+                    raise WorkersLostError(
+                        "The spare that ran this call was lost, or has replaced a lost worker, and no other is left."
+                    )
             if loan is None:
                 self._lifecycle.sleep(_SPARE_POLL_S)
 
@@ -274,6 +282,10 @@ class ElasticController:
     def interrupt(self, place: PlaceInLine) -> None:
         """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
         self._turns.interrupt(place)
+
+    def interrupt_running(self) -> None:
+        """From another thread: does the same with the call that is running, if one is."""
+        self._turns.interrupt_running()
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
@@ -489,7 +501,7 @@ class ElasticController:
             "the ranks called with different sizes. "
         )
         message = (
-            f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{self._spec.words.label}{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
             f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
         )
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error

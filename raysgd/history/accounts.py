@@ -1,15 +1,16 @@
 """Pure: what the replicas say of their time -> the time of every rank since the trainer started.
 
 Ranks outlive processes: a rank whose process is lost is taken by another one. What the lost process has told stays in
-the account of its rank, and the time without a process is added as recovery.
+the account of its rank, and the time without a process is added as recovery, as far as a training call waited for it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -64,7 +65,10 @@ class _Account:
 
     def take_back(self, seconds: float) -> None:
         """Time that cannot be: the first answer of a process came late, and all of that was booked before it."""
-        self.seconds[self.waited_in] -= min(max(0.0, seconds), self.seconds[self.waited_in])
+        for name in (self.waited_in, DRIVER):
+            taken = min(max(0.0, seconds), self.seconds[name])
+            self.seconds[name] -= taken
+            seconds -= taken
 
     def move(self, source: str, target: str, seconds: float) -> None:
         self.seconds[source] -= seconds
@@ -76,6 +80,7 @@ class Accounts:
 
     Args:
         clock: Returns seconds; only differences are used.
+        used: Options whose advice is followed already.
 
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
@@ -85,19 +90,24 @@ class Accounts:
         {'useful': 3.0, 'start_up': 2.0}
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, used: Collection[str] = ()) -> None:
+        self._clock, self._used = clock, used
         self._began = clock()
         self._accounts: dict[int, _Account] = {}
         self._known: dict[str, TimeSpent] = {}
         self._has_trained = self._is_over = False
+        self._call = math.inf, math.inf  # when the last training call began and ended
         self._waited_s = 0.0
         self._once = Once()
         self._lock = threading.Lock()  # `status` may be asked for from any thread
 
     def begin_call(self) -> None:
-        """Notes that there was a training call."""
-        self._has_trained = True
+        """Notes that a training call begins."""
+        self._has_trained, self._call = True, (self._clock(), math.inf)
+
+    def end_call(self) -> None:
+        """Notes that it has ended, and that its ranks have told their time."""
+        self._call = self._call[0], self._clock()
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
@@ -144,8 +154,12 @@ class Accounts:
         if last is not None and not spent.is_successor and before is None:  # it goes on from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
         own_s = spent.total_s - (before.total_s if before is not None else 0.0)
+        since, until = account.told_until, max(account.told_until, now - own_s)
+        in_call_s = max(0.0, min(until, self._call[1]) - max(since, self._call[0]))
+        waited_s = until - since if last is None else in_call_s  # between calls no one waits for a rank
         account.waited_in = START_UP if last is None else REPLACE
-        account.seconds[account.waited_in] += max(0.0, now - own_s - account.told_until)
+        account.seconds[account.waited_in] += waited_s
+        account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
         """Return where the time went. Of ranks from `num_ranks` on, which are gone, what they have told stays."""
@@ -181,11 +195,12 @@ class Accounts:
             return
         words, share = found
         if self._once.is_first("largest bin"):
+            advice = _ADVICE[words]
             logger.warning(
-                "%.0f %% of the time in training calls goes into %s. Try this: %s. `print(trainer.ledger())` shows all",
+                "%.0f %% of the time in training calls goes into %s.%s `print(trainer.ledger())` shows all",
                 100 * share,
                 words,
-                _ADVICE[words],
+                "" if any(option in advice for option in self._used) else f" Try this: {advice}.",
             )
 
 

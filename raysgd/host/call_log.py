@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,8 +28,8 @@ class LoggedCall:
         words: The program that made it, in words.
         answer: What it came to, packed.
         began_at: Since when it has been running, in seconds of `time.time`; None while it waits for its turn.
-        is_interrupted: Whether Ctrl-C was pressed before it had its turn.
         asked: What was asked, for the next process of the host.
+        was_left: Whether the program that made it is gone.
     """
 
     token: str
@@ -38,8 +38,8 @@ class LoggedCall:
     words: str
     answer: Future[bytes] = field(default_factory=Future)
     began_at: float | None = None
-    is_interrupted: bool = False
     asked: Any = None
+    was_left: bool = False
 
     def __str__(self) -> str:
         since = "waiting" if self.began_at is None else f"for {time.time() - self.began_at:.0f} s"
@@ -59,6 +59,7 @@ class CallLog:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-calls")
         self._interruptible: tuple[str, int] | None = None
+        self._interrupted: set[str] = set()
 
     def begin(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
         """Let a call take its turn. One that is logged already is not repeated."""
@@ -77,10 +78,11 @@ class CallLog:
         call.began_at = time.time()
 
         def interruptible() -> object:
-            self._interruptible = call.token, threading.get_ident()
             try:
-                if call.is_interrupted:
-                    raise KeyboardInterrupt
+                with self._lock:
+                    self._interruptible = call.token, threading.get_ident()
+                    if call.token in self._interrupted:
+                        raise KeyboardInterrupt
                 return body()
             finally:
                 self._end_interrupts()
@@ -95,14 +97,16 @@ class CallLog:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call, now or when it has its turn."""
+        """Raise `KeyboardInterrupt` in a call, now or when it has its turn, also one that has yet to arrive."""
         with self._lock:
-            call = self._calls.get(token)
-            if call is not None and call.began_at is None:
-                call.is_interrupted = True
+            self._interrupted.add(token)
             if self._interruptible is not None and self._interruptible[0] == token:
                 thread = ctypes.c_ulong(self._interruptible[1])
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+
+    def is_interrupted(self, token: str) -> bool:
+        """Return whether `KeyboardInterrupt` was to be raised in a call."""
+        return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
         """Return a call whose answer is still there."""
@@ -112,6 +116,7 @@ class CallLog:
         """Forget a call whose answer has arrived."""
         with self._lock:
             self._calls.pop(token, None)
+            self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
         """Return the call that has its turn."""
@@ -123,7 +128,7 @@ class CallLog:
         with self._lock:
             calls = [call for call in self._calls.values() if call.program == program]
             for call in calls:
-                call.program = "" if call.method in OF_ITERATORS else None
+                call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
             if call.program == "":  # its iterator ends with the program
                 call.answer.add_done_callback(partial(self._forget, call.token))
@@ -148,11 +153,11 @@ class CallLog:
         with self._lock:
             return any(call.program not in (None, program) for call in self._calls.values())
 
-    def take_over(self, program: str) -> LoggedCall | None:
-        """Return the oldest call that no program waits for; from now on this one does."""
+    def take_over(self, program: str, given: Collection[str] = ()) -> LoggedCall | None:
+        """Return the oldest call that no program waits for, but for those `given` before; from now on this one does."""
         with self._lock:
             for call in self._calls.values():
-                if call.program is None:
+                if call.was_left and call.program in (None, program) and call.token not in given:
                     call.program = program
                     return call
         return None

@@ -11,13 +11,14 @@ from typing import Any
 from raysgd._text import log_lines
 from raysgd._version import __version__
 from raysgd.engine.processes.outliving import NAMESPACE
+from raysgd.engine.processes.resources import init_ray
 from raysgd.exceptions import HostLostError, UnknownHostError
-from raysgd.host.handle import HostedTrainer, actor_name, kill
+from raysgd.host.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
 from raysgd.host.packing import packed_arguments
 from raysgd.host.process import TrainerHost
 from raysgd.host.settings import Host
 
-_DESCRIBE_S = 5.0
+_NOT_ANSWERING = "not answering"
 _RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
 _PREFIX = actor_name("")
 
@@ -28,7 +29,7 @@ class HostStatus:
 
     Attributes:
         name: To attach by.
-        trainer: The trainer in one line; what is wrong where it does not answer.
+        trainer: The trainer in one line; "not answering" where its host is that, and nothing else is known.
         running: The call that is running, in words; None if there is none.
         programs: The programs that are attached, in words.
         ends_in_s: When it ends if no one attaches; None if it does not.
@@ -41,6 +42,8 @@ class HostStatus:
     ends_in_s: float | None = None
 
     def __str__(self) -> str:
+        if self.trainer == _NOT_ANSWERING:
+            return f"{self.name}: {_NOT_ANSWERING}; `raysgd stop {self.name} --force` ends it"
         running = f"running {self.running}" if self.running else "no call is running"
         attached = f"attached: {'; '.join(self.programs)}" if self.programs else "no program is attached"
         ends = "" if self.ends_in_s is None else f", ends in {self.ends_in_s:.0f} s"
@@ -77,7 +80,7 @@ def start(
     _make_room(settings)
     handle = HostedTrainer(settings.name, _new_actor(settings, is_lasting))
     try:
-        handle._begin("start", trainer_cls.__name__, packed)
+        handle._run("start", trainer_cls.__name__, packed)
     except BaseException:
         handle.shutdown()
         raise
@@ -107,6 +110,7 @@ def _new_actor(settings: Host, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
+        "max_task_retries": -1 if is_lasting else 0,  # what a process that died was asked, Ray asks the next one
     }
     if settings.resources:
         options["resources"] = dict(settings.resources)
@@ -125,13 +129,19 @@ def attach(name: str) -> HostedTrainer:
 
     Raises:
         UnknownHostError: There is no such host; a `LookupError`. The message says which there are.
+        HostLostError: The host is not answering, or has just ended.
         RuntimeError: The host has another version of raysgd, or there is no Ray to look for it in.
     """
     import ray
 
     actor = _existing(name)
     try:
-        version = ray.get(actor.describe.remote(), timeout=_DESCRIBE_S * 6)["version"]
+        version = ray.get(actor.describe.remote(), timeout=ANSWER_S)["version"]
+    except ray.exceptions.GetTimeoutError as error:
+        raise HostLostError(
+            f"Host `{name}` is {_NOT_ANSWERING}: its process is stopped or busy, or starts again. Try again, or end it "
+            f"with `raysgd stop {name} --force`."
+        ) from error
     except ray.exceptions.RayActorError as error:
         raise HostLostError(f"Host `{name}` has just ended.") from error
     if version != __version__:
@@ -149,7 +159,7 @@ def hosts() -> list[HostStatus]:
     connect()
     asked = {name: actor.describe.remote() for name in _names() if (actor := _find(name)) is not None}
     if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_DESCRIBE_S)
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
     return [_status(name, reference) for name, reference in asked.items()]
 
 
@@ -158,18 +168,22 @@ def _status(name: str, reference: Any) -> HostStatus:
 
     try:
         found = ray.get(reference, timeout=0.1)
-    except ray.exceptions.RayError as error:
-        return HostStatus(name, f"does not answer ({type(error).__name__})")
+    except ray.exceptions.RayError:
+        return HostStatus(name, _NOT_ANSWERING)
     return HostStatus(name, found["trainer"], found["running"], tuple(found["programs"]), found["ends_in_s"])
 
 
-def stop(name: str) -> None:
+def stop(name: str, *, force: bool = False) -> None:
     """End the trainer in a host, and the host, whatever it does.
+
+    Args:
+        name: The name of the host.
+        force: Kill its process at once, and do not wait for its answer and the end of its workers.
 
     Raises:
         UnknownHostError: There is no such host.
     """
-    _stop(name, _existing(name))
+    _stop(name, _existing(name), force)
 
 
 def _existing(name: str) -> Any:
@@ -183,11 +197,12 @@ def _existing(name: str) -> Any:
     return actor
 
 
-def _stop(name: str, actor: Any) -> None:
+def _stop(name: str, actor: Any, force: bool = False) -> None:
     import ray
 
-    with suppress(ray.exceptions.RayError):  # it does not answer, or has ended; Ray ends its workers with it
-        ray.get(actor.end.remote(False), timeout=60.0)
+    if not force and is_answering(actor):
+        with suppress(ray.exceptions.RayError):  # it has ended
+            ray.get(actor.end.remote(False), timeout=60.0)
     kill(name, actor)
 
 
@@ -218,7 +233,7 @@ def connect() -> None:
 
     if not ray.is_initialized():
         try:
-            ray.init(address="auto")
+            init_ray(address="auto")
         except ConnectionError as error:
             raise RuntimeError(_NO_RAY.format("There is no Ray cluster here")) from error
     elif _ends_with_program():

@@ -9,14 +9,17 @@ import pickle
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import finalize
 
 from raysgd.engine.processes.outliving import NAMESPACE, end_workers
+from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
@@ -25,11 +28,14 @@ from raysgd.host.journal import journal_path
 from raysgd.host.packing import CallOutcome, RemoteIterator, packed_arguments, unpacked_answer
 from raysgd.host.process import CallRequest
 
-_RESTART_S = 120.0
+ANSWER_S = 20.0  # a host that answers nothing for so long is not answering, whatever was asked
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
 _DETACH_S = 1.0
-_LOOK_S = 0.05
+_DATA = ("dataset", "validation_dataset")
+_NUM_KNOWN_DATA = 4
 _NO_ARGUMENTS = pickle.dumps(((), {}))
+
+_SILENT = "host `%s` is not answering: its process is stopped, busy or starting. `raysgd stop %s --force` ends it"
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +56,26 @@ class HostedTrainer:
         self._name, self._actor = name, actor
         self._program, self._words = uuid.uuid4().hex, _this_program()
         self._num_calls = 0
+        self._given: list[str] = []
         self._seen: int | None = None
-        self._are_methods: dict[str, bool] = {}
+        self._help: dict[str, str] = {}
+        self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._ask("attach", *self._attaching())
+        self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
+        self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = finalize(self, _detach, actor, self._program)
-
-    def _attaching(self) -> tuple[str, str, list[Any]]:
-        """Return what `attach` of the host takes."""
-        self._presence = self._actor.stay.remote(self._program)
-        return self._program, self._words, [self._presence]
 
     def pending(self) -> HostedCall | None:
         """Return a call of a program that is gone, running or ended; None if there is none.
 
         Each is given out once. Its answer stays in the host until `result` has it.
         """
-        found = self._ask("pending", self._program)
+        found = self._ask("pending", self._program, self._given)
         if found is None:
             return None
         token, method = found
-        return HostedCall(self, token, method, lambda: self._actor.answer.remote(token))
+        self._given.append(token)
+        return HostedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
         """End the trainer and its host, and give their resources back; a second time it does nothing.
@@ -85,10 +90,12 @@ class HostedTrainer:
         import ray
         from ray.exceptions import RayActorError
 
+        answer = CallOutcome()
         try:
-            answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
+            if is_answering(self._actor):
+                answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
         except RayActorError:  # it has ended by itself
-            answer = CallOutcome()
+            pass
         finally:
             self._is_ended = True
             self._finalizer.detach()
@@ -108,9 +115,26 @@ class HostedTrainer:
             raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`")
         if name in STAYS_THERE:
             raise AttributeError(f"`{name}` of a trainer in a host: {STAYS_THERE[name]}")
-        if name in BESIDE:
-            return partial(self._beside, name)
-        return partial(self._call, name) if self._is_method(name) else self._look(name, False, _NO_ARGUMENTS)
+        text = self._help_on(name)
+        if not text:
+            return self._look(name, False, _NO_ARGUMENTS)
+        method = partial(self._beside if name in BESIDE else self._call, name)
+        method.__doc__ = text
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"`{name} = ...`: it would stay in this program, and the trainer is in host `{self._name}`. Use "
+                "`update_config`, `apply_all_operators(fn)`, or a variable of your own."
+            )
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        theirs: list[str] = []
+        with suppress(HostLostError, TrainerShutdownError):
+            theirs = self._look("__dir__", True, _NO_ARGUMENTS)
+        return [*super().__dir__(), *(name for name in theirs if not name.startswith("_") and name not in STAYS_THERE)]
 
     def __repr__(self) -> str:
         try:
@@ -127,84 +151,86 @@ class HostedTrainer:
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    def _make(self, kind: str, name: str, arguments: bytes) -> tuple[str, Callable[[], Any]]:
-        """Make a call; return its token, and what asks for it: the host runs it once, however often it is asked."""
+    def _request(self, kind: str, name: str, arguments: bytes) -> CallRequest:
+        self._check_not_ended()
         self._num_calls += 1
         token = f"{self._program}-{self._num_calls}"
-        asked = CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
-        self._check_not_ended()
-        return token, lambda: self._actor.run.remote(asked)
+        return CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
 
-    def _begin(self, kind: str, name: str, arguments: bytes) -> Any:
+    def _run(self, kind: str, name: str, arguments: bytes) -> Any:
         """Make a call and wait for it."""
-        return self._answer(*self._make(kind, name, arguments)).result()
+        asked = self._request(kind, name, arguments)
+        return self._answer(asked.token, self._actor.run.remote(asked)).result()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
+        kwargs = {**kwargs, **given}
         if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the host it blocks: that is its turn
-            token, ask = self._make("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
-            ask()
-            return HostedCall(self, token, name, ask)
-        value = self._begin("call", name, packed_arguments(name, args, kwargs))
+            asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
+            try:
+                self._ask("begin", asked)  # waits, as Ray does not keep the order of what it asks again
+            except KeyboardInterrupt:
+                self._actor.interrupt.remote(asked.token)
+                raise
+            return HostedCall(self, asked.token, name)
+        value = self._run("call", name, packed_arguments(name, args, kwargs))
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
+
+    def _as_sent(self, argument: str, data: Any) -> SentData:
+        """Return data of a call so that the host knows them again in a later call with the same object."""
+        known = next((each for each in self._sent if each.data is data), None)
+        if known is None:
+            known = SentData(argument, data)
+            self._sent.append(known)
+        return replace(known, argument=argument)
 
     def _drawn(self, token: str) -> Iterator[Any]:
         try:
-            while found := self._begin("draw", token, b""):
+            while found := self._run("draw", token, b""):
                 yield found[0]
         finally:
             if not self._is_ended:
-                self._begin("close", token, b"")
+                self._run("close", token, b"")
 
-    def _answer(self, token: str, ask: Callable[[], Any], timeout_s: float | None = None) -> CallOutcome:
-        from ray.exceptions import RayActorError
-
-        while True:
-            call = ask()
-            try:
-                packed, num_pieces = self._wait(token, call, timeout_s)
-            except KeyboardInterrupt:
-                self._actor.interrupt.remote(token)
-                packed, num_pieces = self._reply(call)
-            except RayActorError as error:
-                self._await_restart(error)
-                continue
-            break
+    def _answer(self, token: str, call: Any, timeout_s: float | None = None) -> CallOutcome:
+        try:
+            reply = self._wait(token, call, timeout_s)
+        except KeyboardInterrupt:  # the call raises it, in this process of the host or the next one
+            self._actor.interrupt.remote(token)
+            reply = self._wait(token, call, None)
+        del call  # for Ray would ask again to have a lost reply back, and the host soon forgets the call
+        if reply is None:
+            raise RuntimeError("Another program has the result of this call.")
+        packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
         answer = unpacked_answer(packed)  # it stays in the host if this program cannot read it
         self._actor.confirm.remote(token)  # is on its way before the next call, and before the program ends
         return answer
 
-    def _wait(self, token: str, call: Any, timeout_s: float | None) -> tuple[bytes, int]:
+    def _wait(self, token: str, call: Any, timeout_s: float | None) -> tuple[bytes, int] | None:
         import ray
 
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
         with suppress(ray.exceptions.GetTimeoutError):  # one look, and not a `wait` before it
-            return self._reply(call, brief_s)
-        done: list[Any] = []
-        knows_other = False
-        while not done:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"A call in host `{self._name}` has not ended within {timeout_s:g} s. It continues.")
-            news = self._actor.news.remote(token, self._seen, knows_other)
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return self._get(call, brief_s)
+        news, knows_other = None, False
+        while time.monotonic() < deadline:
+            if news is None:
+                news = self._actor.news.remote(token, self._seen, knows_other)
+            left_s = max(0.0, min(ANSWER_S, deadline - time.monotonic()))
             ready, _ = ray.wait([call, news], timeout=left_s, fetch_local=False)
-            done = [each for each in ready if each == call]
-            if news in ready and not done:
-                other = self._show(ray.get(news))
+            if call in ready:
+                return self._get(call)
+            if news in ready:
+                other, news = self._show(self._get(news)), None
                 if other is not None and not knows_other:
                     logger.warning("host `%s` is busy: %s. This call waits for its turn", self._name, other)
                     knows_other = True
-        return self._reply(call)
-
-    def _reply(self, call: Any, timeout_s: float | None = None) -> tuple[bytes, int]:
-        import ray
-
-        reply: tuple[bytes, int] | None = ray.get(call, timeout=timeout_s)
-        if reply is None:
-            raise RuntimeError("Another program has the result of this call.")
-        return reply
+            elif left_s == ANSWER_S:
+                logger.warning(_SILENT, self._name, self._name)
+        raise TimeoutError(f"A call in host `{self._name}` has not ended within {timeout_s:g} s. It continues.")
 
     def _show(self, news: tuple[int, list[output.Piece], str | None, bool]) -> str | None:
         """Print what is new; return the call of another program that this one waits for."""
@@ -213,41 +239,35 @@ class HostedTrainer:
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Return what the host answers, also where its process has to be started again for that."""
-        import ray
-        from ray.exceptions import RayActorError
+        """Return what the host answers."""
+        from ray.exceptions import GetTimeoutError
 
+        asked = getattr(self._actor, method).remote(*args)
         while True:
-            try:
-                return ray.get(getattr(self._actor, method).remote(*args))
-            except RayActorError as error:
-                self._await_restart(error)
+            with suppress(GetTimeoutError):
+                return self._get(asked, ANSWER_S)
+            if not is_answering(self._actor):
+                logger.warning(_SILENT, self._name, self._name)
 
-    def _await_restart(self, error: Exception) -> None:
-        """Wait until the process of the host has been started again, and attach to it.
+    def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
+        """Return an answer of the host. If its process dies meanwhile, Ray starts the next one and asks that.
 
         Raises:
-            HostLostError: It is not started again.
+            HostLostError: There is no next one.
             TrainerShutdownError: This program has ended the trainer.
+            GetTimeoutError: There is no answer yet.
         """
         import ray
-        from ray.exceptions import RayActorError
 
-        self._check_not_ended()
-        deadline = time.monotonic() + _RESTART_S
-        while is_there(self._name) and time.monotonic() < deadline:
-            try:
-                ray.get(self._actor.attach.remote(*self._attaching()))
-            except RayActorError:
-                time.sleep(_LOOK_S)
-            else:
-                self._seen = None  # it counts what it prints from 0
-                return
-        raise HostLostError(
-            f"Host `{self._name}` is gone: a program has ended it, it was not needed for too long, or its process "
-            'has died. Start it again, and go on from the last checkpoint with `fit(..., resume_from="auto")` or '
-            f"`load`. Ray says: {str(error).partition(chr(10))[0]}"
-        ) from error
+        try:
+            return ray.get(asked, timeout=timeout_s)
+        except ray.exceptions.RayActorError as error:
+            self._check_not_ended()
+            raise HostLostError(
+                f"Host `{self._name}` is gone: a program has ended it, it was not needed for too long, or its process "
+                'has died. Start it again, and go on from the last checkpoint with `fit(..., resume_from="auto")` or '
+                f"`load`. Ray says: {str(error).partition(chr(10))[0]}"
+            ) from error
 
     def _check_not_ended(self) -> None:
         if self._is_ended:
@@ -262,15 +282,15 @@ class HostedTrainer:
         self._check_not_ended()
         return unpacked_answer(self._ask("look", name, is_method, arguments)).result()
 
-    def _is_method(self, name: str) -> bool:
-        """Return whether a name of the trainer, of whatever class that is, is a method of it. Asks once for each."""
+    def _help_on(self, name: str) -> str:
+        """Return the help on a method of the trainer, of whatever class that is; "" for an attribute. Asks once."""
         self._check_not_ended()
-        if name not in self._are_methods:
-            is_method: bool | None = self._ask("is_method", name)
-            if is_method is None:
+        if name not in self._help:
+            text: str | None = self._ask("help_on", name)
+            if text is None:
                 raise AttributeError(f"The trainer in host `{self._name}` has no attribute `{name}`.")
-            self._are_methods[name] = is_method
-        return self._are_methods[name]
+            self._help[name] = text
+        return self._help[name]
 
     def _follow(self) -> None:
         """Show the output of the call that is running, until it ends."""
@@ -288,8 +308,8 @@ class HostedCall(CallHandle[Any]):
         method: The method of the trainer, such as "train".
     """
 
-    def __init__(self, trainer: HostedTrainer, token: str, method: str, ask: Callable[[], Any]) -> None:
-        self._trainer, self._token, self.method, self._ask = trainer, token, method, ask
+    def __init__(self, trainer: HostedTrainer, token: str, method: str) -> None:
+        self._trainer, self._token, self.method = trainer, token, method
         self._answer: CallOutcome | None = None
 
     def __repr__(self) -> str:
@@ -310,7 +330,8 @@ class HostedCall(CallHandle[Any]):
             Exception: What the call itself has raised.
         """
         if self._answer is None:
-            self._answer = self._trainer._answer(self._token, self._ask, timeout)
+            trainer = self._trainer
+            self._answer = trainer._answer(self._token, trainer._actor.answer.remote(self._token), timeout)
         return self._answer.result()
 
 
@@ -347,6 +368,16 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
     end_workers(name)  # if it has not done so: its guard gives their resources back
     journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
+
+
+def is_answering(actor: Any) -> bool:
+    """Return whether a host answers in time, whatever its trainer does."""
+    import ray
+
+    with suppress(ray.exceptions.RayError):
+        ray.get(actor.has_ended.remote(""), timeout=ANSWER_S)
+        return True
+    return False
 
 
 def is_there(name: str) -> bool:

@@ -32,12 +32,15 @@ Piece = PrintedText | WorkerLogLine
 
 
 class Output:
-    """Keeps what this process prints and logs, from `install` on. For any thread."""
+    """Keeps what this process prints and logs, from `install` on. For any thread.
 
-    def __init__(self) -> None:
+    Args:
+        first: The number of the first piece: larger than those of the process before this one.
+    """
+
+    def __init__(self, first: int = 0) -> None:
         self._pieces: deque[Piece] = deque(maxlen=_MOST_PIECES)
-        self._num_pieces = 0
-        self._num_shown = 0
+        self._num_pieces = self._num_shown = first
         self._lock = threading.Lock()
 
     def install(self, level: int) -> None:

@@ -9,7 +9,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +33,16 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
+_MOST_DEATHS = 3  # of the host's process at one place of a call
 _START_S = 60.0  # until then the program that starts a trainer has attached, or it is gone
 _END_S = 5.0
 _CALL = "call:"  # begins the names of calls in the journal
+_PROGRAM = "program:"  # of programs that are attached
+_TAKEN = "taken:"  # of calls that `pending` has given to another program
+_FATAL = (
+    "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
+    "much memory. The trainer can be used"
+)
 _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs", "find_lr")
 
 
@@ -78,20 +86,20 @@ class TrainerHost:
 
         context = ray.get_runtime_context()
         self._settings = settings
-        self._output = Output()
+        self._output = Output(time.time_ns())
         self._output.install(log_level)
         self._log = CallLog(self._note_answer)
         self._journal = Journal(journal_path(settings.name, str(context.get_actor_id())))
         self._keeper = outliving.Keeper(settings.name, lambda group: self._write(lambda: {"group": group}))
         self._is_lasting = is_lasting
         self._kept_trainer: Any = None
+        self._taken_up: str | None = None
         self._trainer: Any = None
         self._is_made = threading.Event()
         self._iterators: dict[str, tuple[str, Iterator[Any]]] = {}
         self._programs: dict[str, str] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         self._needed_at = time.monotonic()
-        self._tasks: set[asyncio.Task[None]] = set()
         if is_lasting:
             outliving.keep(self._keeper)
         self._is_second_life = context.was_current_actor_reconstructed
@@ -102,21 +110,28 @@ class TrainerHost:
     # ------------------------------------------------------------------------------------------------- who is there
 
     async def stay(self, program: str) -> None:
-        """Last as long as a program is attached. The answer is the program's own, so it is lost with the program."""
+        """Last as long as a program is attached. The answer is the program's own, so it is lost with the program.
+
+        Ray asks the next process of the host again, so for a program that lives there is no answer after a death, too.
+        """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
     async def attach(self, program: str, words: str, presence: list[Any]) -> None:
         """Note that a program is attached, until `stay`, whose answer is in `presence`, ends or is lost with it."""
-        self._programs[program] = words
-        task = asyncio.get_running_loop().create_task(self._await_end(program, presence[0]))
-        self._tasks.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._tasks.discard)
+        from ray import cloudpickle
 
-    async def _await_end(self, program: str, presence: Any) -> None:
-        with suppress(Exception):  # Ray says that the owner of the answer is dead
-            await presence
+        self._write(lambda: {f"{_PROGRAM}{program}": cloudpickle.dumps((words, presence[0]))})
+        self._note_program(program, words, presence[0])
+
+    def _note_program(self, program: str, words: str, presence: Any) -> None:
+        self._programs[program] = words
+        presence.future().add_done_callback(lambda answer: self._note_end(program))
+
+    def _note_end(self, program: str) -> None:
+        """Only Ray says that a program is gone; its answer is lost then. Runs in a thread of Ray's."""
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
+        self._write(lambda: {f"{_PROGRAM}{program}": None})
         self._needed_at = time.monotonic()
         for token, (owner, _) in list(self._iterators.items()):
             if owner == program:
@@ -172,15 +187,17 @@ class TrainerHost:
 
     # -------------------------------------------------------------------------------------------------------- calls
 
-    async def run(self, asked: CallRequest) -> tuple[bytes, int]:
-        """Run a call in its turn; return its answer, and how many pieces of output there are."""
-        call = self._log.find(asked.token)
-        if call is None:
-            call = _logged(asked)
+    async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
+        """Run a call in its turn; return what `answer` does."""
+        await self.begin(asked)
+        return await self.answer(asked.token)
+
+    async def begin(self, asked: CallRequest) -> None:
+        """Let a call take its turn: one that is known is not repeated, and one of a program that is gone not begun."""
+        if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
-            self._log.begin(call, partial(self._do, asked))
-        return await self._answer_of(call)
+            self._log.begin(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
         """Keep what the next process needs. Where that fails, none follows, and the training goes on."""
@@ -196,6 +213,8 @@ class TrainerHost:
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
         """Keep an answer, and with it what the call has changed in this process."""
+        if self._kept_trainer is not None and call.token == self._taken_up:
+            self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
         if asked is not None:
             self._write(partial(self._after_call, asked, answer))
@@ -223,19 +242,39 @@ class TrainerHost:
             return
         self._keeper.take_up(kept.get("group"))
         start = pickle.loads(kept["start"])
+        calls = [pickle.loads(value) for name, value in kept.items() if name.startswith(_CALL)]
+        running: CallRequest | None = next((asked for asked, answer in calls if answer is None), None)
+        num_deaths = 0 if running is None else self._num_deaths(running, kept)
+        self._taken_up = None if running is None else running.token
         self._log.begin(LoggedCall("restart", "start", "", "the host"), partial(self._restore, start, kept))
-        for name in [name for name in kept if name.startswith(_CALL)]:
-            asked, answer = pickle.loads(kept[name])
+        for asked, answer in calls:
             call = _logged(asked)
+            if (taken := kept.get(f"{_TAKEN}{call.token}")) is not None:
+                call.program, call.was_left = taken.decode(), True
             if answer is not None:
                 call.answer.set_result(answer)
                 self._log.add(call)
+            elif call.method in _NOT_TAKEN_UP:
+                self._log.begin(call, partial(self._refuse, call.method, "which cannot be taken up: call it again"))
+            elif asked is running and num_deaths >= _MOST_DEATHS:
+                self._log.begin(call, partial(self._refuse, call.method, _FATAL.format(num_deaths)))
             else:
-                body = self._refuse if call.method in _NOT_TAKEN_UP else self._do
-                self._log.begin(call, partial(body, asked))
-        leaving = threading.Timer(_DEATH_S, self._leave_missing)
-        leaving.daemon = True
-        leaving.start()
+                self._log.begin(call, partial(self._do, asked))
+        programs = {name.removeprefix(_PROGRAM): name for name in kept if name.startswith(_PROGRAM)}
+        for program in self._log.programs() - set(programs):
+            self._log.leave(program)
+        for program, name in programs.items():
+            self._note_program(program, *pickle.loads(kept[name]))
+
+    def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
+        """Return how often the process has died in a call, with no epoch of its `fit` between."""
+        place = running.token, zlib.crc32(kept.get("fit", b""))
+        former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
+        number = number + 1 if place == former else 1
+        self._write(lambda: {"deaths": pickle.dumps((place, number))})
+        words = "the process of host `%s` has died in `%s` (%d of at most %d times at one place); another one goes on"
+        logger.warning(words, self._settings.name, _logged(running).method, number, _MOST_DEATHS)
+        return number
 
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
         try:
@@ -249,44 +288,41 @@ class TrainerHost:
         self._is_made.set()
         self._log.confirm("restart")
 
-    def _refuse(self, asked: CallRequest) -> None:
-        method = _logged(asked).method
-        raise HostLostError(f"The process of the host has died in `{method}`, which cannot be taken up: call it again.")
-
-    def _leave_missing(self) -> None:
-        """Programs that wait for an answer attach again at once. The others are gone."""
-        for program in self._log.programs() - set(self._programs):
-            self._log.leave(program)
+    def _refuse(self, method: str, why: str) -> None:
+        raise HostLostError(f"The process of the host has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Return the answer of a call that was made before; None where a program has it already."""
+        """Return the answer of a call, and how many pieces of output there are; None where a program has it already."""
         call = self._log.find(token)
-        return None if call is None else await self._answer_of(call)
-
-    async def _answer_of(self, call: LoggedCall) -> tuple[bytes, int]:
+        if call is None:
+            return None
         answer = await asyncio.shield(asyncio.wrap_future(call.answer))
         return answer, self._output.num_pieces()
 
     async def confirm(self, token: str) -> None:
         """Forget a call whose answer has arrived."""
         self._log.confirm(token)
-        self._write(lambda: {_entry(token): None})
+        self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call that runs."""
+        """Raise `KeyboardInterrupt` in a call. Lasts as long as that, for Ray to ask the next process again."""
         self._log.interrupt(token)
+        await self.answer(token)
 
-    async def pending(self, program: str) -> tuple[str, str] | None:
-        """Return token and method of a call whose program is gone; this one has it now.
+    async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
+        """Return token and method of a call whose program is gone, none of those `given` before; this one has it now.
 
         Ray tells of the death of a program some 2 s later. So that is waited for where there are calls of others.
         """
         deadline = time.monotonic() + _DEATH_S
-        while (call := self._log.take_over(program)) is None and self._log.has_others(program):
+        while (call := self._log.take_over(program, given)) is None and self._log.has_others(program):
             if time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(_LOOK_S)
-        return None if call is None else (call.token, call.method)
+        if call is None:
+            return None
+        self._write(lambda: {f"{_TAKEN}{call.token}": program.encode()})
+        return call.token, call.method
 
     async def has_ended(self, token: str) -> bool:
         """Return whether a call has an answer."""
@@ -370,15 +406,21 @@ class TrainerHost:
         args, kwargs = unpacked_arguments(arguments)
         return found(*args, **kwargs)
 
-    async def is_method(self, name: str) -> bool | None:
-        """Return whether a name of the trainer is a method; None where it has no such name."""
+    async def help_on(self, name: str) -> str | None:
+        """Return the help on a method of the trainer, "" for an attribute; None where it has no such name."""
         await asyncio.to_thread(self._is_made.wait)
-        found = getattr(type(self._trainer), name, None)
-        return callable(found) if found is not None or hasattr(self._trainer, name) else None
+        if callable(getattr(type(self._trainer), name, None)):
+            method = getattr(self._trainer, name)
+            return f"{name}{inspect.signature(method)}\n\n{inspect.getdoc(method) or ''}"
+        return "" if hasattr(self._trainer, name) else None
 
     async def end(self, force: bool) -> bytes:
         """End the trainer. A call that runs raises. The caller kills this actor when it has the answer."""
-        return await asyncio.to_thread(packed_answer, partial(self._end, force))
+        answer = await asyncio.to_thread(packed_answer, partial(self._end, force))
+        for leaving in list(self._leaving.values()):
+            leaving.set()
+        await asyncio.sleep(_LOOK_S)  # all answers leave this process
+        return answer
 
     def _end_trainer(self, force: bool = False) -> None:
         """End the trainer in the way that it has. Those of `fit` have none: their workers end with this process."""
@@ -393,7 +435,6 @@ class TrainerHost:
         finally:
             self._log.await_all(_END_S)
             self._journal.end()
-            time.sleep(_LOOK_S)  # their answers leave this process
 
 
 def _entry(token: str) -> str:

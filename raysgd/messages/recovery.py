@@ -29,7 +29,8 @@ class Recovery:
             A number: after calls that end so many seconds after the last copy; 0: after each call. None: never; a loss
             that needs a snapshot then ends the trainer.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot. None:
-            only after calls.
+            only after calls. The driver collects copies four times a second: choose a number of steps that take a
+            second or more.
         undo: Whether workers copy what a batch may change before the batch, so that they can rejoin after a loss in the
             middle of it. "auto": where a batch may be half done, or its models have running statistics, and as often
             as it takes at most 2 % of the time of the steps. True: before each batch. With `TorchTrainer`.

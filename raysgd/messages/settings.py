@@ -7,8 +7,8 @@ docstring of the trainer, a field here or there with its check, and the code tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar
 
 from raysgd._arguments import checks
 from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
@@ -17,6 +17,8 @@ from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
+
+SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
 
 STREAMS_NEED = (
     "a stream, whose `batch(size)` is always the joint batch of all workers, in even shares: pass "
@@ -124,7 +126,9 @@ class ReplicaSettings:
         use_gpu: Whether each worker has GPUs.
         recovery_options: Limits of time, and when the state is copied.
         batch_options: How large the joint batch is, and how it is divided.
-        revision: How many times the operator class was replaced by `reload`.
+        revision: How many times operators were made again, by `reload` or `reset_config`.
+        config_changes: Of each `update_config` since then, the values of the entries before it.
+        callbacks_revision: How many times the callbacks in the workers were replaced.
 
     Raises:
         ValueError: A value cannot work.
@@ -137,6 +141,21 @@ class ReplicaSettings:
     recovery_options: Recovery = field(default_factory=Recovery)
     batch_options: BatchOptions = field(default_factory=BatchOptions)
     revision: int = 0
+    config_changes: tuple[Mapping[str, Any], ...] = ()
+    callbacks_revision: int = 0
+
+    def after(self: SettingsT, num_changes: int) -> SettingsT:
+        """Return the settings as they were after so many changes of the config; 0: those that `setup` ran with."""
+        if num_changes >= len(self.config_changes):
+            return self
+        config = dict(self.config)
+        for before in reversed(self.config_changes[num_changes:]):
+            config.update(before)
+        return replace(self, config=config, config_changes=self.config_changes[:num_changes])
+
+    def follow(self, others: ReplicaSettings) -> bool:
+        """Return whether an operator made from `others` becomes one of these when it is told what has changed since."""
+        return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
         """The config that the operator is passed, one of so many."""

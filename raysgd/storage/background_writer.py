@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd.exceptions import WorkersLostError
+from raysgd.storage import files
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class BackgroundWriter:
     def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write | None = None) -> None:
         """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
 
-        `write` writes this file; by default it is what writes all others.
+        A relative `path` begins in the folder in which the program is now. `write` writes this file; by default it is
+        what writes all others.
 
         Raises:
             ValueError: The writer is closed.
@@ -55,7 +57,7 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            self._jobs.append(_WriteJob(os.fspath(path), produce, write or self._write, self._shown))
+            self._jobs.append(_WriteJob(files.absolute(path), produce, write or self._write, self._shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()

@@ -81,6 +81,12 @@ def is_uri(location: Any) -> bool:
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 
+def absolute(location: str | os.PathLike[str]) -> str:
+    """The location that this is now, also after the program has gone to another folder."""
+    text = _uris.checked_text("path", location)
+    return text if _uris.scheme_of(text) is not None else os.path.join(os.getcwd(), text)
+
+
 def shown(location: str | os.PathLike[str]) -> str:
     """A location in words, without keys and passwords."""
     return masked(_uris.checked_text("path", location))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from raysgd._arguments.checks import is_integer
+from raysgd.streams.dealing import ENDLESS
 from raysgd.streams.joint_reader import Shares
-from raysgd.streams.lanes import NUM_LANES
+from raysgd.streams.lanes import NUM_LANES, LanePosition
 from raysgd.streams.pipeline import Pipeline
 from raysgd.streams.stream import Shard, Stream, check_shards
 from raysgd.streams.stream_pass import StreamPass
@@ -25,7 +27,7 @@ class StreamSignature:
     Attributes:
         num_shards: How many shards there are.
         batch_size: Rows in a joint batch.
-        digest: Of the names and lengths of the shards.
+        digest: Of the names, lengths and versions of the shards.
     """
 
     num_shards: int
@@ -65,10 +67,58 @@ class StreamData:
 
     @cached_property
     def signature(self) -> StreamSignature:
-        """The signature to compare across ranks, and with a saved position."""
-        text = "\n".join(f"{shard.name}\t{shard.num_rows}" for shard in self.shards)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        """The signature to compare across ranks."""
+        digest = hashlib.blake2b("\n".join(self._texts).encode(), digest_size=8).hexdigest()
         return StreamSignature(len(self.shards), self.batch_size, digest)
+
+    @property
+    def _texts(self) -> list[str]:
+        return [f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards]
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """What a saved position belongs to, as plain data: what orders rows, and four digits for each shard."""
+        loader = self.loader
+        return {
+            "shuffle": [loader.buffer, loader.seed],
+            "num_filters": sum(step.is_filter for step in loader.steps),
+            "on_error": "skip" if loader.skips else "raise",
+            "shards": "".join(hashlib.blake2b(text.encode(), digest_size=2).hexdigest() for text in self._texts),
+            "digest": self.signature.digest,
+        }
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        """Refuse a position inside a pass that is not one in this stream. Between two passes any one will do.
+
+        Raises:
+            ValueError: The shards, or what orders their rows, are not those that it was saved with; it is damaged.
+        """
+        if not position["is_mid_pass"]:
+            return
+        then, now = position.get("stream"), self.origin
+        if not isinstance(then, Mapping) or then.keys() != now.keys():
+            raise _misfit("other data than a stream, or by another version")
+        said = {"shuffle": "`shuffle({0[0]}, seed={0[1]})`", "num_filters": "{} filters", "on_error": "`on_error={!r}`"}
+        for name, words in said.items():
+            if then[name] != now[name]:
+                raise _misfit(f"a stream with {words.format(then[name])}, which has {words.format(now[name])} now")
+        if then["digest"] != now["digest"]:
+            before, after = (
+                [each["shards"][at : at + 4] for at in range(0, len(each["shards"]), 4)] for each in (then, now)
+            )
+            pairs = zip(self.shards, before, after, strict=False)
+            changed = ", ".join([repr(shard.name) for shard, was, is_now in pairs if was != is_now][:3])
+            raise _misfit(f"other shards ({len(before)} then, {len(after)} now; {changed or 'some'} changed)")
+        lanes, turn, num_parts = position["lanes"], position["turn"], -(-len(self.shards) // NUM_LANES)
+        end = self.loader.num_rows(self.shards) or self.loader.limit
+        needs_lanes = bool(position["consumed"]) and not self.open_pass(0, 0).is_known
+        if (
+            not (is_integer(turn) and 0 <= turn < NUM_LANES)
+            or position["consumed"] > (ENDLESS if end is None else end)
+            or (needs_lanes if lanes is None else len(lanes) != NUM_LANES)
+            or not all(_is_place(lane, num_parts) for lane in lanes or ())
+        ):
+            raise ValueError("The state does not fit, nothing was loaded: its position in the stream is damaged.")
 
     def open_pass(self, pass_index: int, seed: int) -> StreamPass:
         """Return a pass over the stream."""
@@ -131,28 +181,13 @@ def check_stream_of_call(stream: Stream, name: str, obstacle: str | None) -> Non
     check_batched(stream, f"the stream in `{name}=`")
 
 
-def check_same_shards(before: Sequence[Any], data: StreamData) -> None:
-    """Refuse a position in other shards.
+def _is_place(lane: Any, num_parts: int) -> bool:
+    are_counts = isinstance(lane, list | tuple) and all(is_integer(each) and 0 <= each < ENDLESS for each in lane)
+    return are_counts and len(lane) == len(LanePosition._fields) and lane[0] <= num_parts
 
-    Args:
-        before: The number of shards, their digest, and their lengths, if all of them were known, of a saved position.
-        data: What it is a position in.
 
-    Raises:
-        ValueError: Shards differ.
-    """
-    num_shards, digest, lengths = before
-    now = data.signature
-    if digest == now.digest:
-        return
-    if num_shards == now.num_shards:
-        for shard, length in zip(data.shards, lengths or (), strict=False):
-            if shard.num_rows != length:
-                raise ValueError(
-                    f"shard {shard.name!r} had {length} rows when the state was saved, and has {shard.num_rows} now: "
-                    "the position in a stream counts rows, so its shards have to stay unchanged."
-                )
-    raise ValueError(
-        f"the stream has other shards than when the state was saved ({num_shards} then, {now.num_shards} now; names or "
-        "lengths differ): the position in a stream counts rows, so its shards have to stay unchanged."
+def _misfit(what: str) -> ValueError:
+    return ValueError(
+        f"the state was saved inside an epoch over {what}. A position counts rows: bring back what it was saved with, "
+        'or leave it out and begin an epoch, with `load(path, parts=["models", "optimizers"])` of a `TorchTrainer`.'
     )

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 from raysgd.streams.open_shards import numbered_rows
-from raysgd.streams.pipeline import Pipeline
 from raysgd.streams.row_steps import DROPPED, RowSteps
 from raysgd.streams.stream import Stream, check_shards
 
@@ -28,7 +27,7 @@ class BatchesInOrder:
     """
 
     def __init__(self, stream: Stream, size: Callable[[int | None], int], collate: Callable[[list[Any]], Any]) -> None:
-        self._stream = stream if isinstance(stream, Pipeline) else Pipeline(stream)
+        self._stream = stream._pipeline()
         if self._stream.buffer > 1:
             raise ValueError(
                 "`predict` got a shuffled stream, so you could not tell which row a result belongs to. Pass the stream "

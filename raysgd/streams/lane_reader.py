@@ -85,13 +85,13 @@ class LaneReader:
 
     def _read_block(self, num_wanted: int) -> bool:
         """Read some more rows; return whether there were any."""
-        found = list(islice(self._counted, num_wanted if self._block == 1 else self._block))
+        num_rows = num_wanted if self._block == 1 else self._block
+        found, begin = list(islice(self._counted, num_rows)), self._next_block
+        part, after = (found[-1][0], found[-1][1] + 1) if len(found) == num_rows else (len(self._parts), 0)
+        self._next_block = LanePosition(part, after, left_out=self._left_out)
         if not found:
-            self._next_block = LanePosition(len(self._parts), left_out=self._left_out)
             return False
-        self._blocks.append((self._next_block, len(found)))
-        part, last, _ = found[-1]
-        self._next_block = LanePosition(part, last + 1, left_out=self._left_out)
+        self._blocks.append((begin, len(found)))
         if self._block > 1:
             first_part, first_row, _ = found[0]
             where = f"{self._steps.seed}/{self.names[first_part]}/{first_row}"
@@ -103,11 +103,9 @@ class LaneReader:
         """Yield each row that filters leave."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
-            part, due = self._parts[number], self._parts[number].next_row(start)
-            for at, row in self._open_part(part, start):
-                self._left_out += (at - due) // part.step  # what could not be read
-                due = at + part.step
-                counted = self._counted_row(row, self.names[number], at) if has_steps else row
+            for at, row in self._open_part(self._parts[number], start):
+                self._left_out += row is DROPPED
+                counted = self._counted_row(row, self.names[number], at) if has_steps and row is not DROPPED else row
                 if counted is not DROPPED:
                     yield number, at, counted
             start = 0

@@ -59,6 +59,8 @@ class Lanes:
     Attributes:
         order: The shards by their index, in the order of the pass.
         num_lanes: How many lanes there are.
+        turns: The turns in which lanes that share a shard divide its rows; None for those in which rows are dealt, so
+            that rows keep their order.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
@@ -70,6 +72,7 @@ class Lanes:
 
     order: Sequence[int]
     num_lanes: int = NUM_LANES
+    turns: Sequence[int] | None = None
 
     def parts(self, lane: int) -> list[LanePart]:
         """Return what a lane reads, one after the other."""
@@ -84,7 +87,9 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """The turns of the lanes: the first rows of a shard that lanes share are dealt first."""
+        """The turn of each lane: the first rows of a shard that lanes share are for those whose turns come first."""
+        if self.turns is not None:
+            return list(self.turns)
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property

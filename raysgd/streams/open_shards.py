@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from raysgd.exceptions import StreamError
 from raysgd.streams.lanes import LanePart, Lanes
-from raysgd.streams.row_steps import warn_of_row
+from raysgd.streams.row_steps import DROPPED, warn_of_row
 from raysgd.streams.stream import Shard, Stream
+
+logger = logging.getLogger(__name__)
 
 Numbered: TypeAlias = tuple[int, Any]
 """A row behind its number in the shard."""
 
 _NUM_KEPT = 256
-_MOST_TRIES = 3
+_MOST_TRIES = 4  # a row, and the next three
 _MOST_READINGS = 4
 
 
 def numbered_rows(
     open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
 ) -> Iterator[Numbered]:
-    """Yield the rows of a shard from one on, each behind its number.
+    """Yield the rows of a shard from one on, each behind its number; `DROPPED` for one that is left out.
 
     Args:
         open_shard: Opens a shard at a row, as `Stream.open`.
@@ -51,7 +54,11 @@ def numbered_rows(
             if not skips:
                 raise failed from error
             warn_of_row(failed)
+        yield number, DROPPED
         number, num_tries = number + 1, num_tries + 1
+        if num_tries == _MOST_TRIES:
+            logger.warning("left out of a stream: the rest of shard %r, from row %d on", shard.name, number)
+            yield from ((left, DROPPED) for left in range(number, said or 0))
         if num_tries == _MOST_TRIES or number == said:
             return
     if said not in (None, number):
@@ -165,7 +172,7 @@ class _Reading:
         return self._next <= at <= self._next + self._num_kept * self._step
 
     def row(self, first: int, at: int) -> Numbered | None:
-        """Return the row `at` of a lane, or its next one if that was left out; None behind the end."""
+        """Return the row `at` of a lane; None behind the end."""
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()

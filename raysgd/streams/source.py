@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from raysgd._numbers.seeds import seed_of
-from raysgd.streams.data import StreamData, check_same_shards
+from raysgd.streams.data import StreamData
 from raysgd.streams.joint_reader import JointReader, StreamBatch
 from raysgd.streams.lane_ends import StartSum, alone
 from raysgd.streams.lanes import LanePosition, lanes_of
-from raysgd.streams.loading.making import BatchLoader, BatchMaker, Collate, LoaderInThread
+from raysgd.streams.loading.making import BatchLoader, BatchMaker, Collate, LoaderInThread, collated
 from raysgd.streams.loading.processes import LoaderProcesses
 from raysgd.streams.stream_pass import StreamPass, StreamPosition
 
@@ -144,6 +144,8 @@ class StreamSource:
             if batch.is_last:
                 consumed = batch.after.num_rows
         self._end = consumed
+        if consumed and consumed == self._opened_at and not self._ranks.rank:
+            logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
         """An evaluation where ranks would have to tell each other how many rows there are: each takes its own lanes."""
@@ -192,23 +194,21 @@ class StreamSource:
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return what a saved position says beside the number of rows."""
         position = self._positions.get(consumed, StreamPosition(consumed))
-        signature = self.data.signature
-        lengths = [shard.num_rows for shard in self.data.shards]
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
-        shards = [signature.num_shards, signature.digest, None if None in lengths else lengths]
-        return {"seed": self.seed, "shards": shards, "turn": position.turn, "lanes": lanes}
+        return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
         """Take a saved position over; a pass that stopped there can go on.
 
         Raises:
-            ValueError: It is one in other shards.
+            ValueError: It is one in the middle of a pass over another stream.
         """
-        check_same_shards(position["shards"], self.data)
-        consumed, lanes = position["consumed"], position["lanes"]
-        places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
-        self.seed = position["seed"]
-        self._positions = {consumed: StreamPosition(consumed, position["turn"], places)}
+        self.data.check_position(position)
+        self.seed, self._positions = position["seed"], {}
+        if position["is_mid_pass"]:
+            consumed, lanes = position["consumed"], position["lanes"]
+            places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
+            self._positions[consumed] = StreamPosition(consumed, position["turn"], places)
         return True
 
 
@@ -222,7 +222,8 @@ def num_bytes(batch: Any) -> int:
 
 
 def _collated(collate: Callable[[list[Any]], Any], parts: list[list[Any]]) -> Any:
-    return collate([row for rows in parts for row in rows])
+    rows = [row for rows in parts for row in rows]
+    return collated(collate, rows, [f"row {number} of the batch" for number in range(len(rows))])
 
 
 def _only(parts: list[Any]) -> Any:

@@ -17,10 +17,12 @@ class Shard(NamedTuple):
     Attributes:
         name: What it is called; no other shard has the same name.
         num_rows: How many rows it has; None where that is not known before they are read.
+        version: Anything that changes with its rows, such as a checksum: a position in another version is refused.
     """
 
     name: str
     num_rows: int | None = None
+    version: str | None = None
 
 
 class Stream(ABC):

@@ -72,10 +72,13 @@ class StreamPass:
     @cached_property
     def lanes(self) -> Lanes:
         """The lanes and what each reads."""
-        order = list(range(len(self.shards)))
-        if self.stream.buffer > 1:
-            random.Random(digest(self._seed)).shuffle(order)
-        return Lanes(order, self.num_lanes)
+        order, turns = list(range(len(self.shards))), list(range(self.num_lanes))
+        if self.stream.buffer == 1:
+            return Lanes(order, self.num_lanes)
+        chance = random.Random(digest(self._seed))
+        chance.shuffle(order)
+        chance.shuffle(turns)  # else a small batch would be of the same lanes, and so of the same rows, in each pass
+        return Lanes(order, self.num_lanes, turns)
 
     @cached_property
     def lengths(self) -> list[int]:

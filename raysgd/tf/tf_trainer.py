@@ -199,9 +199,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
             return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
 
-    def _settings_to_send(self) -> TFSettings:
+    def _settings_to_send(self, settings: TFSettings) -> TFSettings:
         """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
-        settings, tensorflow = self._settings, sys.modules.get("tensorflow")
+        tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
         is_driver_only = self._group_settings.is_driver_only

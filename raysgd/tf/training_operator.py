@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from raysgd._arguments.checks import answer_mistakes
 from raysgd.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.epochs import bind_batch_info
@@ -29,7 +30,7 @@ from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
-from raysgd.worker.parts import RegisteredParts, refuse_unknown
+from raysgd.worker.parts import RegisteredParts
 from raysgd.worker.state.putting_back import putting_back
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
@@ -117,7 +118,7 @@ class TrainingOperator(BaseOperator):
             where = {"batch_idx": batch_idx, "global_step": self.global_step, IS_PADDING: is_padding}
             metrics = train_batch(batch, {**where, **info})
             if not is_padding:
-                meters.update(*internals.parted(metrics))
+                meters.update(*internals.parted(metrics, "train_batch"))
             self.global_step += 1
         summary = meters.summary()
         summary.update(internals.metric_results("train_"))
@@ -195,14 +196,14 @@ class TrainingOperator(BaseOperator):
         internals.reset_metrics()
         for batch_idx, batch in enumerate(val_iterator):
             metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            meters.update(*internals.parted(metrics))
+            meters.update(*internals.parted(metrics, "validate_batch"))
         summary = meters.summary()
         summary.update(internals.metric_results("val_"))
         return summary
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
+        """Evaluates one batch: `val_loss`, weight, and `val_accuracy` where the largest output is a class."""
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -215,11 +216,14 @@ class TrainingOperator(BaseOperator):
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
-        return {"val_loss": loss, "val_accuracy": _accuracy(output, target), **_as_metric(weight)}
+        share = _accuracy(output, target)
+        return {"val_loss": loss, **({} if share is None else {"val_accuracy": share}), **_as_metric(weight)}
 
-    def register(
-        self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None, **unknown: Any
-    ) -> Any:
+    @answer_mistakes(
+        "`self.model, self.optimizer, self.loss = self.register(models=model, optimizers=optimizer, loss=loss)`; "
+        "datasets go into `self.register_data(train_dataset=..., validation_dataset=...)`"
+    )
+    def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
         """Hands models, optimizers, loss and metrics to the library.
 
         Optimizers average the gradients of all workers from now on, wherever they are used.
@@ -229,7 +233,6 @@ class TrainingOperator(BaseOperator):
             optimizers: One Keras optimizer or several; default: those that the models are compiled with.
             loss: A Keras loss, or a function of target and output; the mean over the samples of a batch.
             metrics: Keras metrics, whose state is merged over the workers.
-            **unknown: Refused, with advice.
 
         Returns:
             `(models, optimizers[, loss][, metrics])`, each in the container it was given in.
@@ -239,9 +242,6 @@ class TrainingOperator(BaseOperator):
             IncompatibleModelError: A model does not work with the backend.
             TypeError: An unknown keyword.
         """
-        names_data = any(part in name for name in unknown for part in ("loader", "data"))
-        hint = "Datasets go into `register_data(train_dataset=..., validation_dataset=...)`. " if names_data else ""
-        refuse_unknown(unknown, hint, "models, optimizers, loss and metrics")
         parts = [registration.models_of(models)]
         if optimizers is None:
             for model in parts[0].items:
@@ -265,6 +265,7 @@ class TrainingOperator(BaseOperator):
         result += [] if metric_parts is None else [metric_parts.mirror(metric_items)]
         return tuple(result)
 
+    @answer_mistakes("`self.register_data(train_dataset=dataset, validation_dataset=another)`")
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding = "worker"
     ) -> None:
@@ -387,22 +388,21 @@ def _unscaled(optimizer: Any, gradients: Sequence[Any]) -> Any:
 
 
 def _accuracy(output: Any, target: Any) -> Any:
-    """Share of samples whose largest output is the target, a class or one-hot; NaN where that means nothing."""
+    """Share of samples whose largest output is the target, a class or one-hot; None where that means nothing."""
     import tensorflow as tf
 
-    nothing = tf.constant(float("nan"))
     if not tf.is_tensor(output) or target is None or output.shape.rank is None or output.shape.rank < 2:
-        return nothing
+        return None
     target = tf.convert_to_tensor(target)
     if (output.shape[-1] or 0) < 2 or target.shape.rank is None:
-        return nothing
+        return None
     predicted = tf.argmax(output, axis=-1)
     if target.shape.rank == output.shape.rank and target.shape[-1] == output.shape[-1]:
         actual = tf.argmax(target, axis=-1)
     elif target.dtype.is_integer and target.shape.rank in (output.shape.rank - 1, output.shape.rank):
         actual = tf.reshape(tf.cast(target, tf.int64), tf.shape(predicted))
     else:
-        return nothing
+        return None
     return tf.reduce_mean(tf.cast(tf.equal(predicted, actual), tf.float32))
 
 

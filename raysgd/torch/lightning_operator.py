@@ -204,6 +204,7 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         step = self._raysgd.parallel.step
+        step.skip()  # where the module has left it out
         if self._scheduler_dicts and step.is_boundary and not self._raysgd.precision.has_skipped():
             so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
             self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), so_far)
@@ -269,6 +270,7 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
+        self._raysgd.parallel.step.use()
         loss = self._raysgd.parallel.weighted(loss, optimizer)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
@@ -342,7 +344,7 @@ class LightningOperator(TrainingOperator):
             for batch_idx, batch in enumerate(val_iterator):
                 self._values.begin_batch()
                 metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*self._raysgd.parted(metrics))
+                meters.update(*self._raysgd.parted(metrics, "validate_batch"))
             result = self._end_epoch(meters, "validation_epoch_end", "on_validation_epoch_end")
             self._hooks.call("on_validation_end")
             return result

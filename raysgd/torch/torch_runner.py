@@ -13,6 +13,7 @@ from raysgd.torch.checkpoints.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.hosted import TorchHosted
 from raysgd.torch.hosting.replica_state import as_in_file
+from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap
 from raysgd.torch.training_operator import TrainingOperator
@@ -51,15 +52,16 @@ class TorchRunner(ClassRunner):
         state = self._hosted.state
         return divided_state.write(folder, state.read_divided(), state.own(), self._hosted.parallel.group_beside)
 
-    def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
-        """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.
+    def models(self, copied: bool) -> list[torch.nn.Module | None]:
+        """The models without any wrapper: live ones, or copies, packed and on the CPU.
 
         Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
-        if to_cpu or parallel.is_sharded:
-            return [parallel.plain_model(model) for model in models]
-        return [unwrap(model) for model in models]
+        if not copied:
+            return [unwrap(model) for model in models]
+        copies = [parallel.plain_model(model) for model in models]
+        return [each if each is None else packed(each) for each in copies]
 
     def update_schedulers(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`."""

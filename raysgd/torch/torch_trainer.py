@@ -43,6 +43,7 @@ from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
 from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.driver.state_loader import StateLoader
+from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
@@ -197,7 +198,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
-        use_gpu = arguments.resolve_use_gpu(use_gpu)
+        asked, use_gpu = use_gpu, arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
         chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
         chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
@@ -240,18 +241,22 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
+        arguments.warn_of_unused_gpus(asked)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         @wraps(__init__, assigned=())  # so the signature stays the one of `__init__`
         def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
             """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
-            if "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
+            if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
             if host is None:
                 return super().__new__(cls)
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(kwargs.get("use_gpu", "auto"))  # a host has none itself
-            return start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            asked = kwargs.get("use_gpu", "auto")
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # a host has none itself
+            handle = start(cls, host, args, kwargs, is_lasting=arguments.outlives_host(kwargs))
+            arguments.warn_of_unused_gpus(asked)
+            return handle
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
@@ -422,11 +427,12 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:
-        if metrics := self._facts.plateau_metrics:
-            values = schedulers.values_after_validation(metrics, trained, validated)
-            if values:
-                self._schedule(TorchRunner.step_plateaus, values)
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        metrics = self._facts.plateau_metrics
+        values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
+        if values:
+            self._schedule(TorchRunner.step_plateaus, values)
+        return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
         """Lets all workers set their learning rates by the same value."""
@@ -439,8 +445,11 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         or the model is sharded.
         """
         is_local = self._controller.ensure_group().local_replica is not None
-        rank = None if self._facts.is_sharded else 0
-        models = self._on_all(TorchRunner.models, to_cpu or not is_local, rank=rank)[0]
+        is_sharded = self._facts.is_sharded
+        copied = to_cpu or not is_local or is_sharded
+        models = self._on_all(TorchRunner.models, copied, rank=None if is_sharded else 0)[0]
+        if copied:
+            models = [unpacked(model) for model in models]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
+from raysgd._arguments.checks import answer_mistakes
 from raysgd._imports.lazy import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
@@ -33,7 +34,6 @@ from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
-from raysgd.worker.parts import refuse_unknown
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
@@ -83,9 +83,6 @@ class TrainingOperator(BaseOperator):
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
-        rejoins_in_loop: Whether a `train_epoch` of your own keeps running when workers are lost: its `next` waits until
-            the others go on, and yields the samples of the batch that failed again. See `batch_failed`. A new worker
-            calls `train_epoch` with the batches that are left.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
@@ -94,7 +91,6 @@ class TrainingOperator(BaseOperator):
     """
 
     scheduler_metric: str | None = None
-    rejoins_in_loop: bool = False
     train_loader: Any
     validation_loader: Any
 
@@ -152,8 +148,8 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if internals.parallel.exchanges.has_failed:  # inside a loop of the user's that is kept
-                continue
+            if step.drawn.is_last_waiting:  # `train_batch` left it out
+                step.skip()
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
                 step.confirm()
@@ -248,7 +244,6 @@ class TrainingOperator(BaseOperator):
 
         Raises:
             ValueError: It is unknown which optimizer the loss is for, a weight is invalid, or gradients were cleared.
-            RuntimeError: It is not known which batch the loss is of.
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)
@@ -270,14 +265,6 @@ class TrainingOperator(BaseOperator):
             ValueError: It is not known which optimizer to step.
         """
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
-
-    def batch_failed(self) -> bool:
-        """Tells whether the batch has failed, because a worker was lost, so that no optimizer steps and it is repeated.
-
-        For a `train_epoch` of your own with `rejoins_in_loop`: ask behind the optimizer's step, before you count the
-        batch or step a scheduler.
-        """
-        return self._raysgd.parallel.exchanges.has_failed
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
         """Returns how many batches make an optimizer step, as the trainer was told. Asked once in each call of `train`.
@@ -306,18 +293,20 @@ class TrainingOperator(BaseOperator):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*internals.parted(metrics))
+                meters.update(*internals.parted(metrics, "validate_batch"))
         return meters.summary()
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weights."""
+        """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
         found = internals.evaluate(batch)
         weight, ignored = found.metrics.get(BATCH_WEIGHT), CountedLabels.of(internals.criterion).ignored
         right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
+        if right is not None and num_labels is None:  # nothing is classified
+            del metrics["val_accuracy"]
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}
 
     @overload
@@ -368,6 +357,10 @@ class TrainingOperator(BaseOperator):
         apex_args: dict[str, Any] | None = ...,
     ) -> tuple[Models, Optimizers, Criterion, Schedulers]: ...
 
+    @answer_mistakes(
+        "`self.model, self.optimizer, self.criterion = self.register(models=model, optimizers=optimizer, "
+        "criterion=loss)`; loaders go into `self.register_data(train_loader=..., validation_loader=...)`"
+    )
     def register(
         self,
         *,
@@ -377,7 +370,6 @@ class TrainingOperator(BaseOperator):
         schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
-        **unknown: Any,
     ) -> Any:
         """Hands models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
 
@@ -390,7 +382,6 @@ class TrainingOperator(BaseOperator):
             ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of its
                 state and the hook. Nothing else than DDP uses them.
             apex_args: Options for `apex.amp.initialize`.
-            **unknown: Refused, with advice.
 
         Returns:
             `(models, optimizers[, criterion][, schedulers])`, each in the container it was given in.
@@ -401,9 +392,6 @@ class TrainingOperator(BaseOperator):
             ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
             TypeError: An unknown keyword.
         """
-        hint = "Loaders go into `register_data(train_loader=..., validation_loader=...)`. "
-        allowed = "models, optimizers, criterion, schedulers, ddp_args and apex_args"
-        refuse_unknown(unknown, hint if "loader" in str(unknown) else "", allowed)
         return self._raysgd.register(
             models=models,
             optimizers=optimizers,
@@ -413,6 +401,7 @@ class TrainingOperator(BaseOperator):
             apex_args=apex_args,
         )
 
+    @answer_mistakes("`self.register_data(train_loader=loader, validation_loader=another)`")
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hands the loaders to the library.
 

@@ -16,7 +16,7 @@ from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.processes.resources import num_gpus
 from raysgd.host.cluster import start as start_host
 from raysgd.host.settings import Host
 from raysgd.messages.placement import Placement
@@ -153,9 +153,8 @@ class Trainer:
         if initialization_hook is not None and not callable(initialization_hook):
             raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
         self._executor.start(initialization_hook)
-        num_gpus = 0 if self._use_gpu else sum(node.total.get("GPU", 0) for node in cluster_view().nodes)
-        if num_gpus:
-            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_gpus)
+        if not self._use_gpu and (found := num_gpus()):
+            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
         """Ends the workers. The trainer can be started again."""

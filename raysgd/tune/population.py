@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from random import Random
 from types import TracebackType
@@ -27,6 +27,7 @@ __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate
 
 logger = logging.getLogger(__name__)
 
+_INTERRUPT_EVERY_S = 0.1  # a step may begin another call
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
 
@@ -142,21 +143,38 @@ class Population:
         return self.best
 
     def train(self) -> list[dict[str, Any]]:
-        """Trains all members for one interval, at the same time; returns their results.
+        """Trains all members for one interval, at the same time; returns their results. Ctrl-C ends their calls.
 
         Raises:
             ValueError: A result lacks the metric.
-            Exception: What `step` raised for a member; raised when all have come to the end of the interval.
+            Exception: What `step` raised for a member. The others come to the end of the interval first and keep their
+                results; that member has none, so it ranks last.
         """
-        results, errors = _at_the_same_time(lambda member: dict(self._step(member.trainer)), self.members)
+        results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:
             raise errors[0]
-        for member, result in zip(self.members, results, strict=True):
+        return results
+
+    def _train_member(self, member: Member) -> dict[str, Any]:
+        member.result = {}
+        try:
+            result = dict(self._step(member.trainer))
             if self._metric not in result:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
-            member.result = result
-            member.history.append({**result, "config": member.config})
-        return results
+        except Exception as error:
+            logger.error("member %s failed: %r", member.index, error)
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"It was raised by member {member.index} of the population, with {masked(member.config)}."
+                )
+            raise
+        member.result = result
+        member.history.append({**result, "config": member.config})
+        return result
+
+    def _interrupt(self) -> None:
+        for member in self.members:
+            member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
         """Lets each of the worst members copy one of the best, and go on with a config near that one's."""
@@ -235,10 +253,22 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
     return trainer
 
 
-def _at_the_same_time(function: Callable[[Any], Any], values: Sequence[Any]) -> tuple[list[Any], list[BaseException]]:
-    """Return what a function returns for each value, None where it raised; and what it raised."""
+def _at_the_same_time(
+    function: Callable[[Any], Any], values: Sequence[Any], interrupt: Callable[[], None] = lambda: None
+) -> tuple[list[Any], list[BaseException]]:
+    """Return what a function returns for each value, None where it raised; and what it raised.
+
+    After Ctrl-C, `interrupt` is called until all have ended.
+    """
     with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
         futures = [threads.submit(function, value) for value in values]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            interrupt()
+            while wait(futures, _INTERRUPT_EVERY_S).not_done:
+                interrupt()
+            raise
     found = [future.exception() for future in futures]
     errors = [error for error in found if error is not None]
     return [None if error else future.result() for future, error in zip(futures, found, strict=True)], errors

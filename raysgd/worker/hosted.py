@@ -7,7 +7,7 @@ process, such as the time that it spent, stays with the replica.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -122,8 +122,8 @@ class Hosted(ABC):
     @property
     def group_obstacle(self) -> str | None:
         """The reason why this replica cannot continue in another group at all."""
-        obstacle = self.reconnection_obstacle or self.loop.stray
-        return obstacle or self.feed.obstacle("train") or self.feed.obstacle("validation")
+        obstacle = self.reconnection_obstacle or self.feed.obstacle("train")
+        return obstacle or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:
@@ -131,8 +131,7 @@ class Hosted(ABC):
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
-        is_known = _is_of_library(type(operator).train_epoch) or self.loop.is_kept
-        if operator.resumes_epochs is None and not is_known:
+        if operator.resumes_epochs is None and not _is_of_library(type(operator).train_epoch):
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 
@@ -141,24 +140,32 @@ class Hosted(ABC):
         """True if the `validate` of the operator is the user's, which may need no data. The library's needs some."""
         return not _is_of_library(type(self.operator).validate)
 
-    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+    def follow(self, settings: Any) -> None:
+        """Tells the operator what has changed since it was made, as those were told that were there."""
+        before = self.settings
+        for number in range(len(before.config_changes), len(settings.config_changes)):
+            self.change_config(settings.after(number + 1))
+        if settings.callbacks_revision != before.callbacks_revision:
+            self.install_callbacks(settings.worker_callbacks)
+        self.settings = settings
+
+    def change_config(self, settings: Any) -> list[str]:
         """Changes entries of the config in the operator.
 
         Args:
-            config: That of all workers together, with the new values.
-            changed: The values before, by name.
+            settings: Those with the new values; the last one of their changes is made.
 
         Returns:
             The names of the entries that surely had no effect but to be there.
         """
-        operator = self.operator
-        before, settings = dict(operator.config), self.settings
-        self.settings = replace(settings, config=config)
-        operator.config.update((name, config[name]) for name in changed)
+        operator, changed = self.operator, settings.config_changes[-1]
+        before, own = dict(operator.config), self.settings
+        self.settings = replace(own, config=settings.config, config_changes=settings.config_changes)
+        operator.config.update((name, settings.config[name]) for name in changed)
         try:
             operator.config_changed(operator.config, changed)
         except BaseException:
-            self.settings = settings
+            self.settings = own
             operator.config.clear()
             operator.config.update(before)
             raise

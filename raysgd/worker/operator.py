@@ -151,16 +151,16 @@ class Internals:
             metrics = with_logged(metrics, self.logged)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
-    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Metrics of a batch, with those that were logged and without their weight, and that.
+    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+        """Metrics of a batch that a method returned, with those that were logged and without their weight, and that.
 
         Raises:
             TypeError: They are no dict.
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
-                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
+                f"`{type(self._operator).__name__}.{method}` returned a `{type(metrics).__name__}`: return a dict of "
+                "metrics, an empty one if there are no metrics."
             )
         metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
@@ -205,6 +205,11 @@ class BaseOperator:
         """
         note(self._raysgd.logged, name, value)
 
+    def skip_batch(self) -> None:
+        """Leaves out the batch that was drawn last, on all workers: no training follows for it."""
+        if self._raysgd.place is not None:
+            self._raysgd.place.skip()
+
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
@@ -238,6 +243,8 @@ class BaseOperator:
 
     def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
         """Called on every worker after `trainer.update_config`; an exception refuses the change, on all workers.
+
+        A worker that starts later runs `setup` with the config from before, and then this, once for each change.
 
         With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
         had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call

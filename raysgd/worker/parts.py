@@ -49,17 +49,12 @@ def parts_of(
     items = [given] if is_single else list(given)
     strangers = [item for item in items if not is_one(item)]
     if strangers or not (items or may_be_empty):
-        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
+        found = _found(strangers[0]) if strangers else "nothing"
         raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
     return RegisteredParts(items, tuple if isinstance(given, tuple) else list)
 
 
-def refuse_unknown(unknown: dict[str, Any], hint: str, allowed: str) -> None:
-    """Refuses keywords that `register` does not have.
-
-    Raises:
-        TypeError: There are some.
-    """
-    if unknown:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        raise TypeError(f"`register` does not know {names}. {hint}Allowed are {allowed}.")
+def _found(item: Any) -> str:
+    if isinstance(item, type):
+        return f"the class `{item.__name__}` instead of an object of it, `{item.__name__}(...)`"
+    return f"`{type(item).__name__}`"

@@ -6,14 +6,14 @@ other ones, `state_copies` copies of the state, and `activity` signs of life. Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from raysgd._numbers.call_progress import CallProgress
-from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
@@ -41,7 +41,8 @@ class ClassRunner(OperatorChanges):
         self._ledger = Ledger()
         self._last_left = 0
         self._copies = StateCopies(settings.recovery_options.snapshot_every_n_steps, self._ledger)
-        self._take(self._make_hosted(settings, world))
+        self._settings, self._first_world = settings, world
+        self._take(self._make_hosted(settings.after(0), world))
 
     def _take(self, hosted: Hosted) -> None:
         """Works with this operator from here on; no call of it was made yet."""
@@ -53,16 +54,33 @@ class ClassRunner(OperatorChanges):
         self._evaluation = Evaluation(hosted, self._activity, answering, self._ledger)
 
     def setup(self) -> Any:
-        """Builds the operator, which runs the user's `setup`. Returns its facts."""
+        """Builds the operator, which runs the user's `setup`, and tells it what changed later. Returns its facts.
+
+        Raises:
+            NotRegisteredError: That registers nothing.
+        """
         facts = self._hosted.build()
+        if not facts.num_models:
+            raise NotRegisteredError(
+                f"`{type(self._hosted.operator).__name__}.setup` never called `register`: register models and "
+                "optimizers there, so that the library can train, save and restore them."
+            )
+        if self._settings.config_changes:
+            self._hosted.follow(self._settings)
+            facts = self._hosted.facts()
         self._ledger.enter(DRIVER)
         return facts
 
-    def renew(self, settings: Any) -> Any:
+    def renew(self, settings: Any, world: World | None = None) -> Any:
         """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
         self.shutdown()
-        self._take(self._make_hosted(settings, self._hosted.world))
+        self._settings = settings
+        self._take(self._make_hosted(settings.after(0), world or self._hosted.world))
         return self.setup()
+
+    def follow(self, settings: Any) -> None:
+        """Tells the operator what has changed in the settings since it was made; see `Hosted.follow`."""
+        self._hosted.follow(settings)
 
     def warm_up(self) -> None:
         """Takes a step in advance, before this replica has a place among others."""
@@ -82,13 +100,9 @@ class ClassRunner(OperatorChanges):
         is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
         return feed.epoch - bool(is_mid_pass)
 
-    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+    def change_config(self, settings: Any) -> list[str]:
         """Changes entries of the config in the operator; see `Hosted.change_config`."""
-        return self._hosted.change_config(config, changed)
-
-    def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Lets these callbacks, and no others, run around each step."""
-        self._hosted.install_callbacks(callbacks)
+        return self._hosted.change_config(settings)
 
     def state(self) -> dict[str, Any]:
         """The state; copy before anything else runs."""
@@ -153,6 +167,8 @@ class ClassRunner(OperatorChanges):
         with self._ledger.regrouping(goes_on=lambda: self._activity.unfinished is not None):
             training.leave_group()
             self.drop_reload()  # what was made for the group before
+            if handover.make_replica is not None:  # it was made ready earlier
+                hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_place(world)
             self._hand_over(handover)
@@ -199,18 +215,31 @@ class ClassRunner(OperatorChanges):
             )
         return answer
 
-    def validate_on_loan(self, number: int, state: Any, request: EpochRequest, share: Any = None) -> EpochAnswer | None:
-        """Does what `validate_state` does, on a spare that is in no group. None where this loan of it was ended."""
+    def validate_on_loan(
+        self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
+    ) -> EpochAnswer | None:
+        """Does what `validate_state` does, on a spare that is in no group. None where this loan of it was ended.
+
+        A spare that has to be made again for settings from before is made again for its own afterwards.
+        """
 
         def has_left() -> bool:
             return self._last_left >= number
 
+        own = self._hosted.settings
+        if settings.follow(own):
+            self.follow(settings)
+        else:
+            self.renew(settings, self._first_world)
         self.regroup(World(0, 1), StateHandover(0, ()))
         self._evaluation.has_left = has_left
         try:
             answer = self.validate_state(state, request, share)
         finally:
             self._evaluation.has_left = None
+            if not settings.follow(own):
+                self.renew(own, self._first_world)
+                self.warm_up()
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,6 @@ from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
 from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.kept_loop import KeptLoop
 from raysgd.worker.data.logged import counting, counting_in_loop, forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
@@ -50,7 +49,6 @@ class Training:
         self._inside = copies.inside
         self._ledger = ledger
         self._hold_number = 0
-        self._kept: KeptLoop | None = None
         self.name = uuid.uuid4().hex
 
     def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, BatchSupply]:
@@ -61,7 +59,9 @@ class Training:
             share: This replica's part of data that the driver divides; None if it has that already.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        self._end_kept()
+        raised = self._activity.unfinished
+        if raised is not None and raised.stream is hosted.feed.train_stream is not None:
+            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
         self._ledger.begin_call()
         loop.begin_call()
         hosted.feed.take_share("train", request, share)
@@ -80,8 +80,7 @@ class Training:
         if run.answer is not None:
             return self._complete(run, run.answer)
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
-            kept = self._take_kept(iter(()))
-            return self._finish(run, loop.results(run) if kept is None else kept.run(tuple), request)
+            return self._finish(run, loop.results(run), request)
         self._hosted.feed.begin_again(request, share, run.place)
         return self.go_through(run, loop.stream(request), request)
 
@@ -96,7 +95,7 @@ class Training:
         stream.at_boundary = partial(self._at_boundary, loop, run, can_resume)
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = self._watched(loop, self._ledger.timing(coming), can_resume)
+        batches = WatchedBatches(self._ledger.timing(coming), loop.step)
         began_at = stream.num_steps_taken - run.num_completed
         self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
@@ -115,39 +114,23 @@ class Training:
                 args, named = accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
-                returned = batches.run(partial(operator.train_epoch, *args, **named))
+                returned = operator.train_epoch(*args, **named)
                 stream.settle()
         except HeldAtBoundary:
             run.gate = Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run))
+        except BaseException as error:
+            is_alone = not hosted.world.is_distributed
+            if loop.is_whole and (is_alone or not loop.is_lost(error)):
+                loop.return_to_boundary()
+            elif is_alone:  # its optimizer stepped, so the batch counts
+                stream.settle()
+            raise
         finally:
             self._activity.running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # one that brought its own data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
-
-    def _watched(self, loop: Loop, coming: Iterator[Any], can_resume: bool) -> WatchedBatches:
-        """The batches as the operator's loop is given them; that loop, where it is kept and goes on with them."""
-        kept = self._take_kept(coming)
-        if kept is None and not (can_resume and loop.is_kept):
-            return WatchedBatches(coming, loop.step)
-        self._kept = kept or KeptLoop(
-            coming, loop.step, lambda error: isinstance(error, HeldAtBoundary) or loop.is_lost(error)
-        )
-        return self._kept
-
-    def _take_kept(self, coming: Iterator[Any]) -> KeptLoop | None:
-        """The loop that stands still, with the batches that it goes on with; None if there is none."""
-        if self._kept is not None and self._kept.is_over:
-            self._kept = None
-        if self._kept is not None:
-            self._kept.follow(coming)
-        return self._kept
-
-    def _end_kept(self) -> None:
-        if self._kept is not None:
-            self._kept.end()
-        self._kept = None
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         operator, loop = self._hosted.operator, self._hosted.loop
@@ -281,6 +264,5 @@ class Training:
 
     def forget(self) -> None:
         """Forgets the call: the state is another one."""
-        self._end_kept()
         self._activity.running = self._activity.run = None
         self._inside.clear()

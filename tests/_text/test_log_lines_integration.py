@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,8 +54,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("raysgd.")]
 
 
-def test_warnings_of_workers_and_recoveries_reach_the_driver(
-    ray_cluster: None, caplog: pytest.LogCaptureFixture
+def test_warnings_of_workers_and_recoveries_reach_the_driver_and_no_message_of_ray_about_them(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with TorchTrainer(training_operator_cls=Talks, num_workers=2, min_workers=1) as trainer:
         assert lines(caplog) == ["ranks 0, 1: setting up"]
@@ -68,6 +71,21 @@ def test_warnings_of_workers_and_recoveries_reach_the_driver(
         with pytest.raises(ValueError, match="on purpose"):
             trainer.train(info={"fails": True})
     assert all(record.levelno == logging.WARNING for record in caplog.records if record.name == "raysgd.user")
+    other = ray.remote(num_cpus=0)(Other).remote()
+    pid = ray.get(other.pid.remote())
+    os.kill(pid, signal.SIGKILL)
+    deadline, said = time.monotonic() + PATIENCE_S, ""
+    while f"Worker PID: {pid}" not in said:
+        assert time.monotonic() < deadline, "Ray prints nothing any more"
+        said += capsys.readouterr().out
+    assert said.count("A worker died") == 1
+
+
+class Other:
+    """An actor of the user's."""
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 class Marks(logging.Handler):

@@ -132,6 +132,7 @@ def assert_nothing_is_left_in(folder: Path) -> None:
     assert {str(path): found for path in paths if (found := found_in(path.read_bytes()))} == {}
 
 
+@pytest.mark.long
 def test_a_run_with_all_loggers_leaves_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

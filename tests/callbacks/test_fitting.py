@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from raysgd._numbers.call_progress import CallProgress
 from raysgd._numbers.metric_names import name_in_test
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
-from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
+from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.history import recording
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
@@ -116,6 +117,29 @@ class Stops(Callback):
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         if run.epoch == self.after:
             run.stop("enough")
+
+
+class LostValidation(CallHandle[Any]):
+    """A validation whose workers were lost."""
+
+    def done(self) -> bool:
+        return False
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise WorkersLostError("validators: lost rank 0")
+
+
+def test_an_epoch_whose_validators_were_lost_has_no_metrics_of_validation_and_the_run_goes_on(
+    make_local: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    trainer, saving = make_local(LinearOperator), Checkpointing(tmp_path, keep_last=None)
+    monkeypatch.setattr(TorchTrainer, "_validates_beside", True)
+    monkeypatch.setattr(trainer, "_begin_validation", lambda *args: LostValidation())
+    history = trainer.fit(2, validate="async", callbacks=[EarlyStopping("val_loss"), saving])
+    assert [row.get("val_loss") for row in history] == [None, None]
+    for epoch in (1, 2):
+        assert f"epoch {epoch} has no metrics of validation: validators: lost rank 0" in caplog.text
+        assert (tmp_path / f"epoch_000{epoch}.ckpt").exists()
 
 
 def weights(trainer: TorchTrainer) -> torch.Tensor:

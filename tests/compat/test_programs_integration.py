@@ -60,6 +60,34 @@ def test_a_program_for_the_old_ray_train_is_told_of_the_option(tmp_path: Path) -
     assert done.stderr.endswith("pass `--ray-train`\n"), done.stderr
 
 
+MISSING = {
+    "from ray.util.sgd.torch import distributed_torch_runner": "it was an internal of the old library",
+    "import ray.util.sgd.torch.torch_runner": "it was an internal of the old library",
+    "from ray.util.sgd.torch.constants import NOTHING": "`raysgd.torch.constants` has no such name",
+    "import ray.util.sgd as sgd; sgd.Nothing": "`raysgd` has no such name",
+    "from ray.train import UserCallback": "pass a `raysgd.callbacks.Callback`",
+    "from ray.train.session import get_accelerator": "belongs to the run",
+    "from ray.train import Trainer": "nothing is missing",
+}
+"""Lines of old programs, and what took the place of what they look for."""
+
+
+def test_a_name_that_is_missing_says_what_took_its_place(tmp_path: Path) -> None:
+    script = tmp_path / "old.py"
+    script.write_text(
+        f"for line in {list(MISSING)}:\n"
+        "    try:\n"
+        "        exec(line)\n"
+        "        print('nothing is missing')\n"
+        "    except (ImportError, AttributeError) as error:\n"
+        "        print(error)\n"
+    )
+    command = [sys.executable, "-m", "raysgd.compat", "--ray-train", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for told, words in zip(done.stdout.splitlines(), MISSING.values(), strict=True):
+        assert words in told
+
+
 @pytest.mark.parametrize("path", cases("migrated"))
 def test_a_program_runs_migrated(path: Path, tmp_path: Path) -> None:
     found = migrate(path.read_bytes(), means_old_train(path))

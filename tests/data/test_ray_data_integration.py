@@ -154,6 +154,7 @@ def pair_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([[number / 6400]]), torch.tensor([[number / 6400]])
 
 
+@pytest.mark.promise("Ray Data")
 def test_a_call_brings_its_own_data() -> None:
     numbers = random.Random(0).sample(range(6400), 6400)
     pairs = Dataset(numbers, batch_size=32, download_func=pair_of, max_concurrency=1)

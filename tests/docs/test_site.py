@@ -67,7 +67,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 def test_the_address_of_the_repository_is_the_same_everywhere() -> None:
     address = settings()["repo_url"]
-    for name in ("CITATION.cff", "docs/install.md", "pyproject.toml"):
+    for name in ("CITATION.cff", "pyproject.toml"):
         found = re.findall(r"https://github\.com/raysgd/[\w-]+", (ROOT / name).read_text(encoding="utf-8"))
         assert set(found) == {address}, name
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 
 from raysgd.arrays.ray_batches import RayBatches
+from raysgd.arrays.whole_data import DataPosition, OwnData, creator_of
 from raysgd.driver.sharing import DataSharing
+from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
@@ -87,6 +91,20 @@ def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
     assert whole.form.batch_size == 4
 
 
+def test_functions_that_make_data_are_given_the_config_of_now() -> None:
+    sharing = DataSharing({"a": 1}, lambda rank, share: {rank: share}, creator_of)
+
+    def make(config: Any, batch_size: Any) -> None:
+        raise AssertionError("it is called in workers")
+
+    def configs() -> list[Any]:
+        return [share.data.config for share in given(sharing, make, ONE)[1]]
+
+    assert (configs(), configs()) == ([{"a": 1}], [])
+    sharing.follow({"a": 2})
+    assert configs() == [{"a": 2}]
+
+
 class Dealt:
     """A dataset of the user's own."""
 
@@ -110,3 +128,22 @@ def test_a_dataset_of_ones_own_is_divided_in_each_call_unless_it_keeps_its_posit
     assert shares == ["0 of 2", "1 of 2"]
     assert given(sharing, endless, TWO) == (keys, [])
     assert given(sharing, endless, ONE)[1] == ["0 of 1"]
+
+
+def test_a_copy_of_what_a_program_sends_again_stands_for_the_same_data() -> None:
+    def place_of(data: Any, sharing: DataSharing) -> DataPosition | None:
+        [(_, share)] = sharing.with_data_of_call(requests(1), "train", data, ONE)
+        place: DataPosition | None = share[0].place
+        return place
+
+    first, other = SentData("dataset", [1]), SentData("dataset", [1])
+    sharing = DataSharing({}, lambda rank, share: {rank: share}, lambda data, config: OwnData(data))
+    begun = pickle.loads(pickle.dumps(first))
+    assert place_of(begun, sharing) is None
+    sharing.note_place("train", begun, DataPosition(0, 3))
+    validated = pickle.loads(pickle.dumps(replace(other, argument="validation_dataset")))
+    again = pickle.loads(pickle.dumps(first))
+    assert again is not begun
+    assert place_of(again, sharing) == DataPosition(0, 3)
+    assert place_of(validated, sharing) is None
+    assert place_of([1], sharing) is None

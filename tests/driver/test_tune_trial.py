@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.driver import tune_trial
@@ -113,6 +116,14 @@ def test_a_trial_without_a_trainer_says_what_to_override() -> None:
         ({"deep": {"a": 1}}, {"deep": {"a": 2}}, True),
         ({"model": make}, {"model": print}, True),
         ({"object": object()}, {"object": object()}, False),
+        ({"lr": np.float32(0.5)}, {"lr": np.float32(0.25)}, True),
+        ({"size": np.int64(3)}, {"size": np.int64(4)}, True),
+        ({"lr": np.float64(0.5), "size": np.int64(3)}, {"lr": 0.5, "size": 3}, False),
+        ({"lr": math.nan}, {"lr": math.nan}, False),
+        ({"lr": "0.5"}, {"lr": 0.5}, True),
+        ({"weights": np.arange(3)}, {"weights": np.arange(3)}, False),
+        ({"weights": np.arange(3)}, {"weights": np.ones(3)}, True),
+        ({"lock": threading.Lock()}, {"lock": threading.Lock()}, True),
     ],
 )
 def test_a_checkpoint_knows_whether_the_config_is_another_one(

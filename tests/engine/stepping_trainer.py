@@ -42,6 +42,7 @@ class Trainer:
         is_large: bool = False,
         nodes: Sequence[str] = (),
         heartbeat_s: float = 30.0,
+        snapshots_inside: bool = False,
         **rules: Any,
     ) -> None:
         self.cluster = FakeCluster(num_slots, nodes=nodes)
@@ -57,6 +58,7 @@ class Trainer:
                 snapshot_every_s=snapshot_every_s,
                 num_spares=num_spares,
                 heartbeat_s=heartbeat_s,
+                snapshots_inside=snapshots_inside,
                 words=WORDS,
             ),
             ScalingPolicy(max_workers, min_workers, num_local=int(use_local), draw=lambda: 0.0),

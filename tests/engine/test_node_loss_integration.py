@@ -33,6 +33,7 @@ def test_workers_of_a_node_have_ranks_that_follow_each_other(seen: dict[str, Any
     assert seen["small where they say"] == seen["small where they are"]
 
 
+@pytest.mark.promise("A killed node")
 def test_the_state_survives_the_node_of_the_worker_that_had_told_it(seen: dict[str, Any]) -> None:
     assert seen["first"] == [1.0, 1.0]
     assert seen["after the loss"] == [11.0]

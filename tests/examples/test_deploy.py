@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,48 @@ def test_versions_are_those_of_the_tests(name: str) -> None:
     text = (DEPLOY / name).read_text()
     assert pinned("ray") in text
     assert set(re.findall(r"torch==([\d.]+)", text)) <= {pinned("torch")}
+
+
+def copied(folder: Path) -> list[Path]:
+    """Copies the program of the image into a folder, as the Dockerfile does; returns the files."""
+    pairs = re.findall(r"^COPY (\S+) /app/(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    return [shutil.copy(ROOT / source, folder / target) for source, target in pairs]
+
+
+@pytest.mark.program
+def test_the_program_of_the_image_runs_with_the_arguments_of_the_job(tmp_path: Path) -> None:
+    copied(tmp_path)
+    job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    [python, *arguments] = shlex.split(job["spec"]["entrypoint"])
+    assert (python, "--use-gpu" in arguments) == ("python", True)
+    arguments.remove("--use-gpu")
+    command = [sys.executable, *arguments, "--num-workers", "1", "--smoke-test"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert "accuracy on held-out digits" in done.stdout, done.stderr
+
+
+def test_the_image_has_what_its_program_imports(tmp_path: Path) -> None:
+    files = copied(tmp_path)
+    nodes = [node for file in files for node in ast.walk(ast.parse(Path(file).read_text()))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    names = {name.partition(".")[0] for name in imported} - {Path(file).stem for file in files}
+    text = (DEPLOY / "Dockerfile").read_text()
+    installed = {"raysgd", "numpy"} | {name for name in ("ray", "torch") if f'"{name}' in text}
+    installed |= {"sklearn"} if "scikit-learn" in text else set()
+    assert sorted(names - installed - set(sys.stdlib_module_names)) == []
+    assert "progress" in text, "it shows a bar"
+
+
+def test_what_the_job_declares_is_used() -> None:
+    job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] or group["minReplicas"] == group["maxReplicas"]
 
 
 def test_the_script_for_slurm_is_valid_bash() -> None:

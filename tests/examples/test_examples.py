@@ -122,8 +122,8 @@ LONG = {
 MAY_STAY = re.compile(r"ray|_ray_\w+|torchinductor_.*|__autograph_generated_file.*|__pycache__|\.raydata-\d+\.lock")
 
 
-# What libraries say unasked; that Ray tells of a worker that was killed is all right.
-UNASKED = re.compile(r"INFO|WARNING|^[IWE]\d{4} |\(raylet\)(?!.*A worker died or was killed)")
+# What libraries say unasked.
+UNASKED = re.compile(r"INFO|WARNING|^[IWE]\d{4} |\(raylet\)")
 
 
 @dataclass(frozen=True)

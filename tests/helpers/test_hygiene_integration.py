@@ -11,7 +11,7 @@ from tests.conftest import NUM_CPUS
 from tests.helpers import hygiene
 from tests.helpers.hygiene import RaySurroundings
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 
 class Idle:

@@ -55,6 +55,7 @@ def test_a_first_answer_that_came_late_is_seen_by_the_next_one(accounts: Account
     clock.now = 11
     accounts.note({0: says("a", useful=5.0)})  # it ran since 6, not since 8
     assert of(accounts, 0) == {"start_up": 6, "useful": 5}
+    accounts.begin_call()
     clock.now = 13
     accounts.note({0: says("b", is_successor=True, useful=1.0)})
     clock.now = 13.5
@@ -69,6 +70,21 @@ def test_a_successor_keeps_the_steps_of_the_lost_one(accounts: Accounts, clock: 
     clock.now = 16
     accounts.note({1: says("c", is_successor=True, useful=1.0)})
     assert of(accounts, 1) == {"useful": 11, "recovery_replace": 5}
+
+
+def test_a_rank_without_a_process_costs_no_goodput_while_nothing_is_trained(accounts: Accounts, clock: Clock) -> None:
+    accounts.begin_call()
+    clock.now = 10
+    accounts.note({0: says("a", useful=10.0)})
+    accounts.end_call()
+    clock.now = 100
+    accounts.note({0: says("b", driver=2.0)})
+    assert of(accounts, 0) == {"useful": 10, "driver": 90}
+    clock.now = 150  # "b" dies at 120
+    accounts.begin_call()
+    clock.now = 156
+    accounts.note({0: says("c", useful=1.0)})
+    assert of(accounts, 0) == {"useful": 11, "driver": 140, "recovery_replace": 5}
 
 
 def test_steps_behind_the_last_copy_are_done_again_after_a_rebuild(accounts: Accounts, clock: Clock) -> None:
@@ -139,6 +155,18 @@ def test_the_largest_avoidable_bin_is_named_once(
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == (
         ["33 % of the time in training calls goes into waiting for data"] if is_told else []
     )
+
+
+@pytest.mark.parametrize(("used", "is_told"), [((), True), (("spare_workers",), False), (("undo",), True)])
+def test_advice_that_is_followed_already_is_not_given(
+    used: tuple[str, ...], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    accounts = Accounts(used=used)
+    accounts.begin_call()
+    accounts.note({0: says("a", useful=50.0, recovery_form=50.0)})
+    accounts.warn()
+    assert "goes into recovering from losses." in caplog.text
+    assert ("`spare_workers=1`" in caplog.text) == is_told
 
 
 def test_short_trainings_are_not_warned(accounts: Accounts, caplog: pytest.LogCaptureFixture) -> None:

@@ -178,7 +178,8 @@ def main() -> None:
     output = sys.stdout
     for line in sys.stdin:
         answer = _answer(json.loads(line), names)
-        print(json.dumps(answer, default=repr), file=output, flush=True)
+        output.write(json.dumps(answer, default=repr) + "\n")  # at once: Ray prints in a thread
+        output.flush()
 
 
 if __name__ == "__main__":

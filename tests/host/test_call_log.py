@@ -74,6 +74,15 @@ def test_ctrl_c_is_raised_in_the_call_that_runs_and_in_no_other() -> None:
     assert result_of(log.begin(logged("4"), lambda: 4)) == 4
 
 
+def test_ctrl_c_is_raised_in_a_call_that_has_yet_to_arrive() -> None:
+    log = CallLog()
+    log.interrupt("1")
+    with pytest.raises(KeyboardInterrupt):
+        result_of(log.begin(logged("1"), lambda: 1))
+    log.confirm("1")
+    assert not log.is_interrupted("1")
+
+
 def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
     log, gate = CallLog(), threading.Event()
     call = log.begin(logged("1", "gone"), lambda: gate.wait(10))
@@ -82,6 +91,8 @@ def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
     assert log.has_others("next")
     log.leave("gone")
     assert log.take_over("next") is call
+    assert log.take_over("next", given=["1"]) is None
+    assert log.take_over("next") is call  # its answer to that question was lost
     assert log.take_over("another") is None
     log.leave("next")
     assert log.take_over("another") is call
@@ -104,5 +115,7 @@ def test_answers_to_programs_that_are_gone_are_not_kept_for_ever() -> None:
     for number in range(40):
         result_of(log.begin(logged(str(number), f"program {number}"), lambda: None))
         log.leave(f"program {number}")
-    left = [log.take_over("next") for _ in range(40)]
-    assert [call.token for call in left if call is not None] == [str(number) for number in range(24, 40)]
+    given: list[str] = []
+    while (call := log.take_over("next", given)) is not None:
+        given.append(call.token)
+    assert given == [str(number) for number in range(24, 40)]

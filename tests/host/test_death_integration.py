@@ -59,6 +59,7 @@ def attached(address: str, name: str = "run") -> Program:
     return program
 
 
+@pytest.mark.promise("A killed driver: detached trainers")
 def test_calls_go_on_without_the_program_that_made_them(address: str, log: Path, tmp_path: Path) -> None:
     gate = Path(f"{log}.wait")  # no step ends while it is there
     with Program(address) as program:
@@ -157,22 +158,40 @@ def host_pid(program: Program) -> int:
     return int(program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']"))
 
 
+KILLS_BEFORE_IT_CONFIRMS = """
+import raysgd.host.handle, signal
+read = raysgd.host.handle.unpacked_answer
+def killing(packed):
+    if b"num_samples" in packed and b"epoch" in packed:
+        raysgd.host.handle.unpacked_answer = read
+        os.kill(ray.get(trainer._actor.describe.remote())["pid"], signal.SIGKILL)
+    return read(packed)
+raysgd.host.handle.unpacked_answer = killing
+"""
+
+
+@pytest.mark.promise("A killed host")
 def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str, log: Path) -> None:
+    import ray
+
     with Program(address) as program, Program(address) as other:
         program.run(OPERATOR)
         pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); trainer.train(); pids(trainer)")
         other.run("import os, raysgd; trainer = raysgd.attach('run')")
         os.kill(host_pid(program), signal.SIGKILL)
+        known = ray.get(cluster._find("run").describe.remote())
+        assert (len(known["programs"]), known["ends_in_s"]) == (2, None)  # without a call of theirs
         assert program.run("len(trainer.history), trainer.config['num_samples']") == [1, 40]
-        program.begin("trainer.train()['epoch']")
+        program.run("call = trainer.train(blocking=False)")
         await_samples(log, "train1", 8)
         os.kill(host_pid(other), signal.SIGKILL)
-        await_samples(log, "train1", 40)
-        assert program.found()["value"] == 2
+        assert other.run("trainer.pending()") is None  # its program lives, though it does not wait for the answer
+        assert program.run("call.result()['epoch']") == 2
         assert program.run("[row['epoch'] for row in trainer.history]") == [1, 2]
         assert program.run("trainer.update_config(num_samples=40, step_s=0.0); trainer.config['step_s']") == 0.0
-        os.kill(host_pid(other), signal.SIGKILL)
+        program.run(KILLS_BEFORE_IT_CONFIRMS)
         assert program.run("trainer.config['step_s'], trainer.train()['epoch']") == [0.0, 3]
+        assert other.run("trainer.pending()") is None
         assert program.run("pids(trainer)") == pids
         os.kill(pids[0], signal.SIGKILL)  # the other one has the only copy of the state
         os.kill(host_pid(other), signal.SIGKILL)
@@ -180,6 +199,14 @@ def test_the_process_of_a_host_may_die_in_a_call_and_between_calls(address: str,
         assert (len(left), pids[1] in left, pids[0] in left) == (2, True, False)
         journal = journal_path("run", program.run("trainer._actor._actor_id.hex()"))
         assert journal.exists()
+        program.run("slow = trainer.apply_all_operators(pace(0.2))")
+        program.begin("trainer.train()")
+        await_samples(log, "train3", 8)
+        os.kill(host_pid(other), signal.SIGKILL)
+        program.interrupt()
+        found = program.found()
+        assert found["error"][0] == "KeyboardInterrupt", found["text"]
+        assert "WorkersLostError" in program.fail("trainer.train()")["error"]
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
     assert not journal.exists()
@@ -210,6 +237,13 @@ def test_fit_goes_on_when_the_process_of_a_host_dies_together_with_a_worker(addr
         assert found["value"] == [1, 2, 3], found["text"]
         assert "told of epochs 1 2 3" in found["printed"]
         assert pids[1] in program.run("sorted(trainer.apply_all_workers(os.getpid))")
+        program.run(
+            "class Fatal(raysgd.callbacks.Callback):\n    def on_result(self, *_):\n        os.kill(os.getpid(), 9)"
+        )
+        found = program.fail("trainer.fit(1, callbacks=[Fatal()])")
+        assert "HostLostError" in found["error"]
+        assert "has died in `fit`, 3 times at the same place" in found["text"]
+        assert program.run("trainer.train()['epoch']") == 5
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in (0, 2)] == [ALL_ONCE] * 2
     assert set(samples(log, "train1")) == set(range(40))

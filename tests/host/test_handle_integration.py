@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 import raysgd
 from raysgd import TorchTrainer
+from tests.helpers.processes import is_alive
 from tests.host.programs import OPERATOR, Program
 
 
@@ -48,6 +52,19 @@ def test_results_are_those_of_a_trainer(program: Program) -> None:
     assert program.run("type(trainer.get_model()).__name__") == "Linear"
     assert "of Counting" in program.run("repr(trainer)")
     assert program.run("trainer.predict(torch.zeros(3, 1)).shape[0]") == 3
+
+
+def test_notebooks_complete_its_names_and_show_their_help(program: Program) -> None:
+    names = program.run("dir(trainer)")
+    assert {"train", "history", "pending", "shutdown"} <= set(names)
+    assert "worker_group" not in names
+    text = program.run("trainer.validate.__doc__")
+    assert text.startswith("validate(num_steps")
+    assert str(TorchTrainer.validate.__doc__).partition("\n")[0] in text
+    assert program.run("trainer.status.__doc__").startswith("status(")
+    found = program.fail("trainer.note = 'mine'")
+    assert "AttributeError" in found["error"]
+    assert "it would stay in this program" in found["text"]
 
 
 def test_iterators_are_drawn_from_call_by_call(program: Program) -> None:
@@ -185,12 +202,33 @@ def test_a_host_is_replaced_and_with_ends_one(program: Program, log: Path) -> No
     assert "TrainerShutdownError" in program.fail("new.train()")["error"]
 
 
-def test_the_command_line_lists_follows_and_stops(program: Program, address: str, log: Path) -> None:
+def test_the_command_line_lists_follows_and_stops(program: Program, log: Path) -> None:
     program.run(f"second = make({str(log)!r}, 'second', num_workers=1)")
     listed = program.run("shell('list').stdout")
     assert "second: <TorchTrainer of Counting" in listed
     assert "No call is running" in program.run("shell('attach', 'second').stdout")
     assert "There is no host `third`" in program.run("shell('stop', 'third').stderr")
-    assert program.run("shell('stop', 'second').stdout") == "Host second has ended.\n"
+    pid = program.run("import ray; ray.get(second._actor.describe.remote())['pid']")
+    os.kill(pid, signal.SIGSTOP)
+    program.run("import raysgd.host.cluster as c; usual, c.ANSWER_S = c.ANSWER_S, 1.0")
+    listed = program.run("[str(host) for host in raysgd.hosts() if host.name == 'second']")
+    assert listed == ["second: not answering; `raysgd stop second --force` ends it"]
+    found = program.fail("raysgd.attach('second')")
+    program.run("c.ANSWER_S = usual")
+    assert "HostLostError" in found["error"]
+    assert "Host `second` is not answering" in found["text"]
+    assert program.run("shell('stop', 'second', '--force').stdout") == "Host second has ended.\n"
+    while is_alive(pid):
+        time.sleep(0.05)
     assert "HostLostError" in program.fail("second.train()")["error"]
     assert program.run("[host.name for host in raysgd.hosts()]") == ["run"]
+
+
+def test_calls_with_the_same_data_go_on_where_the_last_one_stopped(program: Program, log: Path) -> None:
+    samples = "[(torch.tensor([float(number)]), torch.tensor([0.0])) for number in range(12)]"
+    program.run(f"data, other = (DataLoader({samples}, batch_size=2) for _ in range(2))")
+    num_before = len(log.read_text().splitlines())
+    for given in ("data", "data", "other"):
+        program.run(f"trainer.train(num_steps=3, dataset={given})")
+    batches = [json.loads(line.split(" ", 4)[4]) for line in log.read_text().splitlines()[num_before:]]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [0, 1], [2, 3], [4, 5]]

@@ -84,3 +84,24 @@ def test_spares_are_refused_where_no_survivors_are_kept(
     replace(GROUP, **changes).refuse_spares(obstacles, "gloo")  # there are none
     with pytest.raises(ValueError, match=f"`spare_workers=1` with {what} cannot work: .* Use gloo, or no spares"):
         replace(GROUP, spare_workers=1, **changes).refuse_spares(obstacles, "gloo")
+
+
+def test_settings_know_those_that_setup_ran_with_and_each_change_since() -> None:
+    changed = ReplicaSettings(object, {"a": 3, "b": 1}, config_changes=({"a": 1}, {"a": 2, "b": 0}))
+    assert [changed.after(number).config for number in range(4)] == [
+        {"a": 1, "b": 0},
+        {"a": 2, "b": 0},
+        {"a": 3, "b": 1},
+        {"a": 3, "b": 1},
+    ]
+    assert [len(changed.after(number).config_changes) for number in range(4)] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("revision", "num_changes", "expected"), [(0, 1, True), (0, 2, True), (0, 0, False), (1, 2, False)]
+)
+def test_operators_follow_later_changes_and_are_made_again_for_others(
+    revision: int, num_changes: int, expected: bool
+) -> None:
+    now = ReplicaSettings(object, {"a": 1}, revision=revision, config_changes=({"a": 0},) * num_changes)
+    assert now.follow(ReplicaSettings(object, {"a": 0}, config_changes=({"a": 0},))) == expected

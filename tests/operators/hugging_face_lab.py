@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
@@ -25,10 +28,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    default_data_collator,
 )
 
 from raysgd import TorchTrainer
@@ -48,7 +56,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def samples(labels: str) -> list[dict[str, Any]]:
-    """Texts of 2 to 12 words, with the labels of one kind of task."""
+    """Texts of 2 to 12 words, or images, with the labels of one kind of task."""
     rng = torch.Generator().manual_seed(3)
     made: list[dict[str, Any]] = []
     for _ in range(NUM_SAMPLES):
@@ -62,6 +70,14 @@ def samples(labels: str) -> list[dict[str, Any]]:
             sample["labels"] = [word % 3 if word % 4 else -100 for word in words]
         if labels == "other text":
             sample["labels"] = words[::-1][: 1 + len(words) // 2]
+        if labels == "image":
+            sample = {"pixel_values": torch.randn(3, 16, 16, generator=rng), "labels": words[0] % 3}
+        if labels == "pixels":
+            left_out = torch.rand(16, 16, generator=rng) * 12 < len(words)
+            pixels = torch.randint(0, 3, (16, 16), generator=rng).clamp(max=1).masked_fill(left_out, 255)
+            sample = {"pixel_values": torch.randn(3, 16, 16, generator=rng), "labels": pixels}
+        if labels == "words and text":
+            sample = {"input_ids": [3, 4, 5], "labels": [-100, *words[:2]], "next_sentence_label": words[0] % 2}
         made.append(sample)
     return made
 
@@ -96,6 +112,28 @@ def with_adapter() -> Any:
     return get_peft_model(LlamaForCausalLM(llama()), adapter)
 
 
+def convnext() -> Any:
+    sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2, "layer_scale_init_value": 0.5}
+    return ConvNextForImageClassification(ConvNextConfig(num_labels=3, **sizes))
+
+
+def segformer() -> Any:
+    """One without the batch norm, which sees the samples of one worker."""
+    sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8], "patch_sizes": [7, 3], "strides": [4, 2]}
+    heads = {"num_attention_heads": [1, 1], "mlp_ratios": [2, 2], "decoder_hidden_size": 8, "num_encoder_blocks": 2}
+    dropouts = {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=3, **sizes, **heads, **dropouts))
+    model.decode_head.batch_norm = torch.nn.Identity()
+    return model
+
+
+def wav2vec2(**more: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    layers = {"conv_dim": [8], "conv_stride": [10], "conv_kernel": [10], "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=5, **sizes, **layers, **positions, **more))
+
+
 def t5() -> Any:
     sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2}
     return T5ForConditionalGeneration(
@@ -123,6 +161,13 @@ TASKS: dict[str, tuple[Any, str, Any]] = {
         lambda words: DataCollatorForLanguageModeling(words, mlm_probability=0.5, seed=7),
     ),
     "adapter": (with_adapter, "none", lambda words: DataCollatorForLanguageModeling(words, mlm=False)),
+    "classify images": (convnext, "image", lambda words: default_data_collator),
+    "label pixels": (segformer, "pixels", lambda words: default_data_collator),
+    "masked words and a label": (
+        lambda: BertForPreTraining(bert()),
+        "words and text",
+        lambda words: default_data_collator,
+    ),
     "text to text": (t5, "other text", DataCollatorForSeq2Seq),
 }
 
@@ -183,14 +228,14 @@ def their_trainer(task: str, folder: Path, **arguments: Any) -> Trainer:
     """One that is configured, with data in an order that it draws."""
     _, labels, make_collator = TASKS[task]
     options = {"learning_rate": LR, "num_train_epochs": 2, "per_device_train_batch_size": BATCH_SIZE, **arguments}
-    own = {name: options.pop(name) for name in ("compute_metrics", "optimizers") if name in options}
+    data = samples(labels)
+    own = {"eval_dataset": data[:5], "data_collator": make_collator(tokenizer())}
+    names = ("compute_metrics", "optimizers", "callbacks", "eval_dataset")
+    own |= {name: options.pop(name) for name in names if name in options}
     trainer_class = options.pop("trainer_class", Trainer)
     chosen = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **options)
-    data = samples(labels)
-    return trainer_class(
-        model=model_of(task), args=chosen, train_dataset=data, eval_dataset=data[:5],
-        data_collator=make_collator(tokenizer()), **own,
-    )  # fmt: skip
+    trainer: Trainer = trainer_class(model=model_of(task), args=chosen, train_dataset=data, **own)
+    return trainer
 
 
 class OtherLoss(Trainer):

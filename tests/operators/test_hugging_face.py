@@ -55,7 +55,7 @@ def test_one_process_trains_what_the_trainer_of_transformers_trains(
     assert (lab.weights(ours) - lab.weights(lab.model_of(task))).abs().max() > 1e-3, "they were trained"
 
 
-@pytest.mark.parametrize("task", ["label words", "next words", "next words of GPT-2", "text to text"])
+@pytest.mark.parametrize("task", ["label words", "next words", "next words of GPT-2", "text to text", "label pixels"])
 def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_texts(lab: Any, task: str) -> None:
     _, small, _ = lab.train(task, config={"optimizer": "sgd"}, step_options=StepOptions(accumulate_grad_batches=6))
     _, large, _ = lab.train(task, config={"optimizer": "sgd", "batch_size": lab.NUM_SAMPLES})
@@ -63,12 +63,12 @@ def test_small_batches_make_the_step_of_a_large_one_whatever_the_lengths_of_text
     assert not torch.allclose(lab.weights(small), lab.weights(lab.model_of(task)), atol=1e-4), "they were trained"
 
 
-@pytest.mark.parametrize("task", ["classify texts", "a number", "masked words", "next words of GPT-2"])
+@pytest.mark.parametrize("task", ["classify texts", "a number", "masked words", "next words of GPT-2", "label pixels"])
 def test_it_learns(lab: Any, task: str) -> None:
     losses, _, validated = lab.train(task, num_epochs=6)
     assert losses[-1] < losses[0] * 0.97
     assert validated["num_samples"] == lab.NUM_SAMPLES
-    assert ("val_accuracy" in validated) == (task != "a number")
+    assert ("val_accuracy" in validated) == (task not in ("a number", "label pixels"))
 
 
 def test_validation_is_the_mean_over_the_words_of_all_batches(lab: Any) -> None:
@@ -138,6 +138,25 @@ class TestRefused:
 
         expected = pytest.raises(TypeError, match=r"`BertModel` returned no loss for .*'input_ids', .*`labels`")
         with local(Headless) as trainer, expected:
+            trainer.train()
+
+    def test_a_loss_that_adds_up_several_means(self, lab: Any) -> None:
+        expected = pytest.raises(ValueError, match=r"adds up means over 'labels', 'next_sentence_label', .*`forward`")
+        with local(lab.Task, config={"task": "masked words and a label"}) as trainer, expected:
+            trainer.train()
+
+    def test_a_loss_that_is_the_sum_over_recordings_but_not_the_mean(self, lab: Any) -> None:
+        class Spoken(lab.Task):
+            def build_model(self, config: dict[str, Any]) -> Any:
+                return lab.wav2vec2(ctc_loss_reduction=config["reduction"])
+
+            def build_data(self, config: dict[str, Any]) -> Any:
+                return [{"input_values": torch.randn(200), "labels": torch.tensor([1, 2])} for _ in range(2)], None
+
+        with local(Spoken, config={"reduction": "mean"}) as trainer:
+            assert trainer.train()["num_samples"] == 2
+        expected = pytest.raises(ValueError, match=r"ctc_loss_reduction='sum'.*config.ctc_loss_reduction = 'mean'")
+        with local(Spoken, config={"reduction": "sum"}) as trainer, expected:
             trainer.train()
 
     def test_a_batch_that_is_no_dict(self, lab: Any) -> None:

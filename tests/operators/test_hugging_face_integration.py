@@ -22,7 +22,7 @@ from tests.torch import lab
 
 pytestmark = pytest.mark.integration
 
-TASKS = ("classify texts", "label words", "next words", "text to text", "adapter")
+TASKS = ("classify texts", "label words", "label pixels", "next words", "text to text", "adapter")
 CALLS = (("train", None), ("train", None), ("validate", None))
 
 

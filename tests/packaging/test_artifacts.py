@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 TESTS_OF_THE_SOURCES = (
     "tests/test_packaging.py",
-    "tests/test_layers.py",
+    "tests/house/test_layers.py",
     "tests/docs/test_site.py",
     "tests/test_exceptions.py",
 )

@@ -44,6 +44,7 @@ def check(crowd: Crowd, sent: dict[str, Sent], num_workers: int) -> None:
     assert sent["call"].bytes_each("on_packed") < 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [FEW, MANY])
 def test_what_each_worker_is_sent_does_not_depend_on_how_many_there_are(num_workers: int) -> None:
     crowd, sent = story(num_workers)

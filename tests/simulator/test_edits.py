@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.stories import ROOT
 from tests.simulator.edits import KINDS, drawn, edited, edits_in, edits_of, paths
 
+pytestmark = pytest.mark.soak
+
 MATTERS = """
 class Budget:
     most: int = 3

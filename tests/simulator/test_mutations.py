@@ -10,6 +10,8 @@ from tests.simulator.mutations import MUTATIONS, Mutation
 from tests.simulator.running import run
 from tests.simulator.schedule import Schedule, drawn
 
+pytestmark = pytest.mark.soak
+
 MOST_SEEDS = 400
 """Where a change of the engine or of the simulator made another schedule out of the seeds of the table."""
 

@@ -28,6 +28,7 @@ print(json.dumps([run(drawn(seed)).log for seed in json.loads(sys.argv[1])]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, QUICK, BLOCK))
 def test_all_invariants_hold_in_every_schedule(first: int) -> None:
     with quiet():
@@ -40,6 +41,7 @@ def test_a_schedule_that_is_run_again_goes_the_same_way() -> None:
         assert run(drawn(seed)).log == run(drawn(seed)).log
 
 
+@pytest.mark.long
 def test_a_schedule_goes_the_same_way_in_another_process() -> None:
     """Where sets have another order."""
     seeds = range(0, 60, 2)

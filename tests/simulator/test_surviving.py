@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.stories import ROOT
 from tests.simulator.edits import KINDS, edits_of, paths
 from tests.simulator.explained import EXPLAINED
 from tests.simulator.surviving import Result, as_table, survivors, unexplained
+
+pytestmark = pytest.mark.soak
 
 RUN = """
 import json

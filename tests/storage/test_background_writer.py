@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,15 +14,16 @@ from raysgd.storage.background_writer import BackgroundWriter
 
 
 class Disk:
-    """What was written, by path."""
+    """What was written, by the names of the files."""
 
     def __init__(self) -> None:
         self.files: dict[str, Any] = {}
 
     def write(self, path: str, state: dict[str, Any]) -> None:
-        if path == "full":
+        name = os.path.basename(path)
+        if name == "full":
             raise OSError("no space")
-        self.files[path] = state
+        self.files[name] = state
 
 
 def lost() -> dict[str, Any]:
@@ -57,3 +61,16 @@ def test_other_failures_stop_the_next_write_as_ever() -> None:
         writer.write("third", {})
     with pytest.raises(WorkersLostError):
         writer.wait()
+
+
+def test_a_file_lands_where_its_path_led_when_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, has_moved = tmp_path / "before", tmp_path / "after", Event()
+    before.mkdir()
+    after.mkdir()
+    monkeypatch.chdir(before)
+    writer = BackgroundWriter(lambda path, state: Path(path).write_text(state))
+    writer.submit("last.pt", lambda: str(has_moved.wait(10)))
+    monkeypatch.chdir(after)
+    has_moved.set()
+    writer.close()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pt")] == ["before/last.pt"]

@@ -43,6 +43,7 @@ def native(server: S3Server, **options: Any) -> fs.S3FileSystem:
     )
 
 
+@pytest.mark.long
 def test_a_server_that_is_away_for_a_while_is_tried_again(
     own_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_server_that_is_away_for_a_while_is_tried_again(
     assert "trying again" in caplog.text
 
 
+@pytest.mark.long
 def test_a_server_that_goes_away_in_the_middle_is_named(
     own_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,11 @@ def test_a_saved_position_leads_to_the_next_row_in_another_process(is_known: boo
     for num_steps in (0, 3, 8):
         consumed = source.consumed_after(num_steps)
         assert consumed == min(120, 16 * num_steps)
-        state = {"consumed": consumed, **json.loads(json.dumps(source.state(consumed, True)))}  # plain data
+        state = {
+            "consumed": consumed,
+            "is_mid_pass": True,
+            **json.loads(json.dumps(source.state(consumed, True))),
+        }  # plain data
         other = source_of(data_of(stream))
         assert other.load_state(state)
         assert list(other.open(1, consumed)) == items[num_steps:]
@@ -152,11 +156,57 @@ def test_what_cannot_be_read_by_many_is_refused() -> None:
         data_of(MadeStream([3], is_known=False).take(2).batch(2), "validation")
 
 
-def test_shards_that_changed_since_a_state_was_saved_are_named_with_both_lengths() -> None:
-    state = source_of(data_of(MadeStream([10, 20]).batch(4))).state(8, True)
-    state["consumed"] = 8
-    with pytest.raises(ValueError, match="'shard-1' had 20 rows when the state was saved, and has 21 now"):
-        source_of(data_of(MadeStream([10, 21]).batch(4))).load_state(state)
-    with pytest.raises(ValueError, match=r"other shards than when the state was saved \(2 then, 3 now"):
-        source_of(data_of(MadeStream([10, 20, 1]).batch(4))).load_state(state)
-    source_of(data_of(MadeStream([10, 20]).batch(9))).load_state(state)  # another size of the joint batch is fine
+def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out() -> None:
+    stream = MadeStream([10, 20])
+    source = source_of(data_of(stream.shuffle(80).batch(4)))
+    state = json.loads(json.dumps({"consumed": 8, "is_mid_pass": True, **source.state(8, True)}))
+    way_out = r".* or leave it out and begin an epoch, with `load\(path, parts="
+    for other, words in (
+        (MadeStream([10, 21]).shuffle(80), r"other shards \(2 then, 2 now; 'shard-1' changed\)"),
+        (MadeStream([10, 20, 1]).shuffle(80), r"other shards \(2 then, 3 now; some changed\)"),
+        (stream.shuffle(90), r"`shuffle\(80, seed=None\)`, which has `shuffle\(90, seed=None\)` now"),
+        (stream.shuffle(80, seed=3), r"which has `shuffle\(80, seed=3\)` now"),
+        (stream.shuffle(80).filter(bool), "0 filters, which has 1 filters now"),
+    ):
+        target = source_of(data_of(other.batch(4)))
+        with pytest.raises(ValueError, match=words + way_out):
+            target.load_state(state)
+        assert target.load_state({**state, "seed": 5, "is_mid_pass": False}), "between two epochs it has no place"
+        assert target.seed == 5
+    with pytest.raises(ValueError, match=r"`on_error='raise'`, which has `on_error='skip'` now"):
+        source_of(data_of(stream.shuffle(80).batch(4, on_error="skip"))).load_state(state)
+    with pytest.raises(ValueError, match="other data than a stream"):
+        source.load_state({"consumed": 8, "is_mid_pass": True, "seed": 0, "num_samples": 30})
+    source_of(data_of(stream.shuffle(80).map(str).batch(9))).load_state(
+        state
+    )  # another size of the joint batch is fine
+
+
+LANE = [0, 3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turn": 64},
+        {"turn": "0"},
+        {"lanes": [LANE] * 63},
+        {"lanes": [LANE] * 63 + [[2, 0, 0, 0]]},
+        {"lanes": [LANE] * 63 + [[0, -1, 0, 0]]},
+        {"lanes": [LANE] * 63 + [[0, 2**62, 0, 0]]},
+        {"lanes": [LANE] * 63 + [[0, 0, 0]]},
+        {"lanes": [LANE] * 63 + [None]},
+        {"lanes": None},
+        {"consumed": 26},
+    ],
+)
+def test_a_damaged_position_is_refused(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    source = source_of(data_of(MadeStream([30] * 4, is_known=False).take(25).batch(16)))
+    next(iter(source.open(0, 0)))
+    state = {"consumed": 16, "is_mid_pass": True, **source.state(16, True)}
+    assert source.load_state(state)
+    with pytest.raises(ValueError, match="its position in the stream is damaged"):
+        source.load_state({**state, **change})
+    source.load_state({**state, "lanes": [[1, 0, 0, 0]] * 64})
+    assert not list(source.open(0, 16))
+    assert "epoch 1 was to continue after 16 rows, and has none left" in caplog.text

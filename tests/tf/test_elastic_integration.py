@@ -196,6 +196,7 @@ def patience(keras: Any, num_epochs: int) -> Any:
     return Deadline()
 
 
+@pytest.mark.promise("TensorFlow survives, too")
 @pytest.mark.keras_in_turns("keras3")
 def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     ray_cluster: None, keras_here: Any, trainers: list[TFTrainer], tmp_path: Path

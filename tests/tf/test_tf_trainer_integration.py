@@ -81,6 +81,7 @@ def test_a_file_of_many_workers_sends_each_worker_its_own_random_states_only(
     assert stored_again == stored
 
 
+@pytest.mark.promise("A class for TensorFlow")
 def test_two_workers_predict_and_evaluate_other_data_as_one_process_does(trainer: TFTrainer) -> None:
     x, y = models.samples(10, seed=3)
     model = trainer.get_model()
@@ -483,6 +484,15 @@ def with_xla(config: dict[str, Any]) -> Any:
     return make_model({**config, "compile": {"jit_compile": True}})
 
 
+def stateful(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    layers = [tf.keras.layers.Reshape([2, 2]), tf.keras.layers.LSTM(3, stateful=True), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential([tf.keras.Input(batch_shape=(4, 4)), *layers])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
 def with_hidden_optimizers(config: dict[str, Any]) -> Any:
     return models.make_model_with_a_step_of_its_own({**config, "hides_optimizers": True})
 
@@ -510,6 +520,7 @@ def not_batched(config: dict[str, Any]) -> Any:
     [
         (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
         (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="sockets"`'),
+        (stateful, make_data, IncompatibleModelError, r"`LSTM\(stateful=True\)` cannot be divided"),
         (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
         (make_model, one_dataset, ValueError, "return two datasets"),
         (make_model, three_datasets, ValueError, "returned 3 things"),
@@ -537,6 +548,16 @@ def test_creators_that_return_something_wrong_are_told_so(
 
     with pytest.raises(error, match=message):
         trainer.apply_all_workers(try_out)
+
+
+def test_an_error_about_what_keras_2_took_says_how_to_have_that(keras_here: Any) -> None:
+    def make_old_model(config: dict[str, Any]) -> Any:
+        return keras_here.optimizers.Adam(lr=config["lr"])
+
+    with pytest.raises(ValueError, match=r"not recognized|pass a Keras model") as caught:
+        TFTrainer(make_old_model, make_data, config={"lr": 0.1}, use_local=True)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("TF_USE_LEGACY_KERAS=1" in notes) is (keras_here.__name__ == "keras")
 
 
 @pytest.mark.usefixtures("patient")

@@ -6,7 +6,11 @@ Covers `raysgd.driver.validating.trained_epoch`.
 from __future__ import annotations
 
 import json
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,53 @@ class Plateaus(BatchNormOperator):
         plateau = ReduceLROnPlateau(parts["optimizers"], factor=0.5, patience=0, threshold=0.99)
         *others, self.scheduler = super().register(**parts, schedulers=plateau)
         return others
+
+
+class Held(Plateaus):
+    """Validates its first epoch once a file is gone, and fails in the validation of the third."""
+
+    def validate(self, val_iterator: Any, info: Any = None) -> Any:
+        while self.epoch == 1 and Path(self.config["closed"]).exists():
+            time.sleep(0.01)
+        if self.epoch == 3:
+            raise ZeroDivisionError("in the third epoch")
+        return super().validate(val_iterator, info)
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> Any:
+        self.epoch = epoch_idx + 1
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.epoch = 0
+
+    def state_dict(self) -> Any:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.epoch = state["epoch"]
+
+
+class Opens(Callback):
+    """Lets the validation of the first epoch go on once the second one is saved, and notes what happens when."""
+
+    def __init__(self, closed: Path, folder: Path) -> None:
+        self.closed, self.folder = closed, folder
+        self.order: list[str] = []
+
+    def on_epoch_begin(self, run: Run) -> None:
+        if run.epoch == 2:
+            self.beside = json.loads((self.folder / "epoch_0002.ckpt.run.json").read_text())
+            shutil.copy(self.folder / "epoch_0002.ckpt", self.closed)
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        self.order.append(f"result {run.epoch}")
+        assert (self.folder / f"epoch_000{run.epoch}.ckpt").exists(), "it may be the best"
+
+    def on_checkpoint(self, run: Run, checkpoint: str) -> None:
+        self.order.append(f"saved {run.epoch}")
+        if run.epoch == 2:
+            self.closed.unlink()
 
 
 class Told(Callback):
@@ -119,6 +170,30 @@ def test_a_resumed_run_makes_up_for_the_validation_that_was_running(make: Make, 
         assert history["val_loss"] == pytest.approx(expected, rel=1e-7)
         assert [epoch for _, epoch, _ in told.results] == [2, 3, 4]
         resumed.shutdown()
+
+
+def test_an_epoch_is_saved_when_it_was_trained_whatever_its_validation_does(make: Make, tmp_path: Path) -> None:
+    closed, folder = tmp_path / "closed", tmp_path / "saved"
+    closed.touch()
+    opening = threading.Timer(60, partial(closed.unlink, missing_ok=True))  # else it would never end where it waits
+    opening.start()
+    config, opens = {"closed": str(closed)}, Opens(closed, folder)
+    trainer = make(training_operator_cls=Held, config=config, scheduler_step_freq="epoch", validation_workers=1)
+    saving = Checkpointing(folder, metric="val_loss", keep_last=1)
+    with pytest.raises(ZeroDivisionError, match="in the third epoch"):
+        trainer.fit(6, callbacks=[opens, saving], validate="async")
+    opening.cancel()
+    assert (opens.order[:3], opens.order[-1]) == (["saved 1", "saved 2", "result 1"], "saved 4")
+
+    # what was saved has the result that came later
+    row = opens.beside["history"]["rows"][0]
+    assert row["val_loss"] == trainer.history["val_loss"][0]
+    trainer.load(closed)
+    assert trainer.apply_all_operators(best_of) == [pytest.approx(row["val_loss"])]
+
+
+def best_of(operator: Any) -> Any:
+    return operator.scheduler.best
 
 
 def test_without_validators_it_is_inline_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:

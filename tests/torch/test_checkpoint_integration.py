@@ -105,6 +105,7 @@ def flat(seen: list[list[list[int]]]) -> list[int]:
 # ------------------------------------------------------------------------------------------------ the same number
 
 
+@pytest.mark.promise("Checkpoints are complete")
 @pytest.mark.parametrize("num_steps", [None, 3], ids=["between passes", "inside a pass"])
 def test_two_workers_resume_to_the_last_bit(num_steps: int | None, drops: TorchTrainer, tmp_path: Path) -> None:
     drops.train(num_steps=num_steps)
@@ -169,6 +170,7 @@ def test_a_file_that_the_workers_do_not_find_is_loaded_all_the_same(drops: Torch
     assert equal(drops.state_dict(), saved)
 
 
+@pytest.mark.promise("Checkpoints in cloud storage")
 def test_a_file_in_a_store_is_fetched_for_the_workers(drops: TorchTrainer, s3_server: S3Server) -> None:
     uri = drops.save(s3_server.uri("workers/last.pt"))
     saved = drops.state_dict()
@@ -203,6 +205,7 @@ def test_a_state_goes_through_every_number_of_workers(
     assert three.train()["epoch"] == 2
 
 
+@pytest.mark.promise("Each sample once")
 def test_a_pass_goes_on_with_another_number_of_workers(
     three: TorchTrainer, drops: TorchTrainer, alone: Callable[..., TorchTrainer], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, train
     assert (data.due, data.used) == (960, 960)
 
 
+@pytest.mark.promise("A lost worker costs a step, or at most a call")
 def test_four_workers_with_a_constant_joint_batch_lose_one_and_go_on_at_once(
     ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
@@ -160,6 +161,7 @@ def test_survivors_that_find_no_memory_for_their_shares_wait_for_a_new_worker(
     assert uses(trainer) == {1}
 
 
+@pytest.mark.promise("A lost worker costs a step, or at most a call")
 @pytest.mark.parametrize("recovery", ["rebuild", pytest.param("rejoin", marks=pytest.mark.soak)])
 def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
     recovery: str, ray_cluster: None, trainers: list[TorchTrainer], tmp_path: Path
@@ -182,6 +184,7 @@ def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
     assert (result["num_samples"], result["batch_count"]) == (240, 40), "the metrics are those of the whole call"
 
 
+@pytest.mark.promise("A frozen worker is replaced")
 def test_a_worker_that_froze_between_two_calls_is_replaced(
     ray_cluster: None, trainers: list[TorchTrainer], newcomers: Gate
 ) -> None:

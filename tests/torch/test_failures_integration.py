@@ -283,6 +283,7 @@ def assert_tells_whose_fault_it_was(error: BaseException, line: str, ranks: str)
     assert str(error).count("on purpose\n  raised at") == 1
 
 
+@pytest.mark.promise("Errors are raised once, with rank, node and line")
 def test_an_exception_on_one_rank_is_raised_once_and_soon(
     ray_cluster: None, mishap: Callable[..., dict[str, Any]]
 ) -> None:
@@ -348,13 +349,15 @@ def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_clus
         assert trainer.apply_all_workers(os.getpid) == pids
         kept = trainer.apply_all_operators(weights)
         assert kept[0] == kept[1] != before[0], "in the middle of the call"
+        assert trainer.train()["num_samples"] == 4, "the step that raised"
+        kept = trainer.apply_all_operators(weights)
         ended = r"workers were ended.*from the last completed call"
         with hearing_all_ranks(), pytest.raises(ZeroDivisionError, match=ended) as caught:
             trainer.train(info={"ranks": [1], "where": "before"})
         assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
         assert trainer.apply_all_operators(weights) == kept, "the last call that was completed left it so"
         assert not {*pids} & {*trainer.apply_all_workers(os.getpid)}
-        assert trainer.train()["num_samples"] == 4, "the rest of the pass"
+        assert trainer.train()["num_samples"] == 20, "the whole pass"
         trained = trainer.apply_all_operators(weights)
         assert trained[0] == trained[1]
 
@@ -408,8 +411,16 @@ def _own_error(code: int, detail: str) -> OwnError:
 
 @pytest.fixture(scope="module")
 def single(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(training_operator_cls=LinearOperator) as trainer:
+    with TorchTrainer(training_operator_cls=FailsInLastStep) as trainer:
         yield trainer
+
+
+def test_a_remote_worker_goes_on_with_the_batch_that_raised(single: TorchTrainer) -> None:
+    with pytest.raises(ZeroDivisionError):
+        single.train(info={"ranks": [0], "where": "before"})
+    single.apply_all_operators(samples_seen)
+    assert single.train()["epoch"] == 1
+    assert single.apply_all_operators(samples_seen) == [[[16, 17, 18, 19]]]
 
 
 def test_exceptions_of_the_users_own_keep_their_class_and_attributes(single: TorchTrainer) -> None:

@@ -75,6 +75,7 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.promise("The step of one process")
 @pytest.mark.parametrize(
     ("operator_cls", "cap", "size"),
     [

@@ -86,6 +86,7 @@ def numbers(findings: Findings) -> list[int]:
 EPOCHS = (("train", None), ("validate", None), ("train", 3), ("train", None), ("validate", 1), ("validate", None))
 
 
+@pytest.mark.promise("The step of one process")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("num_samples", [16, 17, 19, 23])
 @pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator])
@@ -154,6 +155,7 @@ def test_a_loop_of_the_users_own_counts_by_the_samples_that_it_reports(lab: Torc
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
 
 
+@pytest.mark.promise("The metrics of one process")
 @pytest.mark.parametrize("num_samples", [13, 1, 8, 25])
 @pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])
 def test_validation_sees_each_sample_once(operator_cls: Any, num_samples: int, lab: TorchTrainer) -> None:
@@ -192,6 +194,7 @@ def test_validation_uses_the_statistics_of_rank_0_on_all_ranks(lab: TorchTrainer
     assert together.results[-1]["val_loss"] == pytest.approx(alone.results[0]["val_loss"], rel=1e-6)
 
 
+@pytest.mark.promise("Each sample once")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_pass_uses_each_sample_once(shuffle: bool, lab: TorchTrainer) -> None:
     num_samples = 4 * lab.num_workers * 2 + 2 * lab.num_workers  # no rank has to repeat a sample

@@ -57,7 +57,14 @@ def test_one_replica_sees_each_row_once_in_each_pass_and_in_each_evaluation(kind
     assert counted == [num_rows, 7 * 25, num_rows - 7 * 25, num_rows]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.soak), "shuffled", "filtered"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("plain", marks=pytest.mark.soak),
+        "shuffled",
+        pytest.param("filtered", marks=pytest.mark.promise("Streams")),
+    ],
+)
 def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
     ray_cluster: None, kind: str, tmp_path: Path
 ) -> None:
@@ -112,6 +119,21 @@ def test_a_call_brings_a_stream_along_and_the_next_one_goes_on_in_it(kind: str) 
         assert (len(begun), len({*begun, *rest})) == (7 * 25, NUM_ROWS[kind])
         assert len(rest) == NUM_ROWS[kind] - 7 * 25
         assert trainer.validate(dataset=stream_of(kind))["num_samples"] == NUM_ROWS[kind]
+
+
+def test_a_file_saved_inside_an_epoch_over_another_stream_is_not_loaded(tmp_path: Path) -> None:
+    with trainer_of("plain") as trainer:
+        trainer.train(num_steps=3)
+        trainer.save(tmp_path / "inside.pt")
+        trainer.train()
+        trainer.save(tmp_path / "between.pt")
+    with trainer_of("shuffled") as trainer:
+        with pytest.raises(ValueError, match=r"`shuffle\(1, seed=None\)`, which has `shuffle\(128, seed=None\)` now"):
+            trainer.load(tmp_path / "inside.pt")
+        assert trainer.train()["num_samples"] == NUM_ROWS["shuffled"]
+        for name, parts in (("inside.pt", ["models", "optimizers"]), ("between.pt", None)):  # as the error says
+            trainer.load(tmp_path / name, parts=parts)
+            assert trainer.train()["num_samples"] == NUM_ROWS["shuffled"]
 
 
 def test_predictions_are_in_the_order_of_the_shards(ray_cluster: None) -> None:

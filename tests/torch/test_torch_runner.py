@@ -77,15 +77,12 @@ def test_the_facts_tell_what_is_registered() -> None:
     assert not facts.is_synchronous
 
 
-def test_an_operator_that_registers_nothing_is_set_up_and_says_so_when_asked_for_state() -> None:
+def test_an_operator_that_registers_nothing_is_refused() -> None:
     class Empty(TrainingOperator):
         def setup(self, config: dict[str, Any]) -> None: ...
 
-    runner = TorchRunner(TorchSettings(Empty, {}), ALONE)
-    facts = runner.setup()
-    assert (facts.num_models, facts.train_data) == (0, None)
     with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
-        runner.state()
+        TorchRunner(TorchSettings(Empty, {}), ALONE).setup()
 
 
 # ------------------------------------------------------------------------------------------------ epochs
@@ -601,8 +598,8 @@ def test_a_loader_that_is_not_divided_starts_over() -> None:
 
 def test_models_are_live_or_copied_as_asked() -> None:
     runner = make_runner()
-    [live] = runner.models(to_cpu=False)
-    [copied] = runner.models(to_cpu=True)
+    [live] = runner.models(copied=False)
+    [copied] = runner.models(copied=True)
     assert live is runner.operator.model
     assert copied is not live
     assert equal(copied.state_dict(), live.state_dict())
@@ -770,7 +767,7 @@ def test_a_criterion_with_parameters_is_saved_and_restored(caplog: pytest.LogCap
     train(runner)
     state = copy.deepcopy(runner.state())
     assert list(state) == ["epoch", "operator", "models", "optimizers", "criterion", RESUME]
-    assert len(runner.models(to_cpu=True)) == 1, "it is no model"
+    assert len(runner.models(copied=True)) == 1, "it is no model"
     other.restore(state, None)
     assert equal(other.state()["criterion"], state["criterion"])
     train(other)
@@ -837,7 +834,7 @@ def test_a_replica_is_whole_until_an_optimizer_has_begun(
     with pytest.raises(ZeroDivisionError):
         train(runner)
     replica_progress = runner.replica_progress()
-    assert (replica_progress.progress, replica_progress.is_whole) == (1, is_whole)
+    assert (replica_progress.progress, replica_progress.is_whole) == (1 if is_whole else 2, is_whole)
 
 
 def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) -> TorchRunner:
@@ -925,6 +922,14 @@ def test_a_survivor_that_had_answered_answers_the_same_again(process_group: None
     assert resume(runner) is answer
 
 
+def test_a_survivor_says_between_calls_what_the_last_one_has_used(process_group: None) -> None:
+    runner = survivor()
+    for num_steps, used in ((None, "epoch 1: 20 of 20"), (2, "epoch 2: 4 of 20")):
+        train(runner, num_steps)
+        runner.regroup(ALONE, StateHandover())
+        assert str(runner.heartbeat().data) == f"{used} samples used"
+
+
 def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_group: None) -> None:
     class StepsTwice(BreaksOff):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -947,8 +952,8 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
     assert broken_off(survivor(BreaksOff, undo=False), in_step=1).replica_progress().is_whole
     runner = survivor(Perturbs, undo=True)
     before = runner.state()["models"][0]["weight"].clone()
-    assert broken_off(runner, in_step=0).replica_progress().is_whole, "it can be undone"
-    assert not equal(runner.state()["models"][0]["weight"], before)
+    assert broken_off(runner, in_step=0).replica_progress().is_whole, "it is undone"
+    assert equal(runner.state()["models"][0]["weight"], before)
     runner.regroup(ALONE, StateHandover())
     assert equal(runner.state()["models"][0]["weight"], before)
     assert runner.replica_progress().is_whole
@@ -1034,7 +1039,7 @@ def test_practice_omits_an_operator_whose_own_loop_takes_other_steps(
     process_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OwnSteps(LinearOperator):
-        rejoins_in_loop = True
+        resumes_epochs = True
 
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
@@ -1357,9 +1362,9 @@ def test_evaluation_moves_no_statistics_of_a_model_that_the_stock_loop_does_not_
             return output, self.criterion(output, target)
 
     runner = make_runner(UsesHead)
-    before = [value.clone() for value in runner.models(to_cpu=True)[2].state_dict().values()]  # type: ignore[union-attr]
+    before = [value.clone() for value in runner.models(copied=True)[2].state_dict().values()]  # type: ignore[union-attr]
     assert validate(runner)["val_loss"] == validate(runner)["val_loss"]
-    assert equal(before, list(runner.models(to_cpu=True)[2].state_dict().values()))  # type: ignore[union-attr]
+    assert equal(before, list(runner.models(copied=True)[2].state_dict().values()))  # type: ignore[union-attr]
 
 
 def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ray.util import placement_group_table
+from torch.nn.utils.parametrizations import weight_norm
 
 from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator, constants
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.forked import SWITCH
 from tests.helpers.hygiene import RaySurroundings
-from tests.torch.operators_for_tests import LinearOperator, dataset, samples_seen
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration
 
@@ -85,6 +86,9 @@ def single(ray_cluster: None) -> Iterator[TorchTrainer]:
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
             self.text = text
+
+        def make_model(self) -> torch.nn.Module:
+            return weight_norm(super().make_model())
 
     def hook() -> None:
         os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
@@ -167,6 +171,7 @@ def test_more_workers_than_there_is_room_for_end_in_a_timeout_with_a_table(
 # ------------------------------------------------------------------------------------------------ calls
 
 
+@pytest.mark.promise("A class for PyTorch")
 def test_both_workers_train_on_their_shares_as_one(pair: TorchTrainer) -> None:
     result = pair.train()
     assert list(result)[:3] == ["num_samples", "epoch", "batch_count"]
@@ -218,6 +223,14 @@ def test_a_model_from_elsewhere_is_a_copy_without_wrapper(pair: TorchTrainer) ->
     assert torch.equal(model.weight, before)
     assert not torch.equal(pair.get_model().weight, before)
     assert torch.equal(pair.get_model(to_cpu=True).weight, pair.get_model().weight)
+
+
+def test_a_parametrized_model_from_elsewhere_computes_what_it_computes_there(single: TorchTrainer) -> None:
+    single.train()
+    model, features = single.get_model(), torch.ones(2, NUM_FEATURES)
+    [expected] = single.apply_all_operators(lambda operator: operator.model(features).detach())  # type: ignore[operator]
+    assert torch.equal(model(features), expected)
+    model.load_state_dict(single.state_dict()["models"][0])
 
 
 def test_the_state_names_no_wrapper(pair: TorchTrainer) -> None:

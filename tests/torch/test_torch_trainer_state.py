@@ -156,6 +156,20 @@ def test_a_model_that_keeps_what_it_computed_is_handed_out(make_local: MakeTrain
     assert torch.equal(model.eval()(features), live.eval()(features))
 
 
+class Normed(LinearOperator):
+    """Has a model whose class PyTorch made."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(NUM_FEATURES, 1))
+
+
+def test_what_is_done_to_a_copy_of_a_parametrized_model_leaves_the_live_one_alone(make_local: MakeTrainer) -> None:
+    trainer = make_local(Normed)
+    torch.nn.utils.parametrize.remove_parametrizations(trainer.get_model(to_cpu=True), "weight")
+    trainer.train()
+    assert type(trainer.get_model().weight) is torch.Tensor
+
+
 def test_a_state_goes_from_one_trainer_to_another(make_local: MakeTrainer) -> None:
     first = stateful(make_local, extra={"best": 0.5})
     first.train()

@@ -195,6 +195,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 def test_no_file_ends_the_process_or_takes_memory_that_it_does_not_have(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in FILES]
     for path in paths:
@@ -403,6 +404,7 @@ def load_changed_files(num_files: int, first_seed: int) -> dict[str, Any]:
     return counts
 
 
+@pytest.mark.long
 def test_200_changed_files_do_no_harm() -> None:
     assert load_changed_files(200, first_seed=0)["refused"]["CheckpointCorruptedError"] > 40
 

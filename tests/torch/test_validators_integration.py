@@ -30,10 +30,15 @@ OPTIONS = {"num_workers": 2, "num_cpus_per_worker": 0.5, "use_gpu": False, "vali
 class Validated(BatchNormOperator):
     """Has batch norms and metrics of its own; waits with its validation while there is a file, and trains in it."""
 
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.shift = config["shift"]
+
     def validate_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
         while self.config["validation_closed"] and Path(self.config["validation_closed"]).exists():
             time.sleep(0.01)
         self.log("size", float(self.world_size))
+        self.log("shift", self.shift)
         self.log("spread", float(batch[0].std()))
         if self.config.get("trains"):
             with torch.no_grad():
@@ -48,7 +53,7 @@ def closed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainer(ray_cluster: None, closed: Path) -> Iterator[TorchTrainer]:
-    config = {"validation_closed": str(closed), "trains": False}
+    config = {"validation_closed": str(closed), "trains": False, "shift": 0.0}
     with TorchTrainer(training_operator_cls=Validated, config=config, **OPTIONS) as made:
         yield made
 
@@ -105,14 +110,25 @@ def test_the_weights_are_those_of_the_last_call_whatever_is_trained_and_lost_mea
     closed.unlink()
     assert_same(handle.result(300), inline)
 
-    # other settings make other validators
+    # settings that change meanwhile are those of later calls, and validators are told as the others are
+    inline = trainer.validate()
+    closed.touch()
+    handles = [trainer.validate(blocking=False) for _ in range(2)]
+    validating = group.group
+    trainer.update_config(shift=100.0)
+    closed.unlink()
+    for handle in handles:
+        assert_same(handle.result(300), inline)
+    assert_same(trainer.validate(blocking=False).result(300), trainer.validate())
+    assert group.group is validating
     trainer.update_config(trains=True)
     with pytest.raises(ValueError, match="changes weights"):
         trainer.validate(blocking=False).result(300)
 
 
 def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) -> None:
-    config, options = {"validation_closed": str(closed)}, {**OPTIONS, "validation_workers": 0, "spare_workers": 1}
+    config = {"validation_closed": str(closed), "shift": 0.0}
+    options = {**OPTIONS, "validation_workers": 0, "spare_workers": 1}
     with TorchTrainer(training_operator_cls=Validated, config=config, **options) as trainer:
 
         def begin() -> tuple[Any, Any]:
@@ -121,10 +137,11 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) 
             return inline, trainer.validate(blocking=False)
 
         def check(handle: Any, inline: Any) -> None:
-            beside = handle.result(300)
-            assert beside.pop("size") == 1
-            del inline["size"], inline["spread"], beside["spread"], inline["batch_count"], beside["batch_count"]
-            assert_same(beside, inline)
+            found = [{**each} for each in (handle.result(300), inline)]
+            assert [each.pop("size") for each in found] == [1, 2]
+            for name in ("spread", "batch_count"):
+                [each.pop(name) for each in found]
+            assert_same(*found)
 
         trainer.train()
         inline, handle = begin()
@@ -152,6 +169,28 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) 
         assert not handle.done()
         check(handle, inline)
         assert len(set(trainer.apply_all_operators(weights))) == 1
+
+        # it has the settings of the call, also where it was made with others, and steps in with those of now
+        inline, handle = begin()
+        waiting = trainer.validate(blocking=False)
+        trainer.update_config(shift=100.0)
+        trainer.reset_config({**config, "shift": 7.0})
+        trainer.update_config(shift=8.0)
+        closed.unlink()
+        check(handle, inline)
+        check(waiting, inline)
+        inline, handle = begin()
+        closed.unlink()
+        assert inline["shift"] == 7.0
+        check(handle, inline)
+        testing.kill_worker(trainer, 1, at="step:1")
+        trainer.train()
+        assert trainer.apply_all_operators(of_config) == [(7.0, 8.0)] * 2
+        assert trainer._used_options() == ["spare_workers", "snapshot_every_n_steps", "undo"]
+
+
+def of_config(operator: Any) -> tuple[float, float]:
+    return operator.shift, operator.config["shift"]
 
 
 def weights(operator: Any) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,7 @@ class OneModel(Mortal):
             criterion=torch.nn.MSELoss(),
             schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
         )
-        loader = self.loader()
-        self.register_data(train_loader=loader if config.get("flaw") != "undivided" else list(loader))
+        self.register_data(train_loader=self.loader())
 
     def compute(self, batch: Any) -> torch.Tensor:
         """Leave gradients; return the loss."""
@@ -165,49 +163,38 @@ class TwoSteps(OneModel):
 
 
 class OwnLoop(OneModel):
-    """Steps twice in a batch of a loop that keeps running, and counts batches in it; perhaps with a flaw."""
+    """Steps twice in a batch of a loop of its own; perhaps one worker leaves one out."""
 
-    rejoins_in_loop = True
+    resumes_epochs = True
     num_loops = 0
 
     def train_epoch(self, iterator: Iterable[Any], info: Any = None, num_steps: Any = None) -> dict[str, Any]:
         self.num_loops += 1
-        num_batches = num_failed = 0
-        flaw = self.config.get("flaw")
-        optimizer = self.optimizer
-        if flaw == "unregistered":
-            optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+        num_batches = 0
         for batch in iterator:
             self.compute(batch)
-            optimizer.step()
+            self.optimizer.step()
             self.at(BETWEEN)
             self.pause()
             self.at(IN_EXCHANGE)
             self.compute(batch)
-            if flaw == "hidden":
-                with suppress(Exception):
-                    torch.distributed.all_reduce(torch.ones(1))
-            if flaw != "alone" or self.world_rank != 1 or self.global_step != 4:
-                optimizer.step()
+            if self.config.get("flaw") != "alone" or self.world_rank != 1 or self.global_step != 4:
+                self.optimizer.step()
             self.global_step += 1
-            if self.batch_failed():
-                num_failed += 1
-                continue
             self.scheduler.step()
             num_batches += 1
-        return {"num_batches": num_batches, "num_failed": num_failed, "num_loops": self.num_loops}
+        return {"num_batches": num_batches, "num_loops": self.num_loops}
 
 
 class AroundStockLoop(TwoSteps):
-    """Has a loop that keeps running, and is the stock one inside."""
+    """Has a loop that is the stock one inside."""
 
-    rejoins_in_loop = True
+    resumes_epochs = True
     num_loops = 0
 
     def train_epoch(self, iterator: Iterable[Any], *args: Any, **options: Any) -> dict[str, Any]:
         self.num_loops += 1
-        result = super().train_epoch(iterator, *args, **options)
-        return {"num_batches": result["batch_count"], "num_failed": 1, "num_loops": self.num_loops}
+        return {**super().train_epoch(iterator, *args, **options), "num_loops": self.num_loops}
 
 
 class Normed(Mortal):

@@ -65,6 +65,7 @@ def run(
         trainer.shutdown()
 
 
+@pytest.mark.promise("A function continues where it is")
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -221,6 +222,7 @@ def test_an_exchange_of_user_code_that_breaks_unseen_ends_in_no_hang(tmp_path: P
     ("place", "number"),
     [
         ("between", 0),  # the other rank would wait in that step, and this one in the next forward pass
+        pytest.param("batch", 2, marks=pytest.mark.soak),
         pytest.param("step", 0, marks=pytest.mark.soak),
         pytest.param("between", 3, marks=pytest.mark.soak),
         pytest.param("step", 3, marks=pytest.mark.soak),

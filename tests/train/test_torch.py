@@ -35,6 +35,7 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._torch.accelerator import Accelerator
+from raysgd.train._torch.loaders import divided, over_joint_batches
 from raysgd.train._torch.models import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
@@ -554,13 +555,25 @@ class TestReproducibility:
             np.random.set_state(before[1])
         assert called == [3]
 
-    def test_reaches_the_loaders(self) -> None:
-        def function() -> Any:
-            helpers.enable_reproducibility(7)
-            return helpers.prepare_data_loader(DataLoader(numbers()))
+    def test_processes_of_loaders_draw_other_numbers_on_each_rank(self) -> None:
+        def drawn(rank: int, seed: int | None) -> str:
+            loader = DataLoader(Draws(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(3))
+            return str([batch.tolist() for batch in divided(loader, World(rank, 2), seed)])
 
-        loader = inside(function, size=2)
-        assert loader.generator.initial_seed() == 7
+        assert drawn(0, None) == drawn(0, None)
+        assert len({drawn(rank, seed) for rank in range(2) for seed in (None, 7)}) == 4
+        joint = [over_joint_batches(DataLoader(Draws()), World(rank, 2), 7) for rank in range(2)]
+        assert len({loader.generator.initial_seed() for loader in joint}) == 2
+
+
+class Draws(torch.utils.data.Dataset[int]):
+    """Draws a random number for each sample."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(2**30, ()))
 
 
 def test_traces_are_read_once(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Recorder(TrainingCallback):
         self.ended.append(error)
 
 
+@pytest.mark.promise("A function")
 def test_a_run_reports_saves_and_returns(shared: Trainer) -> None:
     recorder = Recorder()
     config = {"num_steps": 3, "save_every": 2}

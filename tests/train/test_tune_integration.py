@@ -76,6 +76,7 @@ def test_what_a_function_saved_that_never_reports_is_given_to_tune(tmp_path: Pat
         assert pickle.loads((Path(folder) / "checkpoint").read_bytes())["number"] == 2
 
 
+@pytest.mark.promise("Ray Tune")
 @RunIf(modules=["pandas", "pyarrow"])
 def test_tune_runs_trials_and_keeps_their_checkpoints(tmp_path: Path) -> None:
     from ray import tune

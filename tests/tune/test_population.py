@@ -91,20 +91,28 @@ def test_the_highest_accuracy_is_the_best() -> None:
         assert found.best.result == {"val_accuracy": 0.9}
 
 
-def test_an_error_of_one_is_raised_when_all_are_done() -> None:
-    done = []
+def test_an_error_of_one_is_raised_when_all_are_done_and_leaves_the_results_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fails = [False]
 
     def step(trainer: TorchTrainer) -> dict[str, Any]:
-        if trainer.config["number"] == 1:
-            raise RuntimeError("member 1 failed")
-        done.append(trainer.config["number"])
-        return {"val_loss": 0.0}
+        number = trainer.config["number"]
+        if fails[0] and number == 2:
+            raise RuntimeError("no disk is left")
+        return {"val_loss": -float(number), "epoch": trainer.train()["epoch"]}
 
     numbers = iter(range(3))
-    population = make_population({"number": lambda: next(numbers)}, 3, step=step)
-    with population, pytest.raises(RuntimeError, match="member 1 failed"):
+    with make_population({"number": lambda: next(numbers)}, 3, step=step) as population:
         population.train()
-    assert sorted(done) == [0, 2]
+        assert population.best.index == 2
+        fails[0] = True
+        with pytest.raises(RuntimeError, match="no disk is left") as caught:
+            population.train()
+        assert "member 2 failed" in caplog.text
+        assert "member 2" in str(getattr(caught.value, "__notes__", "member 2"))
+        assert [[row["epoch"] for row in member.history] for member in population.members] == [[1, 2], [1, 2], [1]]
+        assert [member.index for member in population.ranked] == [1, 0, 2], "it has no result of this interval"
 
 
 def test_a_result_without_the_metric_says_what_there_is() -> None:

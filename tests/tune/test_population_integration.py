@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import ray.cloudpickle
 from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
 from raysgd.messages.recovery import Recovery
-from raysgd.tune.population import Population
+from raysgd.tune.population import Population, train_and_validate
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 
@@ -51,9 +54,20 @@ def make(config: dict[str, Any]) -> TorchTrainer:
     )
 
 
-def make_two() -> Population:
+def make_two(**options: Any) -> Population:
     rates = iter([1e-6, 1e-5])
-    return Population(make, {"lr": lambda: next(rates, 1e-4)}, 2, seed=0, quantile=0.5)
+    return Population(make, {"lr": lambda: next(rates, 1e-4)}, 2, seed=0, quantile=0.5, **options)
+
+
+class Step:
+    """An interval, in which all workers may be held."""
+
+    is_held = False
+
+    def __call__(self, trainer: TorchTrainer) -> dict[str, Any]:
+        if self.is_held:
+            trainer.apply_all_workers(partial(time.sleep, 600))
+        return train_and_validate(trainer)
 
 
 def weights_on_all(trainer: Any) -> list[Any]:
@@ -67,7 +81,8 @@ def pids(trainer: Any) -> list[int]:
 
 
 def test_an_exploit_copies_the_state_to_all_workers_and_ends_no_process() -> None:
-    with make_two() as two:
+    step = Step()
+    with make_two(step=step) as two:
         two.train()
         best, worst = two.ranked
         before = pids(best.trainer) + pids(worst.trainer)
@@ -81,6 +96,7 @@ def test_an_exploit_copies_the_state_to_all_workers_and_ends_no_process() -> Non
         assert [result["epoch"] for result in two.train()] == [2, 2]
         assert not equal(*[weights_on_all(member.trainer)[0] for member in two.members])
         check_that_a_copy_needs_no_new_snapshot_and_is_one(two)
+        check_that_ctrl_c_ends_the_calls(two, step)
 
 
 def check_that_a_copy_needs_no_new_snapshot_and_is_one(two: Population) -> None:
@@ -92,6 +108,17 @@ def check_that_a_copy_needs_no_new_snapshot_and_is_one(two: Population) -> None:
     assert mine is not None
     assert mine.shared_state is landed.shared_state
     assert controller_of(taker.trainer).snapshots.is_current
+
+
+def check_that_ctrl_c_ends_the_calls(two: Population, step: Step) -> None:
+    before = [len(member.history) for member in two.members]
+    step.is_held = True
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        two.train()
+    step.is_held = False
+    assert [len(member.history) for member in two.members] == before
+    assert [result["epoch"] for result in two.train()] == [4, 4]
 
 
 @pytest.mark.soak

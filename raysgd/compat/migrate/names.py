@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
 from libcst import helpers
-from libcst.metadata import PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import (
+    MetadataWrapper,
+    PositionProvider,
+    QualifiedName,
+    QualifiedNameSource,
+    ScopeProvider,
+)
 
+from raysgd.compat.migrate.calls import Calls, init_of_operator
 from raysgd.compat.migrate.findings import Findings
 from raysgd.compat.paths import NewPlace, Paths
 
@@ -16,10 +25,12 @@ _COMMENT = "# raysgd:"
 _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
-class ImportedNames(cst.CSTTransformer):
-    """The first walk through a program.
+class OldNames(cst.CSTTransformer):
+    """The walk through a program.
 
     Args:
+        program: The program.
+        source: Its text.
         paths: Where names are now.
         findings: What a person has to know goes there.
 
@@ -28,24 +39,26 @@ class ImportedNames(cst.CSTTransformer):
         dropped_ray: Whether an import that bound `ray` binds `raysgd` instead.
     """
 
-    METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
+    METADATA_DEPENDENCIES = (ScopeProvider,)
 
-    def __init__(self, paths: Paths, findings: Findings) -> None:
+    def __init__(self, program: MetadataWrapper, source: str, paths: Paths, findings: Findings) -> None:
         super().__init__()
+        self._program = program
         self._paths = paths
         self._findings = findings
-        self.needs: set[str] = set()
+        self._calls = Calls(source, self._todays_names, self._tell)
+        self.needs: set[str] = self._calls.needs
         self.dropped_ray = False
         self._for_a_person: list[list[str]] = []
-        self._comments: set[str] = set()
-
-    def visit_Module(self, node: cst.Module) -> None:
-        self._comments = {line.strip() for line in node.code.splitlines() if line.lstrip().startswith(_COMMENT)}
+        self._comments = {line.strip() for line in source.splitlines() if line.lstrip().startswith(_COMMENT)}
+        self._inits: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Notes in which statement what follows stands."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
+            if node in self._inits:
+                self._tell(node, self._inits[node], is_error=True)
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -55,12 +68,12 @@ class ImportedNames(cst.CSTTransformer):
             return left
         comments = dict.fromkeys(f"{_COMMENT} {text}" for text in self._for_a_person.pop())
         new = [cst.EmptyLine(comment=cst.Comment(text)) for text in comments if text not in self._comments]
-        lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
         if not new:
             return left
+        lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
         where = next((at for at, line in enumerate(lines) if "ray." in cst.Module([line]).code), 0)
         lines[where] = lines[where].with_changes(leading_lines=[*lines[where].leading_lines, *new])
-        return cst.FlattenSentinel(lines)
+        return cst.FlattenSentinel(lines) if len(lines) > 1 else lines[0]
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False
@@ -74,7 +87,7 @@ class ImportedNames(cst.CSTTransformer):
         """An import that brings names from several modules becomes several lines; comments stay where they are."""
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
-            body += self._rewritten(statement, self._line(original_node))
+            body += self._rewritten(statement, original_node)
         if len(body) == len(updated_node.body):
             return updated_node.with_changes(body=body)
         first, *others = (each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body)
@@ -82,33 +95,47 @@ class ImportedNames(cst.CSTTransformer):
             [updated_node.with_changes(body=[first]), *(cst.SimpleStatementLine([each]) for each in others)]
         )
 
-    def _rewritten(self, statement: cst.BaseSmallStatement, line: int) -> Sequence[cst.BaseSmallStatement]:
+    def _rewritten(self, statement: cst.BaseSmallStatement, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         if isinstance(statement, cst.Import):
             return self._rewritten_import(statement, line)
         if isinstance(statement, cst.ImportFrom) and not statement.relative and statement.module is not None:
-            return self._rewritten_from(statement, helpers.get_full_name_for_node(statement.module) or "", line)
+            module = helpers.get_full_name_for_node(statement.module) or ""
+            self._look_for(module, line)
+            return self._rewritten_from(statement, module, line)
         return [statement]
 
-    def _rewritten_import(self, statement: cst.Import, line: int) -> Sequence[cst.BaseSmallStatement]:
+    def _look_for(self, module: str, line: cst.CSTNode) -> None:
+        """Tells a person of a module that today's Ray has no longer; Ray is not imported for that."""
+        ray = find_spec("ray") if module.startswith("ray.") and self._paths.is_of_ray(module) else None
+        for root in (ray and ray.submodule_search_locations) or ():
+            path = Path(root, *module.split(".")[1:])
+            if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
+                self._tell(line, f"today's Ray has no module `{module}`", is_error=True)
+
+    def _rewritten_import(self, statement: cst.Import, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         aliases, changed = [], False
         for alias in statement.names:
-            place = self._place(helpers.get_full_name_for_node(alias.name) or "", line)
-            if place is None:
+            name = helpers.get_full_name_for_node(alias.name) or ""
+            self._look_for(name, line)
+            new = self._new_name(self._paths.find(name), line)
+            if new is None:
                 aliases.append(alias)
             else:
                 changed = True
                 self.dropped_ray |= alias.asname is None
-                aliases.append(alias.with_changes(name=_dotted(place)))
+                aliases.append(alias.with_changes(name=_dotted(new)))
         return [statement.with_changes(names=_unique(aliases))] if changed else [statement]
 
-    def _rewritten_from(self, statement: cst.ImportFrom, module: str, line: int) -> Sequence[cst.BaseSmallStatement]:
+    def _rewritten_from(
+        self, statement: cst.ImportFrom, module: str, line: cst.CSTNode
+    ) -> Sequence[cst.BaseSmallStatement]:
         if isinstance(statement.names, cst.ImportStar):
-            place = self._place(module, line)
-            return [statement.with_changes(module=_dotted(place))] if place is not None else [statement]
+            new = self._new_name(self._paths.find(module), line)
+            return [statement.with_changes(module=_dotted(new))] if new is not None else [statement]
         by_module: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
-            target, new = self._target_of(module, alias, line)
-            by_module.setdefault(target, []).append(new)
+            target, changed = self._target_of(module, alias, line)
+            by_module.setdefault(target, []).append(changed)
         if list(by_module) == [module]:
             return [statement]
         if len(by_module) == 1 and "" not in by_module:
@@ -116,9 +143,9 @@ class ImportedNames(cst.CSTTransformer):
             return [statement.with_changes(module=_dotted(target), names=names)]
         return [_import_of(target, names) for target, names in by_module.items()]
 
-    def _target_of(self, module: str, alias: cst.ImportAlias, line: int) -> tuple[str, cst.ImportAlias]:
+    def _target_of(self, module: str, alias: cst.ImportAlias, line: cst.CSTNode) -> tuple[str, cst.ImportAlias]:
         name = helpers.get_full_name_for_node(alias.name) or ""
-        place = self._place(f"{module}.{name}", line)
+        place = self._new_name(self._paths.find(f"{module}.{name}"), line)
         if place is None:
             return module, alias
         target, _, new = place.rpartition(".")
@@ -127,52 +154,65 @@ class ImportedNames(cst.CSTTransformer):
         asname = alias.asname or cst.AsName(cst.Name(name))
         return target, alias.with_changes(name=cst.Name(new), asname=asname)
 
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._inits.update(init_of_operator(node, self._todays_names))
+
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        return self._old_name(node) is None
+        return not _is_dotted(node)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        old = self._old_name(original_node)
-        place = self._place(old, self._line(original_node)) if old is not None else None
-        if place is None:
+        place = self._moved(original_node)
+        new = self._new_name(place, original_node)
+        if place is None or new is None:
             return updated_node
-        self.needs.add(self._module_of(old or "", place))
-        return _dotted(place).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+        self.needs.add(place.module)
+        return _dotted(new).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
 
-    def _old_name(self, node: cst.Attribute) -> str | None:
-        """The dotted name, if it belongs to the old library and no import that is rewritten brings it.
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        return self._calls.rewritten(original_node, updated_node)
 
-        It is written out from `ray` on, or a name of a module that stays Ray's, such as `tune.Tuner`.
+    def _moved(self, node: cst.Attribute) -> NewPlace | None:
+        """The place of a dotted name of the old library, if the import that brings it does not lead there, rewritten.
+
+        It is written out from `ray` on, a name of a module that stays Ray's, such as `tune.Tuner`, or behind a module
+        whose own modules are elsewhere, such as `v2.backends.torch`.
         """
-        written = helpers.get_full_name_for_node(node)
-        for found in self.get_metadata(QualifiedNameProvider, node, set()):
-            if found.source is not QualifiedNameSource.IMPORT or self._paths.find(found.name) is None:
+        num_attributes = (helpers.get_full_name_for_node(node) or "").count(".")
+        for found in sorted(self._meanings(node), key=lambda found: found.name):
+            place = self._paths.find(found.name) if found.source is QualifiedNameSource.IMPORT else None
+            if place is None:
                 continue
-            if found.name == written or self._paths.find(found.name.rpartition(".")[0]) is None:
-                return found.name
+            imported = found.name.rsplit(".", num_attributes)[0]
+            brought = self._paths.find(imported)
+            if brought is None or (brought.new and brought.new + found.name[len(imported) :] != place.new):
+                return place
         return None
 
-    def _module_of(self, old: str, new: str) -> str:
-        """The module to import for a name that was rewritten."""
-        parts = old.split(".")
-        for end in range(len(parts), 0, -1):
-            place = self._paths.find(".".join(parts[:end]))
-            if place is not None and place.is_module:
-                return place.new or new
-        return new.rpartition(".")[0]
+    def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
+        """What a name with attributes may stand for; nothing for other expressions, such as an attribute of a call."""
+        scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
+        return set(scope.get_qualified_names_for(node)) if scope is not None else set()
 
-    def _place(self, old: str, line: int) -> str | None:
-        place: NewPlace | None = self._paths.find(old)
-        if place is None:
-            return None
-        if place.new is None:
-            text = f"`{old}` has no successor: {place.reason}"
-            self._findings.add(line, text, is_error=True)
+    def _todays_names(self, node: cst.BaseExpression) -> set[str]:
+        return {self._paths.today(found.name) for found in self._meanings(node)}
+
+    def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
+        """Where a name is now; of one that is gone, a person is told."""
+        if place is not None and place.new is None:
+            self._tell(node, f"`{place.old}` has no successor: {place.reason}", is_error=True)
+        return place.new if place is not None else None
+
+    def _tell(self, node: cst.CSTNode, text: str, is_error: bool = False) -> None:
+        line: int = self._program.resolve(PositionProvider)[node].start.line
+        self._findings.add(line, text, is_error)
+        if is_error:
             self._for_a_person[-1].append(text)
-        return place.new
 
-    def _line(self, node: cst.CSTNode) -> int:
-        line: int = self.get_metadata(PositionProvider, node).start.line
-        return line
+
+def _is_dotted(node: cst.BaseExpression) -> bool:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return isinstance(node, cst.Name)
 
 
 def _dotted(name: str) -> cst.Name | cst.Attribute:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
-from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper
 
-from raysgd.compat.migrate.arguments import Arguments
+from raysgd.compat.migrate.comparing import Comparison
 from raysgd.compat.migrate.findings import Finding, Findings
-from raysgd.compat.migrate.keras_calls import KerasCalls
-from raysgd.compat.migrate.names import ImportedNames
+from raysgd.compat.migrate.names import OldNames
 from raysgd.compat.paths import Paths
 
-_MARKS = ("ray.util.sgd", "ray.tune.integration")
-_PIPELINES = ("DatasetPipeline", "dataset_pipeline", "predict_pipelined")
+_ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
+"""In every program in which there is something to do."""
+_MARKS = ("ray.util.sgd", "ray.tune.integration", "ray.util.data", "raysgd")
 
 
 @dataclass(frozen=True)
@@ -51,61 +51,71 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """
     findings = Findings()
     try:
-        ast.parse(text)  # first, because the other parser ends the process where code is nested very deeply
+        tree = ast.parse(text)  # first, because the other parser ends the process where code is nested very deeply
+        if not _ANY_OF.search(text):
+            return MigratedProgram(text, [])
         module = cst.parse_module(text)
+        source = text.decode(module.encoding)
     except SyntaxError as error:
         findings.add(error.lineno or 1, f"this is no valid Python: {error.msg}", is_error=True)
         return MigratedProgram(text, findings.sorted())
     except (cst.ParserSyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         findings.add(1, f"it cannot be read as Python: {error}", is_error=True)
         return MigratedProgram(text, findings.sorted())
+    paths = Paths(ray_train, any(mark in source for mark in _MARKS))
     try:
-        new = _rewritten(module, Paths(ray_train, _is_of_sgd(module)), findings)
+        new = _rewritten(module, source, paths, findings).bytes
+        changed = Comparison(tree, ast.parse(new), paths).difference() if new != text else None
     except RecursionError:
         findings = Findings()
         findings.add(1, "its code is nested too deeply, or joins too many parts in one expression", is_error=True)
         return MigratedProgram(text, findings.sorted())
-    return MigratedProgram(new.bytes, findings.sorted())
+    if changed is not None:
+        findings = Findings()
+        findings.add(changed, "this line would mean something else: rewrite the file yourself", is_error=True)
+        return MigratedProgram(text, findings.sorted())
+    _report_texts(tree, paths, findings)
+    return MigratedProgram(new, findings.sorted())
 
 
-def _is_of_sgd(module: cst.Module) -> bool:
-    return any(mark in module.code for mark in (*_MARKS, "ray.util.data", "raysgd"))
+def _rewritten(module: cst.Module, source: str, paths: Paths, findings: Findings) -> cst.Module:
+    program = MetadataWrapper(module, unsafe_skip_copy=True)  # it comes from the parser: no node is in it twice
+    names = OldNames(program, source, paths, findings)
+    changed = program.visit(names)
+    uses_ray = names.dropped_ray and any(
+        isinstance(node, ast.Name) and node.id == "ray" for node in ast.walk(ast.parse(changed.bytes))
+    )
+    return _with_imports(changed, sorted(names.needs | ({"ray"} if uses_ray else set())))
 
 
-def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Module:
-    _report_texts(module, paths, findings)
-    names, arguments = ImportedNames(paths, findings), Arguments(findings)
-    renamed = MetadataWrapper(module).visit(names)
-    changed = MetadataWrapper(renamed).visit(arguments)
-    if "keras" in module.code:
-        changed = MetadataWrapper(changed).visit(KerasCalls(findings))
-    context = CodemodContext()
-    for needed in sorted(names.needs | arguments.needs):
-        AddImportsVisitor.add_needed_import(context, needed)
-    _warn_of_pipelines(module, findings)
-    if names.dropped_ray and _uses_ray(changed):
-        AddImportsVisitor.add_needed_import(context, "ray")
-    return AddImportsVisitor(context).transform_module(changed)
+def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
+    """The program with more modules imported, below its first imports."""
+    first = int(module.get_docstring() is not None)
+    last = first
+    while last < len(module.body) and _is_import(module.body[last]):
+        last += 1
+    there = {module.code_for_node(line.with_changes(leading_lines=[])).strip() for line in module.body[first:last]}
+    new = [f"import {name}" for name in needs if f"import {name}" not in there]
+    if not new:
+        return module
+    lines = [cst.parse_statement(line, config=module.config_for_parsing) for line in new]
+    rest = list(module.body[last:])
+    if rest and not rest[0].leading_lines:
+        rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    return module.with_changes(body=[*module.body[:last], *lines, *rest])
 
 
-def _warn_of_pipelines(module: cst.Module, findings: Findings) -> None:
-    for line, text in enumerate(module.code.splitlines(), 1):
-        if any(name in text for name in _PIPELINES):
-            findings.add(
-                line, "Ray Data has no `DatasetPipeline` any more: pass the dataset, which is read while it is used"
-            )
+def _is_import(line: cst.CSTNode) -> bool:
+    return isinstance(line, cst.SimpleStatementLine) and all(
+        isinstance(each, cst.Import | cst.ImportFrom) for each in line.body
+    )
 
 
-def _report_texts(module: cst.Module, paths: Paths, findings: Findings) -> None:
+def _report_texts(tree: ast.Module, paths: Paths, findings: Findings) -> None:
     """Reports old names in strings, such as those that are patched in tests."""
-    for node in ast.walk(ast.parse(module.bytes)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not node.value.startswith("ray."):
             continue
         if (place := paths.find(node.value)) is not None:
             now = f"it is `{place.new}` now" if place.new else f"it has no successor: {place.reason}"
             findings.add(node.lineno, f"the string {node.value!r} is unchanged: {now}")
-
-
-def _uses_ray(module: cst.Module) -> bool:
-    """Returns whether the name `ray` is used outside of imports."""
-    return any(isinstance(node, ast.Name) and node.id == "ray" for node in ast.walk(ast.parse(module.bytes)))

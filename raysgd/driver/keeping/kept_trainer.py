@@ -55,3 +55,15 @@ class KeptTrainer:
         if "fit" in kept:
             progress: FitProgress = pickle.loads(kept["fit"])
             trainer._fit_progress = progress
+
+    def leave_call(self, *, is_interrupted: bool) -> None:
+        """End what is left of the call that the process before was in: the next one is another one.
+
+        Workers that are still in it, since it was not taken up, finish it, but for those of one that Ctrl-C ended.
+        """
+        self._trainer._fit_progress = None
+        found, self._keeper.found = self._keeper.found, None
+        if found is not None and found.call > self._keeper.num_calls:
+            self._keeper.num_calls = found.call
+            if is_interrupted:
+                self._trainer._controller.kill_group()

@@ -21,7 +21,7 @@ from raysgd.engine.shared.types import Heartbeat, Outcome
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
+_FASTEST_ROUND_S = 0.25  # where snapshots inside the call may come that fast, or workers are about to step in
 _MOST_STACKS = 8
 _REPORT_S = 1.0  # for an answer; the report says which ranks gave none
 
@@ -51,27 +51,25 @@ class CallMonitor:
         self._at_round = at_round
         self._infos: object = None
         self._expect_no_answers()
-        self._round_s = self._liveness.round_s(self._num_asked)
         self._next_round = lifecycle.now() + self._first_round_s(first_round_s)
         self._snapshot = 0
-        self._has_collected = False
         self._steps_per_s = 0.0
         self._first: dict[int, Heartbeat] = {}
         self.heartbeats: dict[int, Heartbeat] = {}
 
     def _first_round_s(self, wanted_s: float | None) -> float:
         """Returns the wanted time where few are asked; many are busy when they begin or go on after a loss."""
+        usual_s = self._liveness.round_s(self._num_asked)
         if wanted_s is None or self._liveness.round_s(self._num_asked, wanted_s) > wanted_s:
-            return self._round_s
-        return min(wanted_s, self._round_s)
+            return usual_s
+        return min(wanted_s, usual_s)
 
     def poll(self) -> None:
         """Does what is due."""
         self._poll()
         now = self._lifecycle.now()
         if now >= self._next_round:
-            self._round_s = self._next_round_s()
-            self._next_round = now + self._round_s
+            self._next_round = now + self._next_round_s()
             self._ask()
             if self._hold is not None:
                 self._hold.poll(self._steps_per_s)
@@ -176,16 +174,13 @@ class CallMonitor:
             return
         newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
         if newest > self._snapshot and self._collect_snapshot(newest):
-            self._snapshot, self._has_collected = newest, True
+            self._snapshot = newest
 
     def _next_round_s(self) -> float:
-        """Half the time where a snapshot was there for the taking, twice the time where none was."""
-        factor, self._has_collected = 0.5 if self._has_collected else 2.0, False
         group = self._lifecycle.group
         is_awaited = self._hold is not None and group is not None and group.standby.num_coming > 0
-        slowest_s = self._liveness.round_s(self._num_asked)
-        wanted_s = _FASTEST_ROUND_S if is_awaited else min(slowest_s, max(_FASTEST_ROUND_S, self._round_s * factor))
-        return self._liveness.round_s(self._num_asked, wanted_s)
+        is_fast = is_awaited or self._lifecycle.spec.snapshots_inside
+        return self._liveness.round_s(self._num_asked, *((_FASTEST_ROUND_S,) if is_fast else ()))
 
     @property
     def _num_asked(self) -> int:
@@ -196,10 +191,13 @@ class CallMonitor:
         if group is None:
             return False
         parts = group.ask_beside("beside", replica_calls.part_of_snapshot, number)
-        captures = [parts.get(rank) for rank in range(len(group))]
-        if any(capture is None for capture in captures):
-            return False
-        return self._take_inside([capture for capture in captures if capture is not None])
+        if None in parts.values() and self._lifecycle.once.is_first("snapshots too fast"):
+            logger.warning(
+                "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use "
+                "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
+            )
+        captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
+        return len(captures) == len(group) and self._take_inside(captures)
 
 
 def _place(heartbeat: Heartbeat | None) -> str:

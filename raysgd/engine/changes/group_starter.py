@@ -169,7 +169,8 @@ class GroupStarter:
             if self._start_budget is not None:
                 _pay_for_start(self._start_budget)
                 attempt -= 1  # this one was paid for
-        raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
+        label, num_attempts = self._spec.words.label, self._scaling.num_attempts
+        raise WorkersLostError(f"{label}No group could be started in {num_attempts} attempts after: {cause}.")
 
     def _try_renew(self, renew: Callable[[], GroupReport | None]) -> int | None:
         """Restores the last snapshot in the processes that are there; None where all have to be new.
@@ -386,8 +387,8 @@ class GroupStarter:
 
     def _starved(self, decision: GiveUpWaiting, view: ClusterView) -> WorkersLostError:
         table = explain(self._spec.resources, self._scaling.max_workers, view)
-        advice = self._spec.words.when_starved
-        return WorkersLostError(f"Too few workers can be had: {decision.reason}.\n{table}\n{advice}".rstrip())
+        label, advice = self._spec.words.label, self._spec.words.when_starved
+        return WorkersLostError(f"{label}Too few workers can be had: {decision.reason}.\n{table}\n{advice}".rstrip())
 
 
 def _pay_for_start(budget: RetryBudget) -> None:

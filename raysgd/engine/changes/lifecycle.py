@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._text.once import Once
 from raysgd.engine.decisions.group_events import EventKind, GroupHistory
 from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing
@@ -76,6 +77,7 @@ class Lifecycle:
         clock: Time.
         history: What happened to the workers so far.
         num_short: With how many workers, at most, memory has run out; 0 if it never has.
+        once: What was said already.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Lifecycle:
         self.starting: WorkerGroup | None = None
         self._facts: list[Any] = []
         self.num_short = 0
+        self.once = Once()
         self._suspected: dict[str, float] = {}
         self._interrupted: int | None = None
 

@@ -115,6 +115,12 @@ class Turns:
         if place.thread is not None and self._owner == place.thread:
             self._lifecycle.interrupt(place.thread)
 
+    def interrupt_running(self) -> None:
+        """From another thread: does the same with the call that is running, if one is."""
+        owner = self._owner
+        if owner is not None:
+            self._lifecycle.interrupt(owner)
+
     @contextmanager
     def _telling_of_shutdown(self) -> Iterator[None]:
         try:

@@ -25,7 +25,7 @@ class FrontEndWords:
         when_not_granted: Where the resources were not granted in time.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
-        label: Ahead of what is logged of the group.
+        label: Ahead of what is logged and raised of the group.
     """
 
     when_shut_down: str = ""
@@ -51,6 +51,7 @@ class GroupSpec:
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
         snapshot_every_s: After which of these calls; see `SnapshotRule`.
+        snapshots_inside: Whether workers copy their state inside calls, too.
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
         runs_on: Whether replicas run on by themselves over changes of the group, also between calls, and keep their
             ranks. Without `regroups`.
@@ -72,6 +73,7 @@ class GroupSpec:
     reservation_timeout_s: float = 100.0
     captures: bool = True
     snapshot_every_s: EverySeconds = 0.0
+    snapshots_inside: bool = False
     regroups: bool = False
     runs_on: bool = False
     renews: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.engine.decisions import ranks
 from raysgd.engine.processes.gathering import RayPoller, await_all
 from raysgd.engine.processes.local_worker import LocalCall, LocalWorker
+from raysgd.engine.processes.resources import note_processes
 from raysgd.engine.processes.worker import RemoteWorker
 from raysgd.engine.shared.types import WorkerInfo, World
 
@@ -37,6 +38,7 @@ class Members:
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
         """Makes `workers` the members, with the ranks in which they come."""
         self.workers, self.infos = list(workers), list(infos)
+        note_processes(infos)
         self.worlds = ranks.assign(self.infos)
 
     @property

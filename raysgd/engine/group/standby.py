@@ -16,6 +16,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import Loan, StandbyWorker
 from raysgd.engine.processes.gathering import await_all
 from raysgd.engine.processes.platform import Platform
+from raysgd.engine.processes.resources import note_processes
 from raysgd.engine.processes.slots import Slots
 from raysgd.engine.processes.worker import RemoteWorker, StandbyReady, notes_of
 from raysgd.engine.shared.types import WorkerInfo, World
@@ -308,6 +309,7 @@ class StandbyWorkers:
                 num_died += result.failure.kind == "died"
             else:
                 ready: StandbyReady = result.value
+                note_processes([ready.info])
                 self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
         self.replace(num_died, self._world_size)
 

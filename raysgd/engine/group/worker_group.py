@@ -6,6 +6,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -278,10 +279,11 @@ class WorkerGroup:
         self._give_places(survivors, joining, places)
         members = self._members
         handover = handover.by_node(members.worlds)
+        to_new, new = replace(handover, make_replica=self._spec.make_replica), {each.worker for each in joining}
 
         def join(rendezvous: Rendezvous) -> dict[int, Any]:
             return {
-                rank: worker.submit("regroup", members.worlds[rank], rendezvous, handover)
+                rank: worker.submit("regroup", members.worlds[rank], rendezvous, to_new if worker in new else handover)
                 for rank, worker in enumerate(members.workers)
             }
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
+import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ _SLICE_S = 1.0
 _NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
+_DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
 
 
 def _ray() -> Any:
@@ -40,12 +44,61 @@ def ensure_ray() -> None:
     ray = _ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
-        ray.init(include_dashboard=False)
+        init_ray(include_dashboard=False)
+    _quiet_ray()
+
+
+def init_ray(**options: Any) -> None:
+    """Does what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
+
+    Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
+    """
+    _use_token()
+    _ray().init(**options)
+
+
+def _use_token() -> None:
+    with suppress(ImportError, AttributeError, TypeError):  # older versions have no tokens
+        setup = importlib.import_module("ray._private.authentication.authentication_token_setup")
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+_noted: set[tuple[str, str]] = set()
+
+
+def note_processes(infos: Iterable[WorkerInfo]) -> None:
+    """Remembers where workers are or were: raysgd says itself, in one line, if one of them is lost."""
+    _noted.update((info.node_id, str(info.pid)) for info in infos)
+
+
+def _quiet_ray() -> None:
+    """Keeps Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
+
+    What prints them is private: where it is missing, they are printed.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    show = getattr(worker, "print_to_stdstream", None)
+    if show is None or hasattr(show, "__wrapped__"):
+        return
+
+    @wraps(show)
+    def show_others(data: Any, *args: Any, **options: Any) -> None:
+        died = _DIED.search("".join(data["lines"])) if data.get("pid") == "raylet" else None
+        if died is None or died.groups() not in _noted:
+            show(data, *args, **options)
+
+    worker.print_to_stdstream = show_others
 
 
 def is_ray_client() -> bool:
     """Return whether this process drives a cluster through a Ray Client connection."""
     return bool(_ray().util.client.ray.is_connected())
+
+
+def num_gpus() -> float:
+    """Return how many GPUs the nodes have; 0 before there is a connection to Ray."""
+    ray: Any = sys.modules.get("ray")
+    return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
 
 
 def outer_group() -> Any:
@@ -220,6 +273,8 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
     if used - held > 1e-6:
         lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
+    if need.num_gpus and not any(node.total.get("GPU") for node in view.nodes):
+        lines.append("No node has a GPU. To train on CPUs pass `use_gpu=False`.")
     return "\n".join(lines)
 
 

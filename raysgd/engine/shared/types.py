@@ -200,11 +200,13 @@ class StateHandover:
         source: Rank, in the new group, whose state is the one to go on from.
         takers: The ranks whose state is another one, or none yet, in the order in which they pass it on.
         orphans: How far the ranks were that left in an orderly way, and what they had measured.
+        make_replica: Makes replicas as they are by now, for those who were made ready earlier; else None.
     """
 
     source: int = 0
     takers: tuple[int, ...] = ()
     orphans: tuple[Any, ...] = ()
+    make_replica: Any = None
 
     def by_node(self, worlds: Sequence[World]) -> StateHandover:
         """The same with takers in an order in which the state travels to each node once, beginning with the source's.

@@ -66,8 +66,8 @@ class ParquetStream(TableStream):
         if len(self.files) >= NUM_LANES:
             return super().shards()
         return [
-            Shard(f"{file.shard}#{group}", num_rows)
-            for file, lengths in zip(self.files, self._row_groups, strict=True)
+            Shard(f"{file.shard}#{group}", num_rows, version)
+            for file, lengths, version in zip(self.files, self._row_groups, self.versions, strict=True)
             for group, num_rows in enumerate(lengths)
         ]
 
@@ -88,13 +88,22 @@ class ParquetStream(TableStream):
     def _lengths_of(self, file: StreamFile) -> list[int]:
         try:
             with self._content(file) as content:
-                return _lengths(_parquet().ParquetFile(content))
+                return _lengths(self._table(content))
         except Exception as error:
             raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
+    def _table(self, content: Any) -> Any:
+        """Open a file that has all columns to read, where `a.b` is the column `b` in the column `a`."""
+        table = require("pyarrow.parquet", "storage", "`ParquetStream`").ParquetFile(content)
+        paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
+        missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
+        if missing:
+            raise ValueError(f"`columns={missing}` are not in it: it has {table.schema_arrow.names}.")
+        return table
+
     def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
         with self._content(file) as content:
-            table = _parquet().ParquetFile(content)
+            table = self._table(content)
             lengths = _lengths(table)
             groups = list(range(len(lengths))) if groups is None else groups
             while groups and start >= lengths[groups[0]]:
@@ -123,10 +132,6 @@ class ArrowStream(TableStream):
                 batches = map(table.get_batch, range(table.num_record_batches))
             chosen = batches if self._columns is None else (batch.select(self._columns) for batch in batches)
             yield from _rows_from(chosen, start)
-
-
-def _parquet() -> Any:
-    return require("pyarrow.parquet", "storage", "`ParquetStream`")
 
 
 def _lengths(table: Any) -> list[int]:
@@ -160,10 +165,13 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Returns what is in a column, row by row."""
+    """Return what is in a column, row by row: of each row the same, whichever rows are beside it."""
     types = require("pyarrow.types", "storage", "`TableStream`")
-    is_table = types.is_fixed_size_list(column.type) and column.null_count == 0
-    if is_table and types.is_primitive(column.type.value_type) and column.flatten().null_count == 0:
+    if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
+        return column.to_pylist()
+    if not column.null_count and not column.flatten().null_count:
         values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a copy, which may be written to
         return values.reshape(len(column), column.type.list_size)
-    return column.to_pylist()
+    if len(column) == 1:
+        return column.to_pylist()
+    return [_values(column.slice(number, 1))[0] for number in range(len(column))]

@@ -7,11 +7,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from raysgd.storage import Folder, open_folder
+from raysgd.storage._transfers import on_threads
 from raysgd.storage._uris import checked_text, child_of, divided, is_local
 from raysgd.streams.stream import Shard, Stream
+
+_NUM_BYTES = 4096
+_NUM_DIGESTS = 64
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -36,6 +41,19 @@ class StreamFile(NamedTuple):
     def path(self) -> str:
         """Its path in the file system of the folder."""
         return f"{self.folder.path}/{self.name}"
+
+    def version(self, has_digest: bool) -> str:
+        """Return what changes with its content: its size, if it is on a disk, or with a digest of both of its ends."""
+        try:
+            if not has_digest:
+                return str(os.path.getsize(self.path)) if self.folder.is_local else ""
+            store = None if self.folder.is_local else self.folder.filesystem
+            with open(self.path, "rb") if store is None else store.open_input_file(self.path) as content:
+                begin, size = content.read(_NUM_BYTES), content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - _NUM_BYTES))
+                return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
+            return ""  # an error where it is read
 
 
 class FileStream(Stream):
@@ -69,8 +87,15 @@ class FileStream(Stream):
         """
         return [file for path in self._paths for file in self._found(path)]
 
+    @cached_property
+    def versions(self) -> list[str]:
+        """The version of each file, with a digest for up to 64 files that are far from each other."""
+        chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
+        found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
+        return [found[file.shard] for file in self.files]
+
     def shards(self) -> Sequence[Shard]:
-        return [Shard(file.shard) for file in self.files]
+        return [Shard(file.shard, None, version) for file, version in zip(self.files, self.versions, strict=True)]
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
         return self.open_some(shard, start, lambda number: True)
@@ -91,6 +116,9 @@ class FileStream(Stream):
         is_pattern = any(each in name for each in "*?[")
         if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
             return [StreamFile(open_folder(parent, self._filesystem, argument="paths"), name)]
+        if not is_pattern and is_local(path) and os.path.isfile(path):
+            known = " or ".join(map(repr, self.endings))
+            raise ValueError(f"`paths={path!r}`: a `{type(self).__name__}` reads files that end with {known}.")
         folder = open_folder(parent if is_pattern else path, self._filesystem, argument="paths")
         names = [
             each for each in folder.names() if (fnmatchcase(each, name) if is_pattern else each.endswith(self.endings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -14,10 +15,24 @@ _NOTE_EVERY = 256
 _NUM_STATES = 4
 _ROWS_AT_ONCE = 32
 _FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
+_IN_SHARDS = (
+    *(
+        "",
+        "Arrow",
+        "BufferShuffled",
+        "Filtered",
+        "Formatted",
+        "InterleavedShards",
+        "Mapped",
+        "RebatchedArrow",
+        "Repeat",
+    ),
+    *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
+)  # which have the rows of their shards; `take`, `skip`, interleaving and indices count rows of all shards
 
 
 class HuggingFaceStream(Stream):
-    """Rows of a `datasets.IterableDataset`, in its shards.
+    """Rows of a `datasets.IterableDataset`, in its shards; one that counts rows of all of them is one shard.
 
     Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`: that one ends at the border of a shard. A
     process that has read a row goes on near it with a `state_dict` of the dataset, as after the loss of another worker.
@@ -40,11 +55,12 @@ class HuggingFaceStream(Stream):
         self._states: dict[str, deque[tuple[int, Any]]] = {}
 
     def shards(self) -> Sequence[Shard]:
-        return [Shard(f"shard-{index}") for index in range(self._dataset.n_shards)]
+        return [Shard(f"shard-{index}") for index in range(self._num_shards)]
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
         index = int(shard.rpartition("-")[2])
-        part = self._dataset.shard(num_shards=self._dataset.n_shards, index=index)
+        num = self._num_shards
+        part = self._dataset.shard(num_shards=num, index=index) if num > 1 else deepcopy(self._dataset)
         if self._formatter is not None:
             part = part.with_format("arrow")
         states = self._states.setdefault(shard, deque(maxlen=_NUM_STATES))
@@ -75,6 +91,10 @@ class HuggingFaceStream(Stream):
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     @cached_property
+    def _num_shards(self) -> int:
+        return self._dataset.n_shards if _is_in_shards(getattr(self._dataset, "_ex_iterable", None)) else 1
+
+    @cached_property
     def _formatter(self) -> Any:
         """Makes rows of tables as the dataset does; None where it has no tables of plain values."""
         try:
@@ -88,6 +108,13 @@ class HuggingFaceStream(Stream):
         from datasets.formatting import get_formatter
 
         return get_formatter(kind, features=features)
+
+
+def _is_in_shards(rows: Any) -> bool:
+    """Return whether what a dataset is made of is known to have the rows of its shards, one shard after the other."""
+    sources = [*getattr(rows, "ex_iterables", ()), *([rows.ex_iterable] if hasattr(rows, "ex_iterable") else ())]
+    name = type(rows).__name__.removesuffix("Iterable").removesuffix("Examples")
+    return name in _IN_SHARDS and not getattr(rows, "with_indices", False) and all(map(_is_in_shards, sources))
 
 
 def _is_plain(column_type: Any) -> bool:

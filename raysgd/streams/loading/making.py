@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from raysgd.exceptions import StreamError
 from raysgd.streams.dealing import LaneSlice
 from raysgd.streams.lanes import LanePosition
 from raysgd.streams.open_lanes import OpenLanes
@@ -97,8 +98,41 @@ class BatchMaker:
         return MadeBatches(batches, found)
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
-        steps = self._pass.last_steps
-        return self._collate([steps(*row) for each in wanted for row in self._lanes.take(each)])
+        steps, rows, places = self._pass.last_steps, [], []
+        for row, shard, number in (row for each in wanted for row in self._lanes.take(each)):
+            rows.append(steps(row, shard, number))
+            places.append(f"shard {shard!r}, row {number}")
+        return collated(self._collate, rows, places)
+
+
+def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Sequence[str]) -> Any:
+    """Return a batch of rows, each of which is from one of the places.
+
+    Raises:
+        StreamError: `collate` failed. It names the first row that has not the form of row 0.
+    """
+    try:
+        return collate(rows)
+    except Exception as error:
+        first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
+        odd = next((number for number, each in enumerate(forms) if each != first), None)
+        where = f"{places[0]}, to {places[-1]}"
+        if odd is not None:
+            own = forms[odd]
+            field = next(name for name in {**first, **own} if first.get(name) != own.get(name))
+            kinds = [each.get(field, "missing") for each in (own, first)]
+            where = f"{places[odd]}: {field} is {kinds[0]}, and {kinds[1]} in {places[0]}"
+        raise StreamError(f"rows do not make a batch ({where}): {type(error).__name__}: {error}") from error
+
+
+def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
+    """Yield each field of a row, and which kind of value it has."""
+    named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
+    of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
+    of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""
+    yield f"`{field}`", f"a `{type(row).__name__}`{of_several}{of_array}"
+    for name, value in named:
+        yield from _forms(value, f"{field}[{name!r}]")
 
 
 class LoaderInThread:

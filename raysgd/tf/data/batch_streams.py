@@ -293,6 +293,6 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
-        self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)
+        self._step.begin(item.num_samples, item.num_joint, item.weights)
         self.consumed += item.num_joint
         return item.batch

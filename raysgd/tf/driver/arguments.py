@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from raysgd._arguments.checks import check_num_workers, check_subclass
+from raysgd._arguments.checks import check_num_workers, check_operator_class
 from raysgd._imports.optional import require_installed
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.messages.batching import check_joint_size, split_batch_size
@@ -46,7 +46,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
         return make_operator(model_creator, data_creator)
     if model_creator is not None or data_creator is not None:
         raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
-    check_subclass("training_operator_cls", operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
+    check_operator_class(operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
     checked: type[TrainingOperator] = operator_cls
     return checked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError
@@ -25,6 +26,21 @@ def check_batches(operator: TrainingOperator) -> None:
     for name in ("train_dataset", "validation_dataset"):
         if getattr(operator, name) is not None:
             datasets.check_batches_for(name, getattr(operator, name), shapes)
+
+
+def refuse_stateful(models: Iterable[Any]) -> None:
+    """Refuses recurrent layers that carry a state from batch to batch.
+
+    Raises:
+        IncompatibleModelError: There is one.
+    """
+    for layer in (layer for model in models for layer in model._flatten_layers()):
+        if hasattr(layer, "cell") and layer.stateful:
+            raise IncompatibleModelError(
+                f"`{type(layer).__name__}(stateful=True)` cannot be divided: its state belongs to rows of the batch "
+                "before, which other workers may have. Use `stateful=False` or `num_workers=1`, or let each worker "
+                "read its own sequences: `raysgd.tf.prepare_dataset_shard(dataset)`."
+            )
 
 
 def build(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchronizer: Synchronizer) -> None:

@@ -15,6 +15,7 @@ from raysgd.connections import tensorflow as connections
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
+from raysgd.streams.data import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
 from raysgd.tf.data.batch_streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource
@@ -58,6 +59,10 @@ class TFFeed(feed.Feed):
     @property
     def _ranks(self) -> TFRanks:
         return TFRanks(self._world.rank, self._world.size, self._synchronizer.group)
+
+    @property
+    def _registered_stream(self) -> StreamData | None:
+        return self._operator_of()._raysgd.data.streams.get("train")
 
     def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFBatchStream:
         operator = self._operator_of()

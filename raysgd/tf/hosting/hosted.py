@@ -35,6 +35,18 @@ from raysgd.worker.time.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+_OF_KERAS_2 = (
+    "Argument(s) not recognized",
+    "Invalid filepath extension",
+    "File format not supported",
+    "end in `.keras`",
+)
+"""What Keras 3 says of `Adam(lr=...)`, `model.save("folder")`, and the like."""
+_LEGACY_KERAS = (
+    "Keras 3 does not take this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
+    "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, and install `tf_keras`."
+)
+
 
 class TFHosted(hosted.Hosted):
     """An operator of TensorFlow, and what is made for it."""
@@ -85,11 +97,18 @@ class TFHosted(hosted.Hosted):
         rng.seed_alike(settings.seed)
         context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
-        self.operator = operator = settings.training_operator_cls(config, context)
+        try:
+            self.operator = operator = settings.training_operator_cls(config=config, context=context)
+        except ValueError as error:
+            if any(text in str(error) for text in _OF_KERAS_2) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(_LEGACY_KERAS)
+            raise
         obstacle = self.feed.obstacle("train")
         if settings.batch_options.is_constant and obstacle is not None:
             way_out = "Omit it, or register a dataset that the library divides"
             raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
+        if self._num_workers > 1 and obstacle is None:
+            building.refuse_stateful(operator._models)
         made: TrainingOperator = operator
         return made
 

@@ -39,8 +39,6 @@ class KerasState(ReplicaState):
 
     def _parts(self) -> dict[str, Any]:
         models = self._operator._models
-        if not models:
-            raise self.not_registered()
         return {
             "models": [[_array(variable) for variable in registration.weights_of(model)] for model in models],
             "optimizers": self._values_of_optimizers(),

@@ -121,8 +121,8 @@ class TFInternals(Internals):
         with summed(self.context.synchronizer.group, variables_of(metrics)):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
 
-    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        values, weight = super().parted(metrics)
+    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+        values, weight = super().parted(metrics, method)
         return {name: _number(value) for name, value in values.items()}, weight
 
     def scope(self) -> AbstractContextManager[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -26,15 +25,22 @@ class TFStep:
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
     began_at: float = 0.0
-    _drawn: DrawnAhead[tuple[int, int]] = field(default_factory=DrawnAhead)
-    _last_two: list[tuple[int, int]] = field(default_factory=list)
-    _doubtful: list[tuple[int, int]] = field(default_factory=list)
+    _drawn: DrawnAhead = field(default_factory=DrawnAhead)
 
-    def begin(self, batch: Any, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
-        """Begins a batch, which is about to be handed out."""
+    def begin(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
+        """Begins a batch, which is about to be handed out.
+
+        Raises:
+            RuntimeError: Another one waits for its step, and would count as this one.
+        """
+        if self._drawn and (num_samples, num_joint) != (self.num_samples, self.num_joint):
+            raise RuntimeError(
+                f"A batch of {num_samples} samples on this worker was drawn while one of {self.num_samples} waits for "
+                "its step, and would count as that one. Draw one batch, train on it, then draw the next; to leave one "
+                "out, call `self.skip_batch()`; to draw ahead, batch with `drop_remainder=True`."
+            )
         self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
-        self._drawn.note((num_samples, num_joint), batch)
-        self._last_two = [*self._last_two[-1:], (num_samples, num_joint)]
+        self._drawn.draw()
 
     def confirm(self) -> None:
         """Ends the step: no batch is in use any more, if what was handed out was trained on."""
@@ -42,29 +48,20 @@ class TFStep:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Says that no batch follows: who trains on one now has copied what was drawn ahead."""
-        if self._drawn.is_batch_missing and len(set(self._last_two)) > 1:
-            self._doubtful = self._last_two
+        """Says that no batch follows."""
 
     def forget(self) -> None:
         """Ends a call: what user code does between two of them is no step over the data."""
-        self.num_samples, self._drawn, self._last_two, self._doubtful = None, DrawnAhead(), [], []
+        self.num_samples, self._drawn = None, DrawnAhead()
 
     def use(self) -> int | None:
-        """This rank's samples in the batch that is trained on.
-
-        Raises:
-            RuntimeError: Batches that count differently were drawn, and it is unknown which one it is.
-        """
-        waiting = self._doubtful or self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
-        if waiting:
-            counts = ", ".join(str(own) for own, _ in waiting)
-            raise RuntimeError(
-                f"Batches were drawn ahead that have {counts} samples on this worker, so it is not known which one a "
-                "step is for. Draw one batch, train on it, then draw the next. To draw ahead, make all batches alike: "
-                "`drop_remainder=True`."
-            )
+        """Notes that a batch is trained on; returns this rank's samples in it."""
+        self._drawn.use()
         return self.num_samples
+
+    def skip(self) -> None:
+        """Says that the batch drawn last is not trained on."""
+        self._drawn.use()
 
     def factor(self, divisor: float | None) -> float:
         """Return what the loss is to be multiplied by, as far as the batch says; 1 where nothing is known."""

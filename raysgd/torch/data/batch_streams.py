@@ -63,8 +63,9 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """A loader that the library divides over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws that from a separate generator, so
-    that a pass that was interrupted and resumed leaves the model's random numbers as they would have been.
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of the rank, so
+    that ranks do not repeat each other's augmentation, and a pass that was interrupted and resumed leaves the model's
+    random numbers as they would have been.
 
     Args:
         sharded: The rebuilt loader.
@@ -90,7 +91,7 @@ class DividedLoaderSource:
             self._is_of_batches or sharded.loader.collate_fn is not default_collate
         )
         self._has_warned = False
-        self._generator = torch.Generator() if sharded.loader.generator is None else None
+        sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] = lambda is_resumed: None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
@@ -233,9 +234,7 @@ class DividedLoaderSource:
         self._check_order(consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
-        if self._generator is not None:
-            self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
-            self._sharded.loader.generator = self._generator
+        self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
         batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
         seeds: tuple[int, int] | None = None
         for share in plan.shares(rank):
@@ -265,12 +264,12 @@ class DividedLoaderSource:
 
 
 class DividedBatchesSource(DividedLoaderSource):
-    """A loader with a batch sampler of the user's: each rank takes some of its batches, if all ranks draw the same.
+    """A loader with a batch sampler of the user's: each rank takes some of its batches, which all ranks draw alike.
 
     Args:
         sharded: The rebuilt loader.
         seed: See `DividedLoaderSource`.
-        plain: What each rank uses where they do not.
+        plain: What each rank uses where replicas do not step together.
     """
 
     def __init__(self, sharded: ShardedLoader, seed: int, plain: Any) -> None:
@@ -283,17 +282,15 @@ class DividedBatchesSource(DividedLoaderSource):
         super().join(ranks)
         if is_known or ranks.world_size == 1:
             return
-        self.is_divided = ranks.is_joint and self._draws_alike(ranks)
-        if self.is_divided:
-            self._plain = None
-            return
-        self._plain = LockstepSource(self._given) if ranks.is_joint else PlainSource(self._given)
-        self._plain.join(ranks)
-        if ranks.rank == 0:
-            logger.warning(
-                "the train loader is not divided over the workers, because its %s draws other batches on each: each "
-                "worker uses its own, and after a loss the data begin again. Seed it alike on all workers",
-                self.order.name,
+        self.is_divided = ranks.is_joint
+        if not ranks.is_joint:
+            self._plain = PlainSource(self._given)
+            self._plain.join(ranks)
+        elif not self._draws_alike(ranks):
+            raise ValueError(
+                f"The {self.order.name} of the train loader draws other batches on each worker, so they cannot be "
+                "divided: seed it alike on all workers, or pass `add_dist_sampler=False` if it draws a part of the "
+                "data for each."
             )
 
     def _draws_alike(self, ranks: Ranks) -> bool:
@@ -449,7 +446,8 @@ def _samples_in(batch: Any) -> int | None:
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
     """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
-    _num_steps_in_pass = 0
+    _num_steps_in_pass = _began_at = 0
+    _before: tuple[int | None, int] | None = None  # due and used, where the group was left: another one plans again
 
     @property
     def completed(self) -> int:
@@ -461,21 +459,24 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         May be called from a second thread, while the first works.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
+        if self._before is not None:
+            return *self._before, 0
         num_due = self.source.num_steps()
         due = None if num_due is None else self.source.consumed_after(num_due)
         if to_resume is not None:
             return due, to_resume[1], 0
         if not num_steps:
-            return due, 0, 0
+            return due, self._began_at, 0
         used = self.source.consumed_after(max(0, num_steps - num_open))
         return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
 
     def break_off(self) -> None:
         super().break_off()
-        self._num_steps_in_pass = 0
+        self._before = self.ledger()[:2]
+        self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
-        self._num_steps_in_pass = 0
+        self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
@@ -491,7 +492,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
         batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
+        self._step.begin(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
         if seeds is not None:
             self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)

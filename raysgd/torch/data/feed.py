@@ -75,6 +75,11 @@ class TorchFeed(feed.Feed):
     def _ranks(self) -> Ranks:
         return self._group
 
+    @property
+    def _registered_stream(self) -> StreamData | None:
+        data = self._data_of("train")
+        return data if isinstance(data, StreamData) else None
+
     def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchBatchStream:
         return TorchBatchStream(source, self._parallel.step, begin_pass, self._undo)
 
@@ -173,7 +178,7 @@ class TorchFeed(feed.Feed):
             return f"the {name} loader is not divided by the library ({data.reason})"
         is_apart = name == "train" and isinstance(data, ShardedLoader) and self.train_stream is not None
         if is_apart and not has_divided_source(self.train_stream):
-            return "the batch sampler of the train loader draws other batches on each rank"
+            return "each worker draws its own batches with the batch sampler of the train loader"
         return None
 
     def ledger(self) -> DataLedger | None:

@@ -219,7 +219,7 @@ _RULES = (
 def _rebuild(
     loader: DataLoader[Any], sampler: Sampler[list[Any]], pin_memory: bool, num_shards: int
 ) -> DataLoader[Any]:
-    options = kept_options(loader, "generator", "persistent_workers")
+    options = kept_options(loader, "persistent_workers")
     options["pin_memory"] = loader.pin_memory or pin_memory
     if loader.num_workers:
         options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)

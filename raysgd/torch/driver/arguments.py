@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments.checks import check_subclass, did_you_mean, is_number, refuse_text
+from raysgd._arguments import checks
+from raysgd._arguments.checks import did_you_mean, is_number, refuse_text
 from raysgd._text.once import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
+from raysgd.engine.processes.resources import num_gpus
 from raysgd.messages.batching import check_joint_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.torch import constants
@@ -61,7 +63,7 @@ def _warn_local_once() -> None:
 
 def check_operator_class(operator_cls: Any) -> None:
     """Refuses anything but an operator class."""
-    check_subclass("training_operator_cls", operator_cls, TrainingOperator, "TrainingOperator")
+    checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, joint_option: str = "") -> None:
@@ -104,6 +106,16 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
     if not use_gpu and available:
         logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
     return bool(use_gpu)
+
+
+def warn_of_unused_gpus(use_gpu: bool | str) -> None:
+    """Says that nodes have GPUs where the driver, by which "auto" goes, has none."""
+    if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
+        logger.warning(
+            'the nodes have %g GPUs, and training runs on CPUs: `use_gpu="auto"` goes by the driver, which has none. '
+            "Pass `use_gpu=True` to train on the GPUs",
+            found,
+        )
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:

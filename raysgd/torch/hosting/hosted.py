@@ -110,7 +110,7 @@ class TorchHosted(hosted.Hosted):
         context = OperatorContext(settings, world, device, precision, self.parallel)
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
-        self.operator = settings.training_operator_cls(settings.config_for(world.size), context)
+        self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         self._check_data()
         self._warn_of_batch_norms()
         self._warn_of_idle_workers()
@@ -203,12 +203,12 @@ class TorchHosted(hosted.Hosted):
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 
-    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
-        internals = self.internals
+    def change_config(self, settings: TorchSettings) -> list[str]:
+        internals, changed = self.internals, settings.config_changes[-1]
         chosen, internals.followed = internals.chosen, set()
         try:
             with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
-                super().change_config(config, changed)
+                super().change_config(settings)
         except BaseException:
             internals.chosen = chosen
             raise

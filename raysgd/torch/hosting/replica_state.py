@@ -128,15 +128,8 @@ class TorchState(ReplicaState):
 
     @property
     def registered(self) -> RegisteredObjects:
-        """The arguments of `register`.
-
-        Raises:
-            NotRegisteredError: It was never called.
-        """
-        registered = self._internals.registered
-        if not registered.original_models:
-            raise self.not_registered()
-        return registered
+        """The arguments of `register`."""
+        return self._internals.registered
 
     def optimizers_as_in(self, state: Mapping[str, Any]) -> list[Any]:
         """The optimizers with the groups that they have in a state."""

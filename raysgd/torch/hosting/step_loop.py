@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.connections.torch import is_connection_error
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.recovery import Undo
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.parallel.exchanges import step_only_where
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.own_steps import tells_of_steps
 from raysgd.torch.step.undo_log import UndoLog
@@ -64,8 +61,6 @@ class StepLoop(Loop):
         )
         self.step.opens, self.step.exchanges = self._begin_step, self.undo_log.note_exchange
         self._watch_models()
-        if self.is_kept:
-            self._let_batches_fail()
 
     def _watch_models(self) -> None:
         operator = self._operator
@@ -81,23 +76,8 @@ class StepLoop(Loop):
             if is_close:
                 optimizer.register_step_pre_hook(self.undo_log.before_step)
 
-    @property
-    def is_kept(self) -> bool:
-        operator = self._operator
-        return operator.rejoins_in_loop and overrides(operator, "train_epoch") and self._parallel.fails_quietly
-
     def is_lost(self, error: BaseException) -> bool:
         return is_connection_error(error)
-
-    def _let_batches_fail(self) -> None:
-        """Let nothing be raised in user code where an exchange breaks, and nothing step after that."""
-        exchanges = self._parallel.exchanges
-        exchanges.fail_quietly = True
-        for optimizer in self._operator._raysgd.registered.optimizers:
-            step_only_where(optimizer, lambda closure: closure is not None or not exchanges.has_failed)
-        loop = weakref.ref(self)  # the hook is one of the process
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _note_stray(loop(), optimizer))
-        weakref.finalize(self, hook.remove)
 
     def _num_changes(self) -> int:
         if not self._watched:
@@ -168,17 +148,6 @@ class StepLoop(Loop):
     @property
     def joint_work(self) -> JointWork | None:
         return self._parallel.record.work
-
-
-def _note_stray(loop: StepLoop | None, optimizer: torch.optim.Optimizer) -> None:
-    """Note a step with gradients of one rank alone, which the library could not leave out."""
-    if loop is None or not loop._parallel.exchanges.has_failed:
-        return
-    registered = loop._operator._raysgd.registered
-    trained = {id(parameter) for part in registered.trained for parameter in part.parameters()}
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if trained & stepped and not any(optimizer is each for each in registered.optimizers):
-        loop.stray = f"a `{type(optimizer).__name__}` that is not registered stepped in a batch that had failed"
 
 
 def _may_change_models_early(operator: TrainingOperator) -> bool:

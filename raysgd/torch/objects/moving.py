@@ -1,13 +1,18 @@
-"""Tensors on their way between host and device."""
+"""Tensors on their way between host and device, and models on their way between processes."""
 
 from __future__ import annotations
 
 import copy
+import copyreg
+import sys
 from collections.abc import MutableMapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch.nn.utils import parametrize
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -50,3 +55,38 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
     return values
+
+
+def packed(model: torch.nn.Module) -> torch.nn.Module:
+    """Make a copy of a model picklable, in place; `unpacked` completes it.
+
+    PyTorch pickles no class that `torch.nn.utils.parametrize` made, so modules get the class that they had before. The
+    hooks with which `transformers` collects outputs hold a variable of its module, which is pickled by its name.
+    """
+    for part in model.modules():
+        if parametrize.is_parametrized(part):
+            part.__class__ = parametrize.type_before_parametrizations(part)
+    if variable := getattr(sys.modules.get(_CAPTURING), "_active_collector", None):
+        copyreg.pickle(type(variable), lambda _: "_active_collector")
+    return model
+
+
+def unpacked(model: torch.nn.Module) -> torch.nn.Module:
+    """Complete a model that was packed, perhaps in another process, in place.
+
+    Modules get the classes that their parametrizations need, and `transformers` the outputs to collect: it forgets what
+    it did not make in this process.
+    """
+    registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
+    parts: list[Any] = list(model.modules())
+    for part in parts:
+        if hasattr(part, "_can_record_outputs"):
+            registry[part] = part._can_record_outputs
+        if parametrize.is_parametrized(part):
+            lists = part.parametrizations
+            del part.parametrizations
+            for name, each in lists.items():
+                part.register_buffer(name, torch.empty(0))
+                parametrize.register_parametrization(part, name, torch.nn.Identity(), unsafe=True)
+                part.parametrizations[name] = each
+    return model

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.worker.parts import RegisteredParts, parts_of
+
+logger = logging.getLogger(__name__)
 
 
 def models_of(given: Any) -> RegisteredParts:
@@ -50,23 +54,40 @@ def criterion_of(given: Any) -> Any:
     """
     if not given:
         return None
-    if not callable(given):
+    if not callable(given) or isinstance(given, type):
         raise InvalidRegistrationError(
-            f"`register(criterion={given!s:.100})`: pass a loss module, or a function of output and target."
+            f"`register(criterion={given!s:.100})`: pass a loss module such as `torch.nn.MSELoss()`, or a function of "
+            "output and target."
         )
     return given
 
 
-def check_loader(name: str, given: Any) -> None:
-    """Refuses what cannot be iterated over.
+def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
+    """Refuses what yields no batches, and warns of a dataset that may yield samples.
 
     Raises:
-        InvalidRegistrationError: It cannot.
+        InvalidRegistrationError: It cannot be iterated over, or yields samples.
     """
     can_be_iterated = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     if given is not None and (not can_be_iterated or isinstance(given, type | str | bytes | Mapping)):
         raise InvalidRegistrationError(
             f"`register_data({name}={given!s:.100})`: pass a `DataLoader`, or something else that yields batches."
+        )
+    inner = given
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    if isinstance(inner, TensorDataset):
+        raise InvalidRegistrationError(
+            f"`register_data({name}=...)` got a `{type(given).__name__}`, whose samples would be batches of one: wrap "
+            f"it in a loader, `{name}=DataLoader(dataset, batch_size=32, shuffle=True)`."
+        )
+    if warn and isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        logger.warning(
+            "`register_data(%s=...)` got a `%s`, and each worker takes all its items as batches. If they are samples, "
+            "wrap it in a loader: `%s=DataLoader(dataset, batch_size=32, shuffle=True)`",
+            name,
+            type(given).__name__,
+            name,
         )
 
 
@@ -78,7 +99,7 @@ def schedulers_of(given: Any) -> RegisteredParts | None:
 
 
 def _steps(item: Any) -> bool:
-    return hasattr(item, "step")
+    return hasattr(item, "step") and not isinstance(item, type)
 
 
 def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:

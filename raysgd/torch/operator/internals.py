@@ -22,7 +22,6 @@ from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
 from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
-from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.utils import IS_PADDING
@@ -78,8 +77,7 @@ class TorchInternals(Internals):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         options, step = context.settings.step_options, context.parallel.step
-        closures = Closures(context.parallel, self.sum_over_workers)
-        self.own_steps = OwnSteps(context.precision, options, operator, step, closures, self.callbacks)
+        self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
         self.coming: Mapping[str, Any] | None = None
@@ -221,7 +219,7 @@ class TorchInternals(Internals):
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
         """Count the metrics of a training batch, once its step is done."""
-        values, num_samples = self.parted(metrics)
+        values, num_samples = self.parted(metrics, "train_batch")
         if BATCH_WEIGHT in values:
             self.gradients.compare_weight(values, type(self._operator).__name__)
         count = meters.update if self.parallel.step.is_boundary else meters.hold

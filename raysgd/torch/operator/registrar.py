@@ -239,7 +239,7 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):
-            registration.check_loader(name, loader)
+            registration.check_loader(name, loader, warn=context.world.rank == 0)
     return RegisteredData(
         _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
     )

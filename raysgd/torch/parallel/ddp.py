@@ -64,7 +64,7 @@ class DDP(NoParallel):
         tells_rows: See `NoParallel`.
     """
 
-    synchronizes = fails_quietly = True
+    synchronizes = True
 
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
@@ -184,23 +184,10 @@ class DDP(NoParallel):
         super().arm(models, weight_in_hook, window)
         self.step.check = partial(self._check_step, self.step.check)
         self.weights_in_hook = self.weights_in_hook or weight_in_hook
-        if self.exchanges.fail_quietly:
-            for model in wrapped:
-                model.broadcast_buffers = False
-            self.step.refresh = partial(self._refresh_between, wrapped, self.step.refresh)
         for model in wrapped:
             self._armed.add(id(model))
             if not model._comm_hooks:
                 self._register_hook(model, {})
-
-    def _refresh_between(self, models: Sequence[DistributedDataParallel], refresh: Callable[[], None]) -> None:
-        """Exchanges between two batches what wrappers exchange in forward passes, where user code would fail."""
-        refresh()
-        for model in models:
-            model.reducer._rebuild_buckets()
-            options = next((each.options for each in self._wrapped if each.model is model), {})
-            if options.get("broadcast_buffers", True):
-                repeat_first(model.module.buffers(), model.process_group)
 
     def _start_sum(self, number: float) -> Callable[[], float]:
         # In the group of the gradients: there it comes right before those of the same backward pass, on every rank. Or

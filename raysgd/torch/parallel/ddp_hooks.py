@@ -92,8 +92,6 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Weights gradients if need be, and sends them: as the user's hook does, at once, or as PyTorch does."""
     parallel, gradients = state.parallel, bucket.buffer()
-    if parallel.exchanges.has_failed:
-        return completed(gradients)
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
         parallel.note_exchange(state.work)
@@ -112,26 +110,21 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
     """Begins an exchange of gradients, and that of rows beside it."""
-    exchanges, is_last, gradients = parallel.exchanges, bucket.is_last(), bucket.buffer()
-    try:
-        future = exchanges.track(begin(bucket), is_last, gradients)
+    exchanges, is_last = parallel.exchanges, bucket.is_last()
+    with exchanges.noting():
+        future = exchanges.track(begin(bucket), is_last)
         if is_last:
             parallel.rows.exchange_beside_gloo()
-    except Exception as error:
-        return exchanges.end_broken(error, gradients)
     return future
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     gradients = bucket.buffer()
-    try:
-        with parallel.exchanges.timed(group):
-            if bucket.is_last():
-                parallel.rows.add_up(group, gradients.numpy())
-            else:
-                group.add_up(gradients.numpy())
-    except Exception as error:
-        return parallel.exchanges.end_broken(error, gradients)
+    with parallel.exchanges.noting(), parallel.exchanges.timed(group):
+        if bucket.is_last():
+            parallel.rows.add_up(group, gradients.numpy())
+        else:
+            group.add_up(gradients.numpy())
     parallel.exchanges.count(bucket.is_last())
     return completed(gradients.div_(group.size))
 

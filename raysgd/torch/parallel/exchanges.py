@@ -3,9 +3,9 @@
 A `train_batch` that continues after any exception also continues after a lost connection. Each later step would have no
 exchange and perhaps no update, and still count as done. So this is looked at before a step counts.
 
-What is looked at: every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended, and
-where fewer of them were made than in other steps, or where that is unknown, whether the connections are still open. A
-rank that was lost *after* the step's exchanges leaves the step valid, with the gradients of all ranks.
+Every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended. Where a step made none
+that is known, it counts only if the connections are still open. A rank that was lost *after* the
+step's exchanges leaves the step valid, with the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class Exchanges:
         is_broken: Whether a connection of the group has ended.
 
     Attributes:
-        fail_quietly: Whether one that breaks raises nothing in user code. Then the batch has failed: its later ones are
-            left out, and `check` raises.
-        has_failed: Whether the batch has failed so.
         ledger: Is told when exchanges begin and end.
         clock: The same, where it is needed how long a GPU computes in between.
     """
@@ -48,7 +45,6 @@ class Exchanges:
     ) -> None:
         self._is_lost = is_lost
         self._is_broken = is_broken
-        self.fail_quietly = False
         self.ledger: Ledger | None = None
         self.clock: StreamClock | None = None
         self.forget()
@@ -56,9 +52,7 @@ class Exchanges:
     def forget(self) -> None:
         """Starts over, in another group."""
         self._error: BaseException | None = None
-        self.has_failed = False
         self._num_made = 0
-        self._num_usual = 1
         if self.clock is not None:
             self.clock.forget()
 
@@ -67,25 +61,13 @@ class Exchanges:
         if self.clock is not None:
             self.clock.begin()
 
-    def end_broken(self, error: Exception, gradients: torch.Tensor) -> Any:
-        """Stands for an exchange that raised.
-
-        Raises:
-            Exception: It does not do so quietly.
-        """
-        self.note(error)
-        if not self.has_failed:
-            raise error
-        return completed(gradients)
-
-    def track(self, future: Any, is_last: bool, gradients: Any = None) -> Any:
+    def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
         if is_last and self.clock is not None:
             self.clock.end()
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
         received = partial(self._received_last, is_awaited) if is_last else self._received
-        received = partial(received, gradients)
         return future.then(received)  # not a callback beside it, which the backward pass would not wait for
 
     def own_s(self) -> float:
@@ -102,8 +84,8 @@ class Exchanges:
         """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
 
-    def _received_last(self, is_awaited: bool, gradients: Any, future: Any) -> Any:
-        received = self._received(gradients, future)
+    def _received_last(self, is_awaited: bool, future: Any) -> Any:
+        received = self._received(future)
         if is_awaited:
             assert self.ledger is not None
             self.ledger.end_exchange()
@@ -111,18 +93,13 @@ class Exchanges:
             self.clock.begin()
         return received
 
-    def _received(self, gradients: Any, future: Any) -> Any:
-        try:
+    def _received(self, future: Any) -> Any:
+        with self.noting():
             return future.value()
-        except Exception as error:
-            self.note(error)
-            if self.has_failed:
-                return gradients
-            raise
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Stands for an exchange beside those that are counted."""
+        """Note what an exchange raises in the block."""
         try:
             yield
         except Exception as error:
@@ -132,7 +109,7 @@ class Exchanges:
     def note(self, error: BaseException) -> None:
         """Keeps the first exception that an exchange raised because the group is broken."""
         if self._error is None and self._is_lost(error):
-            self._error, self.has_failed = error, self.fail_quietly
+            self._error = error
 
     def check(self) -> None:
         """Ends a step; raises if it cannot count because the group broke in it.
@@ -143,9 +120,8 @@ class Exchanges:
         num_made, self._num_made = self._num_made, 0
         if self._error is not None:
             raise self._error
-        if num_made < self._num_usual and self._is_broken():
+        if not num_made and self._is_broken():
             raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
-        self._num_usual = max(self._num_usual, num_made)
 
 
 def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -10,8 +10,8 @@ the last of which may be shorter, and the weights of other ranks are unknown bef
 loss is divided by what is *expected*, and the gradients are corrected once at the end, if there was less or more. Equal
 batches need no correction.
 
-All this belongs to the batch that was handed out last. Who draws batches ahead of the training gets an error where they
-have different weights: it is unknown which of them a loss was computed from.
+All this belongs to the batch that was handed out last. To draw one that counts otherwise, while another waits for its
+backward pass, is an error.
 
 Why gradients are weighted by samples: ADR 3; over several batches: ADR 20; by weights of users: ADR 44.
 """
@@ -19,7 +19,7 @@ Why gradients are weighted by samples: ADR 3; over several batches: ADR 20; by w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -132,6 +132,7 @@ class BatchStep:
         amounts: What the criterion's means in this batch are over, if not samples.
         has_compared: Whether a loss of PyTorch that may leave labels out was called in this batch.
         is_padding: Whether the batch is only there to take part in the collectives.
+        drawn: The batches that were drawn and not trained on yet, where it matters.
         left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
     """
 
@@ -164,9 +165,7 @@ class BatchStep:
         self._exchanged_in: int | None = None  # that of the last exchange
         self._index = self._num_batches = 0
         self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
-        self._drawn: DrawnAhead[_Terms] = DrawnAhead()
-        self._doubtful: list[_Terms] = []
-        self._terms = self._terms_before = _Terms()
+        self.drawn, self._is_by_samples = DrawnAhead(), True
         self._take(_Terms())
         self.defer(False)
 
@@ -181,7 +180,6 @@ class BatchStep:
         num_samples: int | None,
         total: int | None = None,
         is_last: bool = True,
-        batch: Any = (),
         is_last_part: bool = True,
     ) -> None:
         """Begins a batch."""
@@ -202,9 +200,12 @@ class BatchStep:
         self._is_confirmed = False
         self.is_last_part = is_last_part
         self.left_out.clear()
-        self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
+        terms = _Terms(weight, num_samples, total if self.window > 1 else None, is_boundary)
+        if self.drawn and not terms.are_alike(self._terms, self._is_by_samples):
+            raise self._drawn_too_early(terms)
+        self._take(terms)
         if self.window > 1 or self.is_joint:
-            self._drawn.note(self._terms, batch)
+            self.drawn.draw()
         if self.window > 1:
             self.defer(not is_boundary)
 
@@ -234,14 +235,11 @@ class BatchStep:
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
-        last_two = [self._terms_before, self._terms]
-        if self._drawn.is_batch_missing and not last_two[0].are_alike(last_two[1], by_samples=True):
-            self._doubtful = last_two
-        if not self._drawn:
+        if not self.drawn:
             self._take(_Terms())
 
     def _take(self, terms: _Terms) -> None:
-        self._terms_before, self._terms = self._terms, terms
+        self._terms = terms
         self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
         self.is_padding, self.has_compared = terms.num_samples == 0, False
         self.weights: list[float] = []
@@ -262,15 +260,26 @@ class BatchStep:
         return self._terms.total if self.num_samples is None else self.num_samples
 
     def use(self, by_samples: bool = True) -> None:
-        """Says that a backward pass follows.
+        """Says that a backward pass follows."""
+        self._is_by_samples = by_samples
+        self.drawn.use()
 
-        Raises:
-            RuntimeError: Batches that count differently were drawn, and it is unknown which one the loss is of.
-        """
-        waiting = self._doubtful if by_samples else []
-        waiting = waiting or self._drawn.use(lambda terms: terms.are_alike(self._terms, by_samples))
-        if waiting:
-            raise RuntimeError(_drawn_ahead(waiting, self.window))
+    def skip(self) -> None:
+        """Says that no backward pass follows for this batch."""
+        self.drawn.use()
+
+    def _drawn_too_early(self, terms: _Terms) -> Exception:
+        if self.window > 1:
+            return ValueError(
+                f"`{self.option}`: `self.backward` was not called for the batch that was drawn before this one. Call "
+                "`self.backward(loss)` and `self.optimizer_step()` for each batch, or `self.skip_batch()`; to "
+                "accumulate yourself, omit the option."
+            )
+        return RuntimeError(
+            f"A batch with weight {terms.weight:g} was drawn while one with weight {self._terms.weight:g} waits for "
+            "its backward pass, and would count as that one. Draw one batch, train on it, then draw the next; to "
+            "leave one out, call `self.skip_batch()`; to draw ahead, pass `drop_last=True` to the loader."
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -289,6 +298,8 @@ class BatchStep:
         self.left_out.difference_update(map(id, optimizers))
         if weight is not None:
             self.weights.append(weight)
+        if self.is_joint or self.window > 1:
+            self.use(by_samples=weight is None)
         self.is_used = True
         first = optimizers[0]
         is_unknown = weight is None and self._terms.total is None  # what all the batches of the step will hold
@@ -442,16 +453,6 @@ class BatchStep:
             return 1.0
         self.use()
         return self.weight
-
-
-def _drawn_ahead(waiting: Iterable[_Terms], window: int) -> str:
-    weights = ", ".join(f"{terms.weight:g}" for terms in waiting)
-    reason = "are at different places of an optimizer step" if window > 1 else f"count differently (weights {weights})"
-    return (
-        f"Batches were drawn ahead that {reason}, so it is not known which one this backward pass is for. Draw one "
-        "batch, train on it, then draw the next. To draw ahead, make all batches alike: `drop_last=True` in the "
-        "loader, no `accumulate_grad_batches`. Or say how much each counts: `self.backward(loss, weight=...)`."
-    )
 
 
 def _weighted_in_part(window: int) -> str:

@@ -57,13 +57,11 @@ class NoParallel:
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         rows: What the ranks tell each other in each step.
         record: What was done in the call that all ranks have to do alike.
-        fails_quietly: Whether exchanges that break can do so without an exception in user code.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
     synchronizes = False
     is_sharded = False
-    fails_quietly = False
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.step = BatchStep()
@@ -172,15 +170,11 @@ class NoParallel:
             loss: The mean over the samples.
             optimizer: The one that it trains.
             is_further: Whether the batch had a backward pass before, so that no hook may see this one.
-
-        Raises:
-            RuntimeError: It is unknown which batch it is of.
         """
         step = self.step
         step.end_forward()
         if step.window == 1 and ((self.weights_in_hook and not is_further) or not self.synchronizes):
             return loss
-        step.use()
         factor = step.factor_of(optimizer) if step.window > 1 else step.weight
         return loss if factor == 1.0 else loss * factor
 
@@ -197,14 +191,12 @@ class NoParallel:
             parameters: What gets gradients. With weight 0 these are 0, also where the mean over nothing is NaN.
 
         Raises:
-            RuntimeError: It is unknown which batch it is of.
             ValueError: This kind of replicas cannot do that.
         """
         if self.weights_obstacle is not None:
             raise _no_weights(self.weights_obstacle)
         step = self.step
         step.end_forward()
-        step.use(by_samples=False)
         factor = step.factor_of(optimizers[0], weight)
         with step.weighting(), nullcontext() if weight else _silenced(parameters):
             yield loss * factor

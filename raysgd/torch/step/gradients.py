@@ -168,8 +168,6 @@ class Gradients:
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Steps optimizers, if all their gradients are there."""
         step = self._parallel.step
-        if self._parallel.exchanges.has_failed:
-            return
         for optimizer in optimizers:
             if step.window > 1:
                 step.end_batch(optimizer)

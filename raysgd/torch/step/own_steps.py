@@ -15,7 +15,6 @@ import torch
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.step import BatchStep
-from raysgd.torch.step.closures import Closures
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -38,12 +37,10 @@ class OwnSteps:
         options: StepOptions,
         bounds: GradientBounds,
         step: BatchStep,
-        closures: Closures,
         callbacks: InstalledCallbacks,
     ) -> None:
         self._callbacks = callbacks
         self._precision = precision
-        self._closures = closures
         self._options, self._clips = options, options.clips
         self._bounds = bounds
         self._step = step
@@ -149,15 +146,30 @@ class OwnSteps:
                 self._check_gradients(optimizer)
             return None
 
-        self._closures.check()
+        self._check_closure(optimizer)
 
         def compute() -> Any:
             self._step.stepped(optimizer)  # each call of the closure begins with no gradients
-            loss = self._closures.call(closure)
+            loss = closure()
             self._check_gradients(optimizer)
             return loss
 
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _check_closure(self, optimizer: Any) -> None:
+        """Refuse a closure, which computes a whole step, where a step takes other ranks or several batches."""
+        name = type(optimizer).__name__
+        if self._step.is_joint:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
+                "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
+                "and call `self.backward(loss)` and `self.optimizer_step()`."
+            )
+        if self._step.window > 1 or self._step.shards is not None:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
+                "several batches: omit `accumulate_grad_batches`, `max_batch_per_worker` or `deterministic=True`."
+            )
 
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):

@@ -62,7 +62,9 @@ class JointSteps:
         self._num_steps = 0  # of optimizers in this batch
         self._num_usual = 0  # the same in each batch, as the first one has shown; 0 before that
         self._weight = 1.0
-        self._has_batch = self._has_exchanged = self._is_checked = False
+        self._at = 0  # that of the batch
+        self._open: BatchStart | None = None  # the batch whose end was not seen yet
+        self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -239,15 +241,29 @@ class JointSteps:
         self._learn(state["num_usual"])
         self._membership.step_in(state["number"], state["num_done"])
 
-    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool) -> BatchStart:
+    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> BatchStart:
         """A batch begins.
 
         Args:
             place: Where its samples were divided.
             weight: What its mean counts: its part of the joint batch times the number of ranks.
             has_trained: Whether steps were taken on batches of its loader before.
+            at: Its number, which is to be that of the other ranks' batches.
+
+        Raises:
+            ValueError: Another batch waits for its step.
+            DistNetworkError: The function has left a pass in a batch that failed.
         """
-        mark = self._membership.open_batch(place, has_trained)
+        if self._open is not None:
+            if not (self._is_left or self._num_steps):
+                raise ValueError(
+                    "`elastic=True`: a second batch was drawn before the step on the first one, and a step can count "
+                    "only one. Use one loader for both: over `StackDataset(first, second)`, say, or a `ConcatDataset`."
+                )
+            if self.close_batch(self._open) == "failed":
+                raise _lost("the function left a pass in a batch that failed: ask `batch_failed()` before that")
+        mark = self._open = self._membership.open_batch(place, has_trained)
+        self._at, self._is_left = at, False
         if not mark.has_failed and place is not self._met:
             self._met = place
             if not self._membership.meet(place, self._meet):
@@ -276,8 +292,11 @@ class JointSteps:
 
         Raises:
             DistNetworkError: It failed behind a step that counts.
+            ValueError: It had a sample twice, and no step by which that would not count.
         """
-        membership = self._membership
+        if mark is not self._open:  # another loader's batch followed its step
+            return "done"
+        membership, self._open = self._membership, None
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
         if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
@@ -294,9 +313,19 @@ class JointSteps:
             membership.flaw = "gradients are added up over several batches"
             if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
                 membership.end_exchange(self._compared(math.nan))
+        if not (self._weight or self._has_exchanged or is_done or self._is_left):
+            raise ValueError(
+                "`elastic=True`: a worker without a sample in the last batch got one of another worker, and no step "
+                "followed. Evaluate under `torch.no_grad()`: there each sample comes once."
+            )
         if is_done and not self._num_usual:
             self._learn(self._num_steps)
         return "done" if is_done else "seen"
+
+    def leave_batch(self) -> bool:
+        """The function leaves the pass in the middle of a batch; returns whether a step was taken on that."""
+        self._is_left = True
+        return self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
         """Takes note of how many steps each batch has."""
@@ -378,24 +407,23 @@ class JointSteps:
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compares the steps and learning rates of a batch with those of the other ranks; NaN for no step.
+        """Compares a batch, its steps and learning rates with those of the other ranks; NaN for no step.
 
         All ranks are there then.
 
         Returns:
             What is wrong, if something is.
         """
-        membership, own = self._membership, torch.tensor([rates, self._num_steps], dtype=torch.float64)
+        membership, own = self._membership, torch.tensor([rates, self._num_steps, self._at], dtype=torch.float64)
         means = own.clone()
         try:
             self._parallel.all_sum(means)
         except Exception as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        is_same = means.isclose(own, rtol=_SAME, atol=0.0).tolist()
-        if math.isnan(rates) or all(is_same):
+        is_alone = bool(means[0].isnan()) or not torch.equal(means[1:], own[1:])
+        if math.isnan(rates) or not (is_alone or not math.isclose(means[0], rates, rel_tol=_SAME)):
             return None
-        is_alone = means[0].isnan() or not is_same[1]
         membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
         return _lost(membership.flaw)
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
+from raysgd._numbers.seeds import seed_of
 from raysgd.air._running import running_session
 from raysgd.engine.shared.types import World
 from raysgd.streams.stream import Stream
@@ -126,7 +127,7 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
         _accept_epochs(loader.sampler)
         return loader
     _check_batches(loader)
-    return _seeded(_over(loader, _divided_sampler(_sampler_of(loader), world, exact)), seed)
+    return _seeded(_over(loader, _divided_sampler(_sampler_of(loader), world, exact)), seed, world.rank)
 
 
 def is_divisible(loader: DataLoader[Any]) -> bool:
@@ -154,13 +155,17 @@ def over_joint_batches(loader: DataLoader[Any], world: World, seed: int | None) 
     made = copy.copy(loader)
     joint = JointBatches(whole, batches.batch_size * world.size, batches.drop_last)
     vars(made).update(sampler=whole, batch_sampler=joint, _iterator=None)
-    return _seeded(made, seed)
+    return _seeded(made, seed, world.rank)
 
 
-def _seeded(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
+def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
+    """Seed the processes of a loader; each rank's differ, or they would repeat each other's augmentation."""
     if seed is not None:
-        loader.generator, loader.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
-        loader.generator.manual_seed(seed)
+        loader.worker_init_fn = _seeding(loader.worker_init_fn)
+    elif loader.generator is not None:
+        seed = loader.generator.initial_seed()
+    if seed is not None:
+        loader.generator = torch.Generator().manual_seed(seed_of(seed, rank))
     return loader
 
 

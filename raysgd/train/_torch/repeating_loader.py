@@ -43,7 +43,7 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The passes with steps that have come to their end, in all workers together.
+        """The passes with steps that have come to their end or were left, in all workers together.
 
         A function that counts by it can be joined by others in the middle. You may set it, to what a checkpoint says.
         """
@@ -91,8 +91,12 @@ class RepeatingLoader(DataLoader[Any]):
                         yield batch
                     self._number += 1
                     continue
-                mark = self._steps.open_batch(place, weight, self._has_trained)
-                yield batch
+                mark = self._steps.open_batch(place, weight, self._has_trained, self._number)
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._leave(outcomes, is_last=self._number + 1 == num_batches)
+                    raise
                 outcome = self._steps.close_batch(mark)
                 self._number += outcome != "failed"
                 self._note(outcome, outcomes)
@@ -103,6 +107,15 @@ class RepeatingLoader(DataLoader[Any]):
                     break
         joint.end()
         self._epoch += "done" in outcomes
+        self.is_open = False
+
+    def _leave(self, outcomes: set[str], is_last: bool) -> None:
+        """Counts the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
+        if self._steps.leave_batch() or "done" in outcomes:
+            self._has_trained = True
+            if is_last or isinstance(self._joint, JointBatches):
+                self._joint.end()
+                self._epoch += 1
         self.is_open = False
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:

@@ -41,6 +41,9 @@ class PlaceInStep(Protocol):
     def is_boundary(self) -> bool:
         """True if the step of the optimizer ends with this batch."""
 
+    def skip(self) -> None:
+        """Called when the batch that was drawn last is left out."""
+
     def confirm(self) -> None:
         """Called when a step is done."""
 
@@ -263,10 +266,6 @@ class WatchedBatches:
     def __next__(self) -> Any:
         self.was_touched = True
         return next(self._batches)
-
-    def run(self, body: Callable[[], Any]) -> Any:
-        """Return what a loop over these batches returns."""
-        return body()
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:

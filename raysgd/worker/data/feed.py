@@ -63,6 +63,11 @@ class Feed(ABC):
     def _ranks(self) -> Any:
         """The group, as sources see it."""
 
+    @property
+    @abstractmethod
+    def _registered_stream(self) -> Any:
+        """The `StreamData` that are registered to train on; None where other data are, or none."""
+
     @abstractmethod
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
         """Return the source of batches of what is registered under "train" or "validation"."""
@@ -120,9 +125,9 @@ class Feed(ABC):
         if request.shard_key is not None:
             stream = self._stream_of_call(request)
         elif self.train_stream is None:
-            source = self._source("train", request, training=True)
-            stream = self.train_stream = self._stream_over(source, self.begin_pass)
+            stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
             self._resume(stream)
+            self.train_stream, self._to_resume = stream, None
         else:
             stream = self.train_stream
         stream.source.join(self._ranks)
@@ -145,9 +150,9 @@ class Feed(ABC):
         place: DataPosition | None = getattr(share, "place", None)
         if place is None or not has_divided_source(stream):
             return
-        self.data_of_call["train"] = replace(share, place=None)
         if stream.source.load_state(place.saved):
             stream.resume(place.pass_index, place.consumed)
+        self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
         """Return what the share for a call makes, once for all calls that use it."""
@@ -220,6 +225,15 @@ class Feed(ABC):
             **stream.source.state(consumed, is_mid_pass),
         }
 
+    def check_position(self, position: Mapping[str, Any] | None) -> None:
+        """Refuse a position that does not fit the registered stream.
+
+        Raises:
+            ValueError: It does not.
+        """
+        if self._registered_stream is not None and position and not position.get("is_unknown"):
+            self._registered_stream.check_position(position)
+
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
         """Continues at a saved position, with fresh streams."""
         self.close()
@@ -232,14 +246,14 @@ class Feed(ABC):
         self.validation.drop()
 
     def _resume(self, stream: Any) -> None:
-        position, self._to_resume = self._to_resume, None
+        position = self._to_resume
         if position and position.get("is_unknown"):
             logger.warning(
                 "epoch %s stopped in the middle, and the library does not divide this train data, so its position is "
                 "unknown: reading it from the beginning",
                 position["pass_index"],
             )
-        elif position and self.is_divided(stream) and stream.source.load_state(position) and position["is_mid_pass"]:
+        elif position and has_divided_source(stream) and stream.source.load_state(position) and position["is_mid_pass"]:
             stream.resume(position["pass_index"], position["consumed"])
 
 

@@ -21,12 +21,10 @@ class Loop:
     Attributes:
         first_bin: What the time of a call is booked as before a batch is drawn, and where the library draws no batch.
         step: The step that the replica is in.
-        stray: What has changed this replica alone, so that it cannot be made equal to others; None if nothing has.
     """
 
     first_bin: ClassVar[str] = OTHER
     step: PlaceInStep
-    stray: str | None = None
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -39,11 +37,6 @@ class Loop:
     @property
     def completes_metrics(self) -> bool:
         """True if a loop of the library sees to what is missing in the metrics of its batches."""
-        return False
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the loop is user code that stands still in `next` while its group changes."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.exceptions import NotRegisteredError
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.state.copies import StateCopy
 from raysgd.worker.state.state_checks import check_progress
@@ -87,11 +86,7 @@ class ReplicaState(ABC):
             self.restore_own(own_state)
 
     def read(self) -> dict[str, Any]:
-        """The state.
-
-        Raises:
-            NotRegisteredError: Nothing was registered.
-        """
+        """The state."""
         operator = self._operator
         return {
             "epoch": self._feed.epoch,
@@ -113,6 +108,7 @@ class ReplicaState(ABC):
             ValueError: A part does not fit what is registered.
         """
         check_progress(state["epoch"], state.get(RESUME))
+        self._feed.check_position((state.get(RESUME) or {}).get("position"))
         self._check_parts(state)
         self._operator._raysgd.callbacks.check(state)
         state["operator"]
@@ -133,10 +129,3 @@ class ReplicaState(ABC):
         operator.global_step = resume.get("global_step", operator.global_step)
         self._feed.go_to(int(state["epoch"]), resume.get("position"))
         operator._raysgd.callbacks.apply(state, operator)
-
-    def not_registered(self) -> NotRegisteredError:
-        """Returns what to raise where there is nothing to save."""
-        return NotRegisteredError(
-            f"`{type(self._operator).__name__}.setup` never called `register`: register models and optimizers there, "
-            "so that the library can save and restore them."
-        )

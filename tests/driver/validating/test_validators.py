@@ -10,7 +10,8 @@ import pytest
 from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import WorkersLostError
-from raysgd.messages.settings import GroupSettings
+from raysgd.messages.replica_maker import ReplicaMaker
+from raysgd.messages.settings import GroupSettings, ReplicaSettings
 
 
 class Lost:
@@ -20,23 +21,43 @@ class Lost:
         raise WorkersLostError("gone")
 
 
+def settings(revision: int = 0, *changes: dict[str, Any]) -> ReplicaSettings:
+    return ReplicaSettings(object, {"a": 1}, revision=revision, config_changes=changes)
+
+
+def state(content: str) -> Any:
+    return NewestSnapshot(Snapshot(content, ()))
+
+
+ASKED: Any = None
+SHARING: Any = SimpleNamespace(forget=lambda: None)
+
+
 class Scene:
     """Validators whose controllers and calls note what they are asked."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
-        controller = SimpleNamespace(
-            kill_group=lambda: self.steps.append("kill"), start=lambda: self.steps.append("start")
+        self.controller = SimpleNamespace(
+            group=None, kill_group=lambda: self.steps.append("kill"), start=self.start, run=self.run
         )
-        training = SimpleNamespace(newest_snapshot=lambda: NewestSnapshot(Snapshot("of now", ())))
         calls = SimpleNamespace(sharing=None, validate=self.validate)
-        self.replicas = SimpleNamespace(settings="first")
-        parts: Any = (controller, training, calls, self.replicas)
-        self.validators = Validators(*parts, new_sharing=lambda: "sharing")  # type: ignore[arg-type,return-value]
+        parts: Any = (self.controller, calls, ReplicaMaker(object), "follow")
+        self.validators = Validators(*parts)
 
-    def validate(self, asked: Any, dataset: Any, state: Snapshot) -> list[Any]:
-        self.steps.append(state.shared_state)
+    def start(self) -> None:
+        self.controller.group = "group"
+        self.steps.append("start")
+
+    def run(self, call: Any) -> None:
+        self.steps.append((call.function, len(call.args_for([None])[0][0].config_changes)))
+
+    def validate(self, asked: Any, dataset: Any, snapshot: Snapshot) -> list[Any]:
+        self.steps.append(snapshot.shared_state)
         return []
+
+    def begin(self, of: ReplicaSettings, content: str) -> Any:
+        return self.validators.begin(ASKED, None, of, SHARING, state(content))
 
 
 @pytest.fixture
@@ -44,61 +65,75 @@ def scene() -> Scene:
     return Scene()
 
 
-ASKED: Any = None
+def test_they_start_with_the_first_validation_and_are_told_of_changes(scene: Scene) -> None:
+    first, changed = settings(), settings(0, {"a": 0})
+    validations = [scene.begin(*each) for each in ((first, "a"), (first, "b"), (changed, "c"), (first, "d"))]
+    assert scene.steps == []
+    for validate in validations:
+        validate(lambda: None)
+    assert scene.steps == ["kill", "start", "a", "b", ("follow", 1), "c", "kill", "start", "d"]
 
 
-def test_they_start_with_the_first_validation_and_anew_with_other_settings(scene: Scene) -> None:
-    for settings, state in (("first", "a"), ("first", "b"), ("second", "c")):
-        scene.replicas.settings = settings
-        scene.validators.validate(ASKED, None, NewestSnapshot(Snapshot(state, ())))
-    assert scene.steps == ["kill", "start", "a", "b", "kill", "start", "c"]
+def test_other_operators_are_made_in_new_validators(scene: Scene) -> None:
+    for each in (settings(), settings(1)):
+        scene.begin(each, "a")(lambda: None)
+    assert scene.steps == ["kill", "start", "a"] * 2
 
 
-def test_a_state_that_was_lost_on_its_way_is_replaced_by_that_of_now(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_validators_that_could_not_follow_are_started_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.begin(settings(), "a")(lambda: None)
+    validate = scene.begin(settings(0, {"a": 0}), "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.controller, "run", lambda call: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            validate(lambda: None)
+    validate(lambda: None)
+    assert scene.steps == ["kill", "start", "a", "kill", "start", "b"]
+
+
+def test_a_state_that_was_lost_on_its_way_is_not_replaced_by_a_later_one(scene: Scene) -> None:
     lost: Any = Lost()
-    scene.validators.validate(ASKED, None, lost)
-    assert scene.steps[-1] == "of now"
-    assert "validated instead" in caplog.text
+    with pytest.raises(WorkersLostError):
+        scene.validators.begin(ASKED, None, settings(), SHARING, lost)(lambda: None)
+    assert scene.steps == []
 
 
 class SpareScene:
     """Spares of a training that note what they are to run, and the workers that train."""
 
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers: Any, has_spares: bool = True) -> None:
         self.args: list[list[Any]] = []
         self.answers = list(answers)
-        training: Any = SimpleNamespace(
-            lend_spare=lambda: "loan",
+        self.training: Any = SimpleNamespace(
+            lend_spare=lambda: "loan" if has_spares else None,
+            has_spares=has_spares,
+            facts=["facts of then"],
             run_on_spare=self.run,
-            newest_snapshot=lambda: NewestSnapshot(Snapshot("of now", (), reference="reference")),
         )
         calls: Any = SimpleNamespace(requests=self.requests, validate=lambda asked, dataset: ["of those that train"])
-        self.spares = ValidatingSpares(training, calls, lambda: "function", new_sharing=lambda: "sharing")  # type: ignore[arg-type,return-value]
+        self.spares = ValidatingSpares(self.training, calls, lambda: "function")
 
     def run(self, loan: Any, function: Any, make_args: Any, on_wait: Any) -> Any:
         assert loan == "loan"
         self.args += [make_args() for _ in self.answers]
         return self.answers[-1]
 
-    def requests(self, name: str, asked: Any, dataset: Any, worlds: Any, sharing: Any) -> list[tuple[Any, ...]]:
-        return [(name, asked, dataset, len(worlds), sharing)]
+    def requests(self, name: str, asked: Any, dataset: Any, worlds: Any, sharing: Any, facts: Any) -> list[Any]:
+        return [(name, asked, dataset, len(worlds), sharing, facts)]
 
 
-def test_a_spare_is_given_the_state_with_its_request_in_each_attempt() -> None:
-    scene = SpareScene(None, "answer")
-    validate = scene.spares.begin(NewestSnapshot(Snapshot("small", ())))
-    assert validate(ASKED, "data", lambda: None) == ["answer"]
-    assert scene.args == [["small", "validation", ASKED, "data", 1, "sharing"]] * 2
+def test_a_spare_is_given_settings_and_state_of_the_call_in_each_attempt() -> None:
+    scene, then = SpareScene(None, "answer"), settings()
+    validate = scene.spares.begin(ASKED, "data", then, SHARING, state("small"))
+    scene.training.facts = ["facts of now"]
+    assert validate(lambda: None) == ["answer"]
+    assert scene.args == [[then, "small", "validation", ASKED, "data", 1, SHARING, "facts of then"]] * 2
 
 
-def test_where_no_spare_is_left_the_workers_that_train_validate(caplog: pytest.LogCaptureFixture) -> None:
-    lost: Any = Lost()
-    scene = SpareScene(None)
-    assert scene.spares.begin(lost)(ASKED, None, lambda: None) == ["of those that train"]
-    assert scene.args[0][0] == "reference", "of the state of now, as the other one was lost"
-    assert "no spare is left" in caplog.text
+def test_where_there_is_no_spare_the_workers_that_train_validate_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    validate = SpareScene(has_spares=False).spares.begin(ASKED, None, settings(), SHARING, state("small"))
+    assert "there is no spare" in caplog.text
+    assert validate(lambda: None) == ["of those that train"]
 
 
 def test_their_group_has_what_the_others_have_but_no_spares() -> None:

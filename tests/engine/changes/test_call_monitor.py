@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -299,33 +298,6 @@ def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
     assert kinds == ["lost"]
 
 
-def test_snapshots_that_come_fast_are_collected_fast_and_others_at_leisure() -> None:
-    trainer = Trainer()
-    asked_at: list[float] = []
-    submit_beside = trainer.group.submit_beside
-
-    def spied(rank: int, *args: Any) -> Any:
-        if rank == 0:
-            asked_at.append(trainer.clock.now_s)
-        return submit_beside(rank, *args)
-
-    trainer.group.submit_beside = spied  # type: ignore[method-assign]
-    began = trainer.clock.now_s
-
-    def wait(on_wait: Any) -> None:
-        for tenth in range(80):
-            trainer.clock.now_s += 0.1
-            for replica in trainer.group.replicas:
-                replica.snapshot_at = min(tenth, 40)  # for four seconds one with every look
-            on_wait()
-
-    trainer.cluster.while_waiting = wait
-    trainer.walk(100)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(asked_at) if earlier - began > 2.0]
-    assert min(gaps) == pytest.approx(0.3, abs=0.01), "every 0.25 s, to the next tenth"
-    assert gaps[-1] == pytest.approx(1.0, abs=0.11)
-
-
 # -------------------------------------------------------------------------------------------- holding
 
 
@@ -418,7 +390,24 @@ def test_the_parts_of_a_snapshot_are_collected_once_all_ranks_have_it() -> None:
     assert asked == [3, 3, 3]
 
 
-def test_a_part_that_is_not_kept_any_more_makes_no_snapshot() -> None:
+@pytest.mark.parametrize(("snapshots_inside", "num_asked"), [(True, 4), (False, 2)])
+def test_ranks_that_copy_inside_the_call_are_asked_four_times_a_second(snapshots_inside: bool, num_asked: int) -> None:
+    trainer = Trainer(snapshots_inside=snapshots_inside)
+    asked: list[float] = []
+    heartbeat = trainer.group.replicas[0].heartbeat
+    trainer.group.replicas[0].heartbeat = lambda: asked.append(trainer.clock.now_s) or heartbeat()
+
+    def wait(on_wait: Callable[[], None]) -> None:
+        for _ in range(13):
+            trainer.clock.now_s += 0.1
+            on_wait()
+
+    trainer.cluster.while_waiting = wait
+    trainer.walk(5)
+    assert len(asked) == num_asked
+
+
+def test_a_part_that_is_not_kept_any_more_makes_no_snapshot(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(rejoins=False)
     trainer.group.replicas[1].part_of_snapshot = lambda number: None
 
@@ -429,6 +418,7 @@ def test_a_part_that_is_not_kept_any_more_makes_no_snapshot() -> None:
     trainer.during_calls(4, happens)
     assert trainer.walk(5, Lost((0, 1, 2))) == [5, 5, 5]
     assert trainer.group.functions == ["restore", "walk"]
+    assert caplog.text.count("a larger `snapshot_every_n_steps`") == 1
 
 
 def test_a_snapshot_on_its_way_lands_while_a_call_runs() -> None:

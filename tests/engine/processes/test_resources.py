@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from raysgd.engine.processes.resources import explain, impossibility
@@ -41,6 +46,34 @@ def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
 
 def test_an_empty_cluster_is_told_as_such() -> None:
     assert explain(NEED, 1, ClusterView(())) == "  requested:  1 x {'CPU': 2.0}"
+
+
+def test_who_asks_for_gpus_that_no_node_has_is_told_how_to_do_without() -> None:
+    need, gpu_node = Resources(num_cpus=1, num_gpus=1), NodeView("2", "10.0.0.2", {"CPU": 8, "GPU": 1}, {"CPU": 8})
+    advice = "No node has a GPU. To train on CPUs pass `use_gpu=False`."
+    assert explain(need, 2, ClusterView((node(8),))).endswith(advice)
+    assert advice in str(impossibility(need, 2, ClusterView((node(8),))))
+    assert advice not in explain(need, 2, ClusterView((node(8), gpu_node)))
+    assert advice not in explain(NEED, 2, ClusterView((node(8),)))
+
+
+@pytest.mark.parametrize(
+    ("token", "mode", "taken"), [(True, None, "token"), (True, "disabled", "disabled"), (False, None, "")]
+)
+def test_a_token_is_used_where_there_is_one_and_no_mode_is_set(
+    token: bool, mode: str | None, taken: str, tmp_path: Path
+) -> None:
+    """As `ray start --head` uses it, so that what runs beside it is let in."""
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray/auth_token").write_text("c0ffee" * 6)
+    names = [name for name in os.environ if name.startswith("RAY_AUTH")]
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    program = "import os; from raysgd.engine.processes import resources; resources._use_token()\n"
+    program += "print(os.environ.get('RAY_AUTH_MODE', ''))"
+    given = {**environment, "HOME": str(tmp_path), **({} if mode is None else {"RAY_AUTH_MODE": mode})}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == taken
 
 
 @pytest.mark.parametrize(

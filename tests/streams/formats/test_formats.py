@@ -161,13 +161,21 @@ def test_what_rows_are(tmp_path: Path) -> None:
     assert next(stream.open(stream.shards()[0].name, 3)) == {"__key__": "a.b/3", "number": b"3", "text.txt": b"xxx"}
 
 
-def test_tables_keep_what_is_missing(tmp_path: Path) -> None:
-    points = pa.array([[1.0, 2.0], None], pa.list_(pa.float64(), 2))
-    parquet.write_table(pa.table({"a": [1, None], "point": points, "many": [[1], []]}), tmp_path / "x.parquet")
+def test_tables_keep_what_is_missing_and_no_row_depends_on_its_neighbors(tmp_path: Path) -> None:
+    points = pa.array([[1.0, 2.0], None, [3.0, None], [4.0, 5.0]], pa.list_(pa.float64(), 2))
+    columns = {"a": [1, None, 3, 4], "point": points, "many": [[1], [], [3], None]}
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
     stream = ParquetStream(tmp_path)
-    first, second = stream.open(stream.shards()[0].name, 0)
-    assert (first["a"], list(first["point"]), first["many"]) == (1, [1.0, 2.0], [1])
-    assert second == {"a": None, "point": None, "many": []}
+    whole = list(stream.open(stream.shards()[0].name, 0))
+    assert repr(whole) == repr(
+        [
+            {"a": 1, "point": np.array([1.0, 2.0]), "many": [1]},
+            {"a": None, "point": None, "many": []},
+            {"a": 3, "point": [3.0, None], "many": [3]},
+            {"a": 4, "point": np.array([4.0, 5.0]), "many": None},
+        ]
+    )
+    assert repr(list(stream.open(stream.shards()[0].name, 3))) == repr(whole[3:])
 
 
 def test_few_parquet_files_are_divided_into_row_groups_of_known_lengths(tmp_path: Path) -> None:
@@ -224,7 +232,7 @@ def test_folders_of_spark_are_folders(tmp_path: Path) -> None:
 
 def test_broken_files_are_named_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"number": 1}\n{"number": 2}\n{"number"')
-    with pytest.raises(StreamError, match=r"a\.jsonl' cannot be read from row 2 on: JSONDecodeError"):
+    with pytest.raises(StreamError, match=r"a\.jsonl', row 2: `loads` failed with JSONDecodeError"):
         all_rows(JSONLinesStream(tmp_path), 1)
     (tmp_path / "a.tar").write_bytes(as_tar(list(range(9)))[:-11_000])
     with pytest.raises(StreamError, match=r"a\.tar' cannot be read from row \d on: ReadError: .*cut off"):
@@ -238,6 +246,63 @@ def test_broken_files_are_named_with_the_row(tmp_path: Path) -> None:
         all_rows(TarStream(tmp_path), 1)
 
 
+def left_out(stream: Stream, world_size: int) -> tuple[list[int], int]:
+    """The rows of a stream with rows that cannot be read, and how many of these were counted."""
+    steps = read_together(pass_of(stream.map(number_of).batch(7, on_error="skip")), world_size)
+    [counted] = {batch.after.left_out for batches in steps[-1] for batch in batches}
+    return sorted(row for step in steps for row in joint(step)), counted
+
+
+@pytest.mark.parametrize("bad", [range(10, 13), range(290, 300), range(0, 300, 6), [*range(5), *range(100, 105)]])
+def test_lines_that_cannot_be_parsed_are_counted_and_take_no_other_line_with_them(bad: Any, tmp_path: Path) -> None:
+    lines = ["{no" if number in bad else json.dumps({"number": number}) for number in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:120]))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[120:]))
+    for world_size in (1, 3):
+        assert left_out(JSONLinesStream(tmp_path), world_size) == (sorted({*range(300)} - {*bad}), len(bad))
+
+
+def test_a_damaged_end_of_a_file_is_named_and_counted_as_far_as_lengths_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parquet.write_table(
+        pa.table({"number": range(60)}), tmp_path / "a.parquet", row_group_size=20, use_dictionary=False
+    )
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0).data_page_offset
+    content[start : start + 30] = bytes(30)
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert left_out(ParquetStream(tmp_path), 2) == ([*range(20), *range(40, 60)], 20)
+    assert "left out of a stream: the rest of shard" in caplog.text
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(list(range(9000))))[:-5000])
+    rows, counted = left_out(JSONLinesStream(tmp_path), 2)
+    assert rows == list(range(len(rows)))
+    assert counted == 4  # the row at which the file is cut off, and three tries behind it
+    assert f"a.jsonl.gz', from row {len(rows) + 4} on" in caplog.text
+
+
+def test_files_that_change_have_another_version(tmp_path: Path) -> None:
+    def version(kind: type[FileStream]) -> Any:
+        return [shard.version for shard in kind(tmp_path).shards()]
+
+    (tmp_path / "a.jsonl").write_bytes(as_lines(list(range(20, 40))))
+    saved = version(JSONLinesStream)
+    assert version(JSONLinesStream) == saved
+    for numbers in (list(range(40)), list(range(20, 39)), list(range(40, 60))):
+        (tmp_path / "a.jsonl").write_bytes(as_lines(numbers))
+        assert version(JSONLinesStream) != saved
+    found = []
+    for rows in ([1, 2, 3], [1, 2, 4]):  # of the same length and size
+        parquet.write_table(pa.table({"x": rows}), tmp_path / "a.parquet")
+        found.append([(tmp_path / "a.parquet").stat().st_size, version(ParquetStream)])
+    assert (found[0][0], found[0][1] != found[1][1]) == (found[1][0], True)
+    for number in range(100):
+        (tmp_path / f"{number:03}.jsonl").write_bytes(as_lines([number]))
+    saved = version(JSONLinesStream)
+    (tmp_path / "051.jsonl").write_bytes(as_lines([51, 52]))  # not among those that are looked into
+    assert sum(before != after for before, after in zip(saved, version(JSONLinesStream), strict=True)) == 1
+
+
 @pytest.mark.parametrize(
     ("paths", "error"), [([], ValueError), (3, TypeError), ([3], TypeError), ("", ValueError), (b"x", TypeError)]
 )
@@ -246,6 +311,18 @@ def test_paths_are_checked(paths: Any, error: type[Exception]) -> None:
         check_shards(JSONLinesStream(paths))
     with pytest.raises(TypeError, match="columns='x'"):
         ParquetStream("x.parquet", columns="x")
+
+
+def test_columns_and_files_that_a_stream_cannot_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("1\n")
+    with pytest.raises(ValueError, match=r"x.jsonl'`: a `ParquetStream` reads files that end with '.parquet' or '.pq'"):
+        check_shards(ParquetStream(tmp_path / "x.jsonl"))
+    parquet.write_table(pa.table({"id": [1], "at": [{"x": 1, "y": 2}]}), tmp_path / "x.parquet")
+    for columns in (["nope"], ["id", "nope"], ["at.nope"]):
+        with pytest.raises(StreamError, match=rf"`columns=\['{columns[-1]}'\]` are not in it: it has \['id', 'at'\]"):
+            check_shards(ParquetStream(tmp_path, columns=columns))
+    stream = ParquetStream(tmp_path, columns=["at.y"])
+    assert list(stream.open(stream.shards()[0].name, 0)) == [{"at": {"y": 2}}]
 
 
 def test_anything_that_can_be_read_again_is_a_stream() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +41,34 @@ def test_a_process_that_has_read_a_row_gets_near_it_again_without_reading_the_sh
     assert [row["number"] for row in stream.open("shard-1", 3)] == list(range(2003, 4000))
     with pytest.raises(ValueError, match="`start=2001`: the shard has 2000 rows only"):
         stream.open("shard-1", 2001)
+
+
+MADE: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
+    "take": (1, lambda datasets, first, second: first.take(10).map(lambda row: row)),
+    "skip": (1, lambda datasets, first, second: first.skip(7).take(30)),
+    "interleaved": (1, lambda datasets, first, second: datasets.interleave_datasets([first, second])),
+    "by chance": (1, lambda datasets, first, second: datasets.interleave_datasets([first, second], [0.3, 0.7], seed=1)),
+    "with indices": (1, lambda datasets, first, second: first.filter(lambda row, at: at < 20, with_indices=True)),
+    "joined": (10, lambda datasets, first, second: datasets.concatenate_datasets([first, second])),
+    "joined parts": (1, lambda datasets, first, second: datasets.concatenate_datasets([first.take(3), second])),
+    "mapped": (5, lambda datasets, first, second: first.map(lambda row: row).filter(lambda row: row["number"] % 2)),
+}
+
+
+@pytest.mark.parametrize("form", MADE)
+def test_rows_are_those_of_the_dataset_also_where_it_counts_over_its_shards(form: str) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    sources = [
+        datasets.Dataset.from_dict({"number": list(range(first, first + 60))}).to_iterable_dataset(num_shards=5)
+        for first in (0, 100)
+    ]
+    num_shards, make = MADE[form]
+    stream = HuggingFaceStream(make(datasets, *sources))
+    expected = [row["number"] for row in make(datasets, *sources)]
+    assert [row["number"] for shard in stream.shards() for row in stream.open(shard.name, 0)] == expected
+    assert len(stream.shards()) == num_shards
+    if num_shards == 1:
+        assert [row["number"] for row in stream.open("shard-0", 2)] == expected[2:]
 
 
 def test_something_else_is_refused() -> None:

@@ -32,7 +32,7 @@ FORMS: dict[str, Any] = {
 def items_of(stream: Pipeline, consumed: int = 0, state: Any = None) -> list[Any]:
     source = source_of(data_of(stream))
     if state is not None:
-        source.load_state({"consumed": consumed, **state})
+        source.load_state({"consumed": consumed, "is_mid_pass": True, **state})
     return list(source.open(0, consumed))
 
 

@@ -58,6 +58,7 @@ def trained_with_the_old_one(case: str) -> tuple[list[Any], list[Any], list[Any]
     return weights, of_optimizer, fit(model).get_weights()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keras", ["keras", "tf_keras", "legacy"])
 @pytest.mark.parametrize("case", CASES)
 def test_an_optimizer_goes_on_where_the_old_one_stopped(keras: str, case: str) -> None:

@@ -45,6 +45,7 @@ def trainer() -> Iterator[TFTrainer]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "data",
     [

@@ -37,6 +37,32 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert "8 samples used" in loop.progress_text()
 
 
+class Raises(Line):
+    """Raises in the third batch of its first call, and tells what it has trained on."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen = getattr(self, "seen", [])
+        if len(self.seen) == 2 and not getattr(self, "has_raised", False):
+            self.has_raised = True
+            raise ZeroDivisionError
+        self.seen.append(batch[0].numpy().tolist())
+        return super().train_batch(batch, batch_info)
+
+
+def test_the_next_call_begins_with_the_batch_that_raised(keras_here: Any) -> None:
+    runner = TFRunner(TFSettings(Raises, {"shuffles": True}, seed=0), World(0, 1))
+    undisturbed = TFRunner(TFSettings(Raises, {"shuffles": True}, seed=0), World(0, 1))
+    undisturbed.setup()
+    undisturbed.operator.has_raised = True  # type: ignore[attr-defined]
+    undisturbed.train_epoch(EpochRequest(None, {}, False, seed=0))
+    runner.setup()
+    with pytest.raises(ZeroDivisionError):
+        runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+    runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+    assert runner.epoch == 1
+    assert runner.operator.seen == undisturbed.operator.seen  # type: ignore[attr-defined]
+
+
 def test_fit_counts_for_itself(keras_here: Any) -> None:
     runner, loop = loop_of(make_operator(make_model, make_data))
     assert type(loop) is FitLoop

@@ -111,14 +111,14 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        ([1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
-        (tf.data.Dataset.range(3), ValueError, r"not a batch: call `\.batch\(batch_size\)`"),
-        (tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
+        (lambda: [1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
+        (lambda: tf.data.Dataset.range(3), ValueError, r"not a batch: call `\.batch\(batch_size\)`"),
+        (lambda: tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
     ],
 )
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        datasets.check_dataset("train", dataset)
+        datasets.check_dataset("train", dataset())
 
 
 class Indexed:
@@ -143,21 +143,22 @@ def test_data_of_keras_by_index_are_refused_with_a_line_that_makes_a_dataset_of_
     assert [x.numpy()[0, 0] for x, _ in made] == [0, 1, 2]
 
 
-FIXED = tf.data.Dataset.from_tensors(np.ones((4, 1)))
+def fixed() -> Any:
+    return tf.data.Dataset.from_tensors(np.ones((4, 1)))
 
 
 @pytest.mark.parametrize(
     ("dataset", "input_shapes", "is_refused"),
     [
-        (FIXED, [(None, 4, 1)], True),
-        (tf.data.Dataset.from_tensors(((np.ones(3), np.ones(2)), np.ones(1))), [(None, 3), (None, 2)], True),
-        (FIXED.map(lambda x: (x, x)), [(None, 4, 1)], True),
-        (FIXED, [(None, 1)], False),  # four samples, always
-        (FIXED.batch(2), [(None, 4, 1)], False),
-        (tf.data.Dataset.range(4).batch(1, drop_remainder=True), [(None, 1)], False),  # Keras adds a dimension
-        (tf.data.Dataset.range(4).batch(2), [(None, 1)], False),
-        (FIXED, [], False),
-        (FIXED, [(None, 4, 1), (None, 4, 1)], False),
+        (fixed, [(None, 4, 1)], True),
+        (lambda: tf.data.Dataset.from_tensors(((np.ones(3), np.ones(2)), np.ones(1))), [(None, 3), (None, 2)], True),
+        (lambda: fixed().map(lambda x: (x, x)), [(None, 4, 1)], True),
+        (fixed, [(None, 1)], False),  # four samples, always
+        (lambda: fixed().batch(2), [(None, 4, 1)], False),
+        (lambda: tf.data.Dataset.range(4).batch(1, drop_remainder=True), [(None, 1)], False),  # Keras adds a dimension
+        (lambda: tf.data.Dataset.range(4).batch(2), [(None, 1)], False),
+        (fixed, [], False),
+        (fixed, [(None, 4, 1), (None, 4, 1)], False),
     ],
 )
 def test_samples_that_are_no_batches_are_refused_as_far_as_the_model_says_what_it_takes(
@@ -165,7 +166,7 @@ def test_samples_that_are_no_batches_are_refused_as_far_as_the_model_says_what_i
 ) -> None:
     expected = pytest.raises(ValueError, match=r"`it` yields inputs of shape .*: call `\.batch\(batch_size\)`")
     with expected if is_refused else nullcontext():
-        datasets.check_batches_for("it", dataset, input_shapes)
+        datasets.check_batches_for("it", dataset(), input_shapes)
 
 
 def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:

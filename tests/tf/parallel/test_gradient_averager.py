@@ -24,7 +24,7 @@ def test_the_mean_of_ranks_that_are_alike_is_what_each_has(num_samples: int) -> 
 
     average, exchanges, step = averager()
     for samples in (4, num_samples):
-        step.begin(None, samples, 2 * samples, (0.0, 0.0))
+        step.begin(samples, 2 * samples, (0.0, 0.0))
         first, nothing, second = average.average([tf.constant([1.0, -2.0]), None, tf.constant(3.0)])
         step.confirm()
     assert nothing is None
@@ -36,7 +36,7 @@ def test_a_single_gradient_is_averaged_outside_of_a_graph_too() -> None:
     import tensorflow as tf
 
     average, _, step = averager()
-    step.begin(None, 4, 8, (0.0, 0.0))
+    step.begin(4, 8, (0.0, 0.0))
     [mean] = average.average([tf.constant([1.0, -2.0])])
     assert mean.numpy().tolist() == [1.0, -2.0]
 

@@ -27,7 +27,7 @@ class Replica:
 def test_samples_are_those_of_our_loop_or_those_counted_or_one() -> None:
     replica = Replica()
     assert [replica.weights.num_samples_of(counted) for counted in (-1, 0, 5)] == [1, 0, 5]
-    replica.step.begin(None, 3, 6, (0.0, 0.0))
+    replica.step.begin(3, 6, (0.0, 0.0))
     assert replica.weights.num_samples_of(5) == 3
 
 

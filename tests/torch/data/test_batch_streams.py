@@ -479,6 +479,26 @@ def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int
     assert numbers(stream.take(None)) == [3, 4]
 
 
+class Draws(torch.utils.data.Dataset[int]):
+    """Draws a random number for each sample."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(2**30, ()))
+
+
+def test_processes_of_loaders_draw_other_numbers_on_each_rank_also_with_a_generator_of_the_user() -> None:
+    found = []
+    for rank in (0, 1, 0):
+        loader = DataLoader(Draws(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(3))
+        sharded = shard_loader(loader, rank=rank, world_size=2, training=True)
+        assert isinstance(sharded, ShardedLoader)
+        found.append(numbers(make_stream(DividedLoaderSource(sharded, SEED))[0].take(None)))
+    assert found[0] == found[2] != found[1]
+
+
 def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
     orders = []
     for seed in (SEED, SEED, SEED + 1):

@@ -8,18 +8,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from raysgd.arrays.division import Division
 from raysgd.messages.epochs import EpochRequest
+from raysgd.streams.data import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.state.state_checks import check_progress
+from tests.streams.made import MadeStream
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
 
@@ -43,6 +47,32 @@ def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
     assert second.position() == position, "also before anything is drawn"
     assert sorted(used[-4:] + take(second)) == list(range(12))
     assert second.epoch == first.epoch == 2
+
+
+def test_a_position_that_does_not_fit_a_stream_is_refused_until_another_one_is_loaded() -> None:
+    def feed_over(lengths: list[int]) -> TorchFeed:
+        data = stream_data(MadeStream(lengths).map(itemgetter(1)).batch(4), "train", Division, 1)
+        return TorchFeed({"train": data}.get, NoParallel(), 1)
+
+    first, other = feed_over([12]), feed_over([13])
+    used = take(first, 2)
+    position = first.position()
+    with pytest.raises(ValueError, match=r"other shards \(1 then, 1 now; 'shard-0' changed\)"):
+        other.check_position(position)
+    other.go_to(1, position)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other shards"):
+            take(other, 1)
+    take(first)
+    border = first.position()
+    assert border is not None
+    other.check_position(border)  # between two epochs the folder may have grown
+    other.go_to(1, border)
+    assert sorted(take(other)) == list(range(13))
+    again = feed_over([12])
+    again.check_position(position)
+    again.go_to(1, position)
+    assert sorted(used + take(again)) == list(range(12))
 
 
 def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> TorchFeed:

@@ -276,6 +276,7 @@ def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:
         assert plan.drop_last or plan.consumed + len(used(plan, plan.num_steps)) == plan.num_samples
 
 
+@pytest.mark.long
 def test_any_sequence_of_groups_sees_the_joint_batches_of_one_process() -> None:
     draw = random.Random(8)
     for _ in range(300):

@@ -80,6 +80,7 @@ def check_loss(trainer: TorchTrainer, expected: Any, flag: Path) -> None:
     assert np.abs(torch.cat(found).numpy() - expected).max() < 1e-6
 
 
+@pytest.mark.promise("Prediction")
 def test_three_workers_give_the_results_of_one_process_also_when_one_dies(ray_cluster: None, tmp_path: Path) -> None:
     with TorchTrainer(training_operator_cls=Net, num_workers=3, timeout_s=60) as trainer:
         trainer.train()

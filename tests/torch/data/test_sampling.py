@@ -225,7 +225,6 @@ def test_all_loading_options_are_kept() -> None:
         "pin_memory": True,
         "timeout": 7.0,
         "worker_init_fn": print,
-        "generator": torch.Generator(),
         "prefetch_factor": 5,
         "persistent_workers": True,
     }

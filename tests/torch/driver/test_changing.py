@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.engine.shared.types import World
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal
@@ -61,7 +62,11 @@ def scheduled(make_local: Make, operator_cls: type[DropoutOperator] = Scheduled,
 
 
 def rates(trainer: TorchTrainer) -> list[Any]:
-    return [(group["lr"], group["momentum"]) for group in trainer.get_local_operator().optimizer.param_groups]
+    return rates_of(trainer.get_local_operator())
+
+
+def rates_of(operator: Any) -> list[Any]:
+    return [(group["lr"], group["momentum"]) for group in operator.optimizer.param_groups]
 
 
 class TestUpdatingTheConfig:
@@ -150,6 +155,41 @@ class TestUpdatingTheConfig:
         assert (dict(trainer.config), trainer.get_local_operator().config) == (CONFIG, CONFIG)
         trainer.update_config(lr=0.04)
         assert rates(trainer)[0][0] == 0.02
+
+
+class Told(Scheduled):
+    """Notes what it is set up with, and what it is told of changes."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.told: list[Any] = [config["note"]]
+
+    def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
+        super().config_changed(config, changed)
+        self.told.append((changed, config["note"], config["lr"]))
+
+
+def test_an_operator_that_is_made_later_is_set_up_and_told_as_the_others_were(make_local: Make) -> None:
+    trainer = scheduled(make_local, Told)
+
+    def told_of() -> list[Any]:
+        runner = trainer._replicas(World(0, 1))
+        runner.setup()
+        assert (runner.operator.config, rates_of(runner.operator)) == (dict(trainer.config), rates(trainer))
+        told: list[Any] = runner.operator.told
+        runner.shutdown()
+        return told
+
+    trainer.update_config(note="second", lr=0.1)
+    trainer.update_config(note="third")
+    expected = ["first", ({"note": "first", "lr": 0.004}, "second", 0.1), ({"note": "second"}, "third", 0.1)]
+    assert trainer.get_local_operator().told == told_of() == expected
+    trainer.reload(Told)
+    assert trainer.get_local_operator().told == told_of() == ["third"]
+    trainer.update_config(note="fourth")
+    assert trainer.get_local_operator().told == told_of() == ["third", ({"note": "third"}, "fourth", 0.1)]
+    trainer.reset_config({**CONFIG, "note": "fifth"})
+    assert trainer.get_local_operator().told == told_of() == ["fifth"]
 
 
 class Counted(Scheduled):

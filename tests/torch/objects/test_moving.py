@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+import ray.cloudpickle
 import torch
-from transformers import BatchEncoding
+from torch.nn.utils import parametrizations, parametrize
+from transformers import BatchEncoding, BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from raysgd.torch.objects.moving import read_tensors, to_device
+from raysgd.torch.objects.moving import packed, read_tensors, to_device, unpacked
 
 
 def test_nested_structures_are_moved_as_a_whole() -> None:
@@ -60,3 +65,32 @@ def test_containers_of_transformers_are_moved_as_what_they_are() -> None:
 
 def test_tensors_of_several_devices_are_read_one_by_one() -> None:
     assert read_tensors([torch.tensor([2]), torch.tensor(0.5)]) == [2.0, 0.5]
+
+
+def weight_and_bias(layer: torch.nn.Module) -> torch.nn.Module:
+    return parametrizations.weight_norm(parametrizations.spectral_norm(layer), "bias", dim=None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal, weight_and_bias],
+)
+def test_a_parametrized_model_is_the_same_in_another_process_and_apart_from_its_origin(make: Any) -> None:
+    model, features = torch.nn.Sequential(make(torch.nn.Linear(3, 3))).eval(), torch.randn(2, 3)
+    copied = unpacked(ray.cloudpickle.loads(ray.cloudpickle.dumps(packed(copy.deepcopy(model)))))
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert torch.equal(copied(features), model(features))
+    with torch.no_grad():
+        copied[0].weight = 2 * copied[0].weight
+    parametrize.remove_parametrizations(copied[0], "weight")
+    assert hasattr(model[0], "weight")
+
+
+def test_a_model_of_transformers_collects_outputs_in_another_process_too() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    model, words = BertModel(BertConfig(vocab_size=9, **sizes)).eval(), torch.arange(4)[None]
+    expected = model(words, output_hidden_states=True).hidden_states
+    dumped = ray.cloudpickle.dumps(packed(model))
+    getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", {}).clear()
+    copied = unpacked(ray.cloudpickle.loads(dumped))
+    torch.testing.assert_close(copied(words, output_hidden_states=True).hidden_states, expected)

@@ -83,7 +83,7 @@ def test_a_module_is_one_model_even_if_it_is_iterable(model: torch.nn.Module) ->
         (3, "int"),
         ([torch.nn.Linear(1, 1), "model"], "str"),
         ({"model": torch.nn.Linear(1, 1)}, "dict"),
-        (torch.nn.Linear, "type"),
+        (torch.nn.Linear, "the class `Linear` instead of an object of it"),
         ([], "nothing"),
     ],
 )

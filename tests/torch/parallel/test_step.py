@@ -86,6 +86,7 @@ def test_equal_batches_need_no_correction() -> None:
 def test_a_rank_counts_by_its_share_of_all_samples() -> None:
     step = joint(2)
     step.begin(1.5, 3, 4, is_last=False)  # 3 of 4 samples on 2 ranks
+    step.note_backward([OPTIMIZER])
     assert step.factor_of(OPTIMIZER) == pytest.approx(1.5 * 4 / 8)
     step.begin(0.0, 0, 4, is_last=True)
     assert step.factor_of(OPTIMIZER) == 0.0
@@ -147,7 +148,8 @@ def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
     step = joint(2)
     step.begin(1.0, 4, 4, is_last=False)
     backward(step, OPTIMIZER)
-    step.begin(1.0, 4, 4, is_last=False)  # user code skips it
+    step.begin(1.0, 4, 4, is_last=False)
+    step.skip()
     step.begin(1.0, 4, 4, is_last=False)
     assert backward(step, OPTIMIZER)
     step.begin(1.0, 4, 4, is_last=False)
@@ -170,6 +172,7 @@ def test_who_exchanges_is_told_what_can_wait() -> None:
     step.defer = told.append
     for is_last in (False, False, True):
         step.begin(1.0, 4, 4, is_last)
+        step.use()
     step.open_call(2)
     assert told == [True, False, False, False]
 
@@ -177,32 +180,24 @@ def test_who_exchanges_is_told_what_can_wait() -> None:
 # ------------------------------------------------------------------------------------------------ whose weight it is
 
 
-class Batch:
-    """Something that user code holds, or lets go of."""
-
-
-def hand_out(step: BatchStep, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> Batch:
-    batch = Batch()
-    step.begin(weight, num_samples, 8, is_last, batch)
-    return batch
+def hand_out(step: BatchStep, weight: float = 1.0, num_samples: int = 4, is_last: bool = False) -> None:
+    step.begin(weight, num_samples, 8, is_last)
 
 
 def test_a_weight_ends_with_the_stream_and_with_the_call() -> None:
     step = joint(1)
     for end in (step.end_stream, step.close_call, lambda: step.open_call(1)):
-        kept = hand_out(step, 1.5)
+        hand_out(step, 1.5)
         assert step.outgoing_weight() == 1.5
-        assert kept
         end()  # type: ignore[operator]
         assert (step.weight, step.num_samples, step.outgoing_weight()) == (1.0, None, 1.0)
 
 
 def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weight() -> None:
     step = joint(1)
-    kept = hand_out(step, 1.5)
+    hand_out(step, 1.5)
     step.end_stream()
     assert step.outgoing_weight() == 1.5
-    assert kept
 
 
 def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
@@ -213,109 +208,58 @@ def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
     assert (step.window, step.is_boundary, step.factor_of(OPTIMIZER), step.correction(OPTIMIZER)) == (1, True, 1.0, 1.0)
 
 
-def test_batches_that_count_differently_and_are_held_together_are_an_error() -> None:
+@pytest.mark.parametrize("num_ahead", [1, 2, 5])
+def test_a_batch_that_counts_otherwise_is_not_drawn_while_another_one_waits(num_ahead: int) -> None:
     step = joint(1)
-    kept = [hand_out(step), hand_out(step), hand_out(step, 1.5)]
-    for use in (step.use, step.outgoing_weight):
-        with pytest.raises(RuntimeError, match=r"drawn ahead that count differently \(weights 1, 1, 1.5\)"):
-            use()  # type: ignore[operator]
-    assert len(kept) == 3
-    step.use(by_samples=False)
+    for _ in range(num_ahead):
+        hand_out(step)
+    for _ in range(3):
+        step.use()
+        step.use()  # a second backward pass for the same batch
+        hand_out(step)
+    with pytest.raises(RuntimeError, match=r"A batch with weight 1\.5 was drawn while one with weight 1 waits"):
+        hand_out(step, 1.5)
 
 
-def test_batches_that_are_alike_may_be_held_together() -> None:
+def test_batches_that_are_alike_may_be_drawn_ahead() -> None:
     step = joint(1)
-    kept = [hand_out(step) for _ in range(5)]
+    for _ in range(5):
+        hand_out(step)
+    step.end_stream()
     for _ in range(7):
         step.use()
-    assert len(kept) == 5
 
 
-def test_a_batch_drawn_ahead_of_a_different_one_is_found_out_however_long_it_went_well() -> None:
+@pytest.mark.parametrize("leaves_out", [BatchStep.use, BatchStep.skip])
+def test_a_batch_that_was_trained_on_or_skipped_waits_no_longer(leaves_out: Callable[[BatchStep], None]) -> None:
     step = joint(1)
-    coming = hand_out(step)
-    for _ in range(3):
-        batch, coming = coming, hand_out(step)
-        step.use()
-    batch, coming = coming, hand_out(step, 1.5)
-    with pytest.raises(RuntimeError, match="Draw one batch, train on it, then draw the next"):
-        step.use()
-    assert batch is not coming
-
-
-def test_a_batch_that_was_skipped_is_no_longer_waited_for() -> None:
-    step = joint(1)
-    batch = hand_out(step)
-    batch = hand_out(step, 1.5)
-    step.use()
-    batch = hand_out(step, 0.5)
-    batch.itself = batch  # type: ignore[attr-defined]  # in a cycle, as the frames of an exception are
-    batch = hand_out(step, 1.5)
-    step.use()
-    assert batch
-
-
-def test_a_batch_that_was_trained_on_may_be_kept() -> None:
-    step, kept = joint(1), []
     for weight in (1.0, 1.0, 1.5, 0.5):
-        kept.append(hand_out(step, weight))
-        step.use()
-        step.use()
-
-
-def test_copies_of_batches_drawn_ahead_are_found_out_at_the_end() -> None:
-    """They are more than the batches that were handed out when a backward pass followed."""
-    step = joint(1)
-    hand_out(step)
-    for weight in (1.0, 1.0, 1.5):
         hand_out(step, weight)
-        step.use()
-    step.end_stream()
-    with pytest.raises(RuntimeError, match=r"count differently \(weights 1, 1.5\)"):
-        step.use()
-    step.use(by_samples=False)
-
-
-@pytest.mark.parametrize(("first", "last"), [(1.0, 1.0), (1.5, 1.5)])
-def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last: float) -> None:
-    step = joint(1)
-    hand_out(step, first)
-    hand_out(step, last)
-    step.use()
-    step.end_stream()
-    step.use()
+        leaves_out(step)
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
     step = BatchStep()
-    kept = [hand_out(step), hand_out(step, 1.5)]
-    step.use()
-    assert kept
+    hand_out(step)
+    hand_out(step, 1.5)
 
 
-def test_padding_is_told_apart_whoever_weights() -> None:
+def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None:
     step = joint(1)
-    kept = [hand_out(step, 1.0), hand_out(step, 0.0, num_samples=0)]
-    with pytest.raises(RuntimeError, match="drawn ahead"):
-        step.use(by_samples=False)
-    assert kept
-
-
-def test_the_last_batch_handed_out_again_as_padding_is_one_batch() -> None:
-    step, batch = joint(1), Batch()
-    step.begin(1.0, 4, batch=(batch, {"target": [batch]}))
-    step.begin(0.0, 0, batch=(batch, {"target": [batch]}))
-    step.use()
+    hand_out(step)
+    step.use(by_samples=False)
+    hand_out(step)
+    hand_out(step, 1.5)
+    with pytest.raises(RuntimeError, match="waits"):
+        hand_out(step, 0.0, num_samples=0)
 
 
 def test_with_accumulation_places_in_the_window_are_told_apart() -> None:
     step = joint(3)
-    kept = [hand_out(step), hand_out(step)]
-    step.use()
-    kept.append(hand_out(step))
-    with pytest.raises(RuntimeError, match="at different places of an optimizer step"):
-        step.use()
-    assert kept
+    hand_out(step)
+    hand_out(step)
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=3`: `self\.backward` was not called for"):
+        hand_out(step)
 
 
 # ------------------------------------------------------------------------------------------------ weights of the user's
@@ -432,11 +376,10 @@ def test_a_loss_may_be_for_several_optimizers() -> None:
 
 def test_gradients_of_a_loss_that_is_weighted_go_out_as_they_are() -> None:
     step = joint(1)
-    kept = hand_out(step, 1.5)
+    hand_out(step, 1.5)
     with step.weighting():
         assert step.outgoing_weight() == 1.0
     assert step.outgoing_weight() == 1.5
-    assert kept
 
 
 def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
@@ -445,6 +388,7 @@ def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_wi
     for index in range(4):
         step.begin(1.0, 4, 8, is_last=index == 3)
         found.append([step.begin_exchange() for _ in range(3)])
+        step.use()
     assert found == [[False] * 3, [True, False, False]] * 2
     step.open_call(1)
     step.begin(1.0, 4, 8)

@@ -13,7 +13,6 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.batch_weights import BatchWeights
-from raysgd.torch.step.closures import Closures
 from raysgd.torch.step.gradients import Gradients, backward_with, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.worker.worker_callbacks import InstalledCallbacks
@@ -26,9 +25,8 @@ class Bench:
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
-        step, closures = self.parallel.step, Closures(self.parallel, lambda number: [number])
         none: Any = None  # there are no bounds
-        own_steps = OwnSteps(Precision(), StepOptions(), none, step, closures, InstalledCallbacks())
+        own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel.step, InstalledCallbacks())
         own_steps.watch([self.optimizer])
         self.own_steps = own_steps
         weights = BatchWeights(self.parallel, Once())
@@ -134,6 +132,14 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
     bench.begin()
     bench.optimizer.step(closure)
     assert found == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("is_joint", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
+def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_joint: bool, window: int, words: str) -> None:
+    bench = Bench()
+    bench.parallel.step.is_joint, bench.parallel.step.window = is_joint, window
+    with pytest.raises(ValueError, match=rf"^`SGD.step` was given a closure.*{words}"):
+        bench.optimizer.step(lambda: pytest.fail("it was called"))
 
 
 def test_user_code_may_drop_what_it_has_computed_of_a_batch() -> None:

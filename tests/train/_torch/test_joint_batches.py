@@ -5,20 +5,24 @@ Covers `raysgd.train._torch.repeating_loader`: it has little to do without batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.connections.torch import end_process_group
 from raysgd.engine.shared.types import World
+from raysgd.torch.parallel.ddp import DDP
 from raysgd.train._torch.joint_batches import JointBatches, JointStream
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import of_stream, over_joint_batches
 from raysgd.train._torch.repeating_loader import RepeatingLoader
-from raysgd.train._worker.membership import GroupPlace
+from raysgd.train._worker.membership import GroupPlace, Membership
 from tests.streams.made import MadeStream
 
 
@@ -89,7 +93,7 @@ class Steps:
     def enter(self, takes_steps: bool = True) -> GroupPlace:
         return self.place
 
-    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool) -> int:
+    def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> int:
         self.weights.append(weight)
         self.num += 1
         return self.num - 1
@@ -99,6 +103,9 @@ class Steps:
             return self.outcome(mark)
         self.place = GroupPlace(self.place.number + 1, World(0, 1))
         return "failed"
+
+    def leave_batch(self) -> bool:
+        return True
 
     def note_unstepped(self) -> None:
         self.is_uneven = True
@@ -126,6 +133,107 @@ def test_a_batch_that_failed_comes_again_divided_over_those_that_are_left(num_wo
 
 def test_the_first_batch_can_fail_and_one_can_fail_twice() -> None:
     assert seen(loader_of(Steps(0, 1))) == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(("make", "num_passes"), [("samples", 3), ("a stream", 1)])
+def test_a_pass_that_is_left_counts_unless_the_next_one_goes_on_with_the_rest(make: str, num_passes: int) -> None:
+    steps: Any = Steps()
+    loader = loader_of(steps) if make == "samples" else RepeatingLoader(cast(Any, stream_of(World(0, 2))), steps)
+    for _ in range(3):
+        for number, _batch in enumerate(loader, start=1):
+            if number == 1 + (make == "a stream"):
+                break
+    assert loader.epoch == num_passes
+    assert not loader.is_open
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    end_process_group()
+
+
+class Alone:
+    """Steps of a function on the only rank of a group, for its loaders."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.membership = Membership(World(num_ranks - 1, num_ranks), lambda error: None)
+        self.iteration = 0
+        self.steps = JointSteps(cast(Any, self))
+        self.model = self.steps.wrap(torch.nn.Linear(1, 1), None, {})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.steps.take(self.optimizer)
+
+    def loader(self, num_samples: int = 8) -> RepeatingLoader:
+        data = DataLoader(TensorDataset(torch.ones(num_samples, 1)), batch_size=2)
+        return RepeatingLoader(over_joint_batches(data, self.membership.place.world, None), self.steps)
+
+    def step(self, batch: Any) -> None:
+        self.model(batch[0]).sum().backward()
+        self.optimizer.step()
+
+
+def test_two_batches_for_one_step_are_refused(process_group: None) -> None:
+    alone = Alone(1)
+    with pytest.raises(ValueError, match=r"a second batch was drawn.*StackDataset\(first, second\)"):
+        next(zip(alone.loader(), alone.loader(), strict=True))
+
+
+def test_loaders_may_take_turns_and_passes_be_left(process_group: None) -> None:
+    alone = Alone(1)
+    first, second = alone.loader(), alone.loader()
+    next(iter(first))  # a look at the data
+    for number, batch in enumerate(first):
+        if number == 1:
+            break
+        alone.step(batch)
+    others = iter(second)
+    for batch in first:
+        alone.step(batch)
+        alone.step(next(others))
+    assert alone.membership.num_done == 9
+    assert first.epoch == 2
+
+
+def test_a_pass_with_gradients_and_no_steps_has_no_sample_twice(process_group: None) -> None:
+    alone = Alone(2)
+    assert len(seen(alone.loader(4))) == 1
+    with pytest.raises(ValueError, match=r"Evaluate under `torch.no_grad\(\)`"):
+        seen(alone.loader(5))
+
+
+class Pair(DDP):
+    """A group of two ranks; the other one adds what it is told to."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.other = torch.tensor(numbers, dtype=torch.float64)
+
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        tensor += self.other
+
+
+@pytest.mark.parametrize(
+    ("numbers", "flaw"),
+    [
+        ((0.1, 1.0, 3.0), None),
+        ((math.nan, 0.0, 3.0), "not all workers take this step"),
+        ((0.1, 2.0, 3.0), "not all workers take this step"),
+        ((0.1, 1.0, 4.0), "not all workers take this step"),
+        ((0.2, 1.0, 3.0), "the learning rates of the workers differ: give schedulers to `prepare_state`"),
+    ],
+    ids=["alike", "alone", "another number of steps", "another batch", "another rate"],
+)
+def test_ranks_that_do_not_do_alike_do_not_step(
+    process_group: None, numbers: tuple[float, float, float], flaw: str | None
+) -> None:
+    alone = Alone(2)
+    alone.steps._parallel = Pair(*numbers)
+    alone.steps.open_batch(alone.membership.place, 1.0, has_trained=True, at=3)
+    alone.steps._num_steps = 1
+    assert (alone.steps._compared(0.1) is None) == (flaw is None)
+    assert alone.membership.flaw == flaw
 
 
 def test_a_pass_without_gradients_asks_nobody() -> None:

@@ -64,6 +64,7 @@ def numbers_in(place: Path) -> list[int]:
 
 
 class TestARun:
+    @pytest.mark.promise("`fit()`")
     def test_returns_metrics_checkpoints_and_its_folder(self, tmp_path: Path) -> None:
         result = trainer(tmp_path).fit()
         assert result.error is None

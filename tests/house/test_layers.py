@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 STANDS_ON = {
     "_imports": "",
@@ -51,7 +51,7 @@ STANDS_ON = {
     "host messages storage streams utils worker",
     "torch": "_arguments _files _imports _numbers _reading _state _text arrays callbacks compat connections driver "
     "engine exceptions history host messages storage streams utils worker",
-    "cli": "_imports _version air compat host storage torch utils",
+    "cli": "_imports _version air compat engine host storage torch utils",
     "operators": "_imports torch utils",
     "train": "_arguments _files _imports _numbers _state _text air arrays callbacks compat connections driver engine "
     "exceptions host messages storage streams tf torch utils writers",

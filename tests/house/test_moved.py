@@ -13,7 +13,7 @@ from tests.docs.test_docs import anchors
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MOVED: dict[str, str] = runpy.run_path(str(DOCS / "moved.py"))["moved"]()
-FORMER = (ROOT / "tests" / "docs" / "former_headings.txt").read_text(encoding="utf-8").splitlines()
+FORMER = (ROOT / "tests" / "house" / "former_headings.txt").read_text(encoding="utf-8").splitlines()
 
 
 def is_there(place: str) -> bool:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.claims import ROOT, Claim, claims, outcome_of, table_of
+from tests.house.claims import ROOT, Claim, claims, outcome_of, table_of
 
 README = ROOT / "README.md"
 ROWS = claims()
@@ -79,7 +79,7 @@ def test_the_figures_of_a_claim_are_those_that_were_measured() -> None:
 
 
 def test_the_seconds_after_a_loss_are_those_of_the_chart() -> None:
-    """Which `tests/docs/test_tables.py` compares with the table."""
+    """Which `tests/house/test_tables.py` compares with the table."""
     [row] = [each for each in ROWS if "recovery.svg" in each.text]
     drawn = re.findall(r">([\d.]+) s</text>", (ROOT / "docs" / "images" / "recovery.svg").read_text(encoding="utf-8"))
     assert len(drawn) > 5
@@ -125,7 +125,7 @@ def test_the_table_has_a_line_for_each_claim_and_counts_them() -> None:
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
-    assert shown_in("pytest tests/test_claims.py::test_a_command_that_does_not_exist_is_found")
-    assert not shown_in("pytest tests/test_claims.py::test_there_is_none")
+    assert shown_in("pytest tests/house/test_claims.py::test_a_command_that_does_not_exist_is_found")
+    assert not shown_in("pytest tests/house/test_claims.py::test_there_is_none")
     assert not shown_in("python examples/no_such_example.py")
     assert Path(__file__).name == "test_claims.py"

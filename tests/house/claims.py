@@ -1,4 +1,4 @@
-"""Claims of the README and what shows them: `python -m tests.claims` runs what takes less than a minute.
+"""Claims of the README and what shows them: `python -m tests.house.claims` runs what takes less than a minute.
 
 `claims.toml` beside this file has a row for each sentence of the README that states a fact or a figure. A claim holds
 if its command ends well. It is "not here" if this machine lacks what the command needs, if the command takes longer, or
@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
 SHORT_S = 60
 _PYTEST = "pytest "

@@ -1,0 +1,250 @@
+"""Calls that pass what is no longer taken: rewritten, or named with the line to write.
+
+They are those of `TorchTrainer`, of `ray.tune.report`, and of Keras, where Keras 3 refuses what Keras 2 took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import libcst as cst
+from libcst import helpers
+
+_TRAINERS = {
+    f"{module}.TorchTrainer{method}"
+    for module in ("raysgd", "raysgd.torch", "raysgd.torch.torch_trainer")
+    for method in ("", ".as_trainable")
+}
+_OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
+_OPTIMIZERS = ".keras.optimizers."
+_REPORT = "ray.tune.report"
+_REMOTE = "ray.remote"
+
+_CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
+_BY_HAND = {
+    "apex_args": "pass it to `self.register(apex_args=...)` in the operator's `setup`",
+    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
+}
+_FROM_CREATORS = "raysgd.TrainingOperator.from_creators"
+_BATCH_SIZE = "raysgd.utils.BATCH_SIZE"
+_WITH_OPERATOR = (
+    "creator functions and `training_operator_cls` together: let the class inherit from "
+    f"`{_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`, and pass only the class"
+)
+_REMOTE_TRAINER = (
+    "the arguments of this `TorchTrainer` are not rewritten: instead of creator functions pass "
+    f"`training_operator_cls={_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`"
+)
+_INIT = (
+    "the library calls the constructor of an operator: move what yours does to `setup(self, config)`, where "
+    "`self.world_rank` and the like are set"
+)
+_DISTRIBUTED = (
+    "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
+)
+_METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
+_LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
+_GET_WEIGHTS = (
+    "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
+    f"optimizer.variables]`, and `assign` to these variables. {_LEGACY}"
+)
+_SAVE = (
+    "Keras 3 saves a model under a path that ends in `.keras`, or its weights with `save_weights` under one in "
+    f"`.weights.h5`; `model.export(path)` writes a SavedModel. {_LEGACY}"
+)
+_ENDINGS = (".keras", ".h5")
+
+
+def rewrites(names: set[str]) -> bool:
+    """Tell whether the arguments of a call may be rewritten, by what its function may be called today."""
+    return bool(names & {*_TRAINERS, _REPORT}) or any(_OPTIMIZERS in f".{name}" for name in names)
+
+
+def init_of_operator(
+    node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
+) -> Iterator[tuple[cst.CSTNode, str]]:
+    """Return the constructor of an operator that cannot be called as the library does, and what to do."""
+    if not any(names_of(base.value) & _OPERATORS for base in node.bases):
+        return
+    for method in node.body.body:
+        if isinstance(method, cst.FunctionDef) and method.name.value == "__init__":
+            takes_any = isinstance(method.params.star_arg, cst.Param)
+            if not takes_any or '"world_rank"' in cst.Module([method]).code.replace("'", '"'):
+                yield method, _INIT
+
+
+class Calls:
+    """The calls of a program.
+
+    Args:
+        source: The program.
+        names_of: What an expression may be called today.
+        tell: Takes a call, what a person has to know about it, and whether it cannot work.
+
+    Attributes:
+        needs: Modules to import. Written out, because programs have constants of their own called `BATCH_SIZE`.
+    """
+
+    def __init__(
+        self, source: str, names_of: Callable[[cst.BaseExpression], set[str]], tell: Callable[..., None]
+    ) -> None:
+        self._names_of = names_of
+        self._tell = tell
+        self._has_keras = "keras" in source
+        self._is_distributed = "DistributedTrainableCreator" in source
+        self._has_remote_trainer = False
+        self.needs: set[str] = set()
+
+    def rewritten(self, old: cst.Call, new: cst.Call) -> cst.Call:
+        """Return what stands in the place of a call, of which the names are rewritten already."""
+        names = self._names_of(old.func)
+        if names & _TRAINERS:
+            return self._of_trainer(old, new)
+        if _REPORT in names:
+            return self._of_report(old, new)
+        self._look_for_remote_trainer(old, names)
+        if isinstance(old.func, cst.Attribute) and old.func.attr.value == "predict_pipelined":
+            self._tell(old, "a `BatchPredictor` reads the dataset while it is used: call `predict`", is_error=True)
+        if self._has_keras:
+            if any(_OPTIMIZERS in f".{name}" for name in names):
+                return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
+            self._look_at_keras(old)
+        return new
+
+    def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
+        args = list(new.args)
+        for name, advice in _BY_HAND.items():
+            if _value_of(args, name) is not None:
+                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {advice}")
+        if any(arg.star == "**" for arg in args):
+            self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
+        if any(not arg.star and arg.keyword is None for arg in args):
+            self._tell(old, "`TorchTrainer` takes its arguments by name only")
+        changed = self._with_operator(old, args)
+        if _value_of(changed, "num_workers") is None:
+            changed = [_renamed(arg, "num_replicas", "num_workers") for arg in changed]
+        changed = self._with_batch_size(changed)
+        return new.with_changes(args=changed) if changed != args else new
+
+    def _with_operator(self, old: cst.Call, args: list[cst.Arg]) -> list[cst.Arg]:
+        """Creator functions become an operator class."""
+        taken = [arg for arg in args if _name_of(arg) in (*_CREATORS, "serialize_data_creation")]
+        if not any(_name_of(arg) in _CREATORS for arg in taken):
+            return args
+        if _value_of(args, "training_operator_cls") is not None:
+            self._tell(old, _WITH_OPERATOR, is_error=True)
+            return args
+        self.needs.add("raysgd")
+        call = cst.Call(cst.parse_expression(_FROM_CREATORS), _on_one_line(taken))
+        operator = taken[0].with_changes(keyword=cst.Name("training_operator_cls"), value=call)
+        return _tidy(
+            args, [operator if arg is taken[0] else arg for arg in args if arg is taken[0] or arg not in taken]
+        )
+
+    def _with_batch_size(self, args: list[cst.Arg]) -> list[cst.Arg]:
+        """The batch size moves into the config."""
+        size = _value_of(args, "batch_size")
+        if size is None:
+            return args
+        self.needs.add("raysgd.utils")
+        config = _value_of(args, "config")
+        entry = cst.DictElement(cst.parse_expression(_BATCH_SIZE), size)
+        new = _with_entry(config, entry)
+        kept = "config" if config is not None else "batch_size"
+        changed = [
+            arg.with_changes(keyword=cst.Name("config"), value=new) if _name_of(arg) == kept else arg
+            for arg in args
+            if _name_of(arg) != "batch_size" or kept == "batch_size"
+        ]
+        return _tidy(args, changed)
+
+    def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
+        """Trainers in actors of their own: what they are made with stands in a call of `remote` of something else."""
+        makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
+        if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
+            self._has_remote_trainer = True
+        is_remote = isinstance(call.func, cst.Attribute) and call.func.attr.value == "remote"
+        if self._has_remote_trainer and is_remote and any(_name_of(arg) in _CREATORS for arg in call.args):
+            self._tell(call, _REMOTE_TRAINER, is_error=True)
+
+    def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
+        """Metrics become a dict; a call that passes one is today's."""
+        if self._is_distributed:
+            self._tell(old, _DISTRIBUTED, is_error=True)
+            return new
+        passed = {_name_of(arg) for arg in new.args if not arg.star}
+        if passed <= {None, "metrics", "checkpoint"} and not any(arg.star for arg in new.args):
+            return new
+        if None in passed or any(arg.star == "*" for arg in new.args):
+            self._tell(old, _METRIC, is_error=True)
+            return new
+        return _with_dict(new)
+
+    def _look_at_keras(self, call: cst.Call) -> None:
+        owner, _, method = (helpers.get_full_name_for_node(call.func) or "").rpartition(".")
+        if method in ("get_weights", "set_weights") and "opt" in owner.rpartition(".")[2].lower():
+            self._tell(call, _GET_WEIGHTS, is_error=True)
+        if method == "save" and "model" in owner.rpartition(".")[2].lower() and _is_without_ending(call):
+            self._tell(call, _SAVE, is_error=True)
+
+
+def _with_dict(call: cst.Call) -> cst.Call:
+    """The call with its arguments as one dict; each stays on its line."""
+    elements: list[cst.BaseDictElement] = [
+        cst.StarredDictElement(arg.value, comma=arg.comma)
+        if arg.keyword is None
+        else cst.DictElement(cst.SimpleString(f'"{arg.keyword.value}"'), arg.value, comma=arg.comma)
+        for arg in call.args
+    ]
+    braces = cst.Dict(
+        elements,
+        lbrace=cst.LeftCurlyBrace(call.whitespace_before_args),
+        rbrace=cst.RightCurlyBrace(call.args[-1].whitespace_after_arg),
+    )
+    return call.with_changes(args=[cst.Arg(braces)], whitespace_before_args=cst.SimpleWhitespace(""))
+
+
+def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
+    """The config with one more entry."""
+    if config is None or helpers.get_full_name_for_node(config) == "None":
+        return cst.Dict([entry])
+    if isinstance(config, cst.Dict):
+        elements = [*config.elements]
+        if elements and isinstance(elements[-1].comma, cst.MaybeSentinel):
+            elements[-1] = elements[-1].with_changes(comma=_COMMA)
+        return config.with_changes(elements=[*elements, entry])
+    return cst.Dict([cst.StarredDictElement(config, comma=_COMMA), entry])
+
+
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+
+def _name_of(arg: cst.Arg) -> str | None:
+    return arg.keyword.value if arg.keyword is not None else None
+
+
+def _value_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
+    return next((arg.value for arg in args if _name_of(arg) == name), None)
+
+
+def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:
+    return arg.with_changes(keyword=cst.Name(new)) if _name_of(arg) == old else arg
+
+
+def _on_one_line(args: Sequence[cst.Arg]) -> list[cst.Arg]:
+    plain = [arg.with_changes(comma=_COMMA, whitespace_after_arg=cst.SimpleWhitespace("")) for arg in args]
+    return [*plain[:-1], plain[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
+def _tidy(before: Sequence[cst.Arg], after: Sequence[cst.Arg]) -> list[cst.Arg]:
+    """The last argument ends as the last one did before."""
+    last = before[-1]
+    ended = after[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    return [*after[:-1], ended]
+
+
+def _is_without_ending(call: cst.Call) -> bool:
+    """Tell whether the path is written out and ends in nothing that Keras knows."""
+    path = call.args[0].value if call.args else None
+    value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
+    return isinstance(value, str) and not value.endswith(_ENDINGS)

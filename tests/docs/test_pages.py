@@ -1,0 +1,154 @@
+"""The programs of the pages run, and the first page prints what it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page_runner import PageRunner, page_runner
+from tests.docs.test_docs import PAGES, ROOT, blocks, name_of, program, python_blocks
+
+FIRST_PAGE = "README.md"
+PAGES_WITH_RAY = {
+    FIRST_PAGE,
+    *(f"docs/{name}.md" for name in ("data", "lightning", "train", "training-runs", "tune", "tutorial")),
+}
+
+
+def pages_to_run(*, with_workers: bool) -> list[str]:
+    """The pages behind the first that have Python to run: those that start workers, or the others."""
+    names = [name_of(page) for page in PAGES if python_blocks(page, "python")]
+    return [name for name in names if name != FIRST_PAGE and (name in PAGES_WITH_RAY) == with_workers]
+
+
+def script_of(name: str, folder: Path, *kinds: str) -> Path:
+    """The program of a page, in a folder of its own: the blocks of these kinds."""
+    script = folder / "page" / f"page_{Path(name).stem}.py"
+    script.parent.mkdir()
+    script.write_text(program(python_blocks(ROOT / name, *(kinds or ("python",)))), encoding="utf-8")
+    return script
+
+
+def environment_of_pages(**variables: str) -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | variables
+
+
+def skip_without_horovod(name: str, *kinds: str) -> None:
+    if "import horovod" in program(python_blocks(ROOT / name, *kinds)):
+        pytest.importorskip("horovod", reason="Horovod does not build with every Python")
+
+
+@pytest.fixture(scope="module")
+def runner(ray_cluster: None) -> Iterator[PageRunner]:
+    """Comes after the cluster: a process that imported Ray before would not be let in, though it is told the token."""
+    with page_runner() as runner:
+        yield runner
+
+
+@pytest.mark.promise("README's program")
+@pytest.mark.integration
+def test_the_first_page_prints_what_it_shows(tmp_path: Path) -> None:
+    """In a process and with a Ray cluster of its own, as it does for whoever reads it."""
+    script = script_of(FIRST_PAGE, tmp_path)
+    result = subprocess.run(
+        [sys.executable, script.name],
+        cwd=script.parent,
+        env=environment_of_pages(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert_prints_what_it_shows(result.stdout)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_the_first_page_prints_the_same_with_another_number_of_workers(
+    num_workers: int, runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    script, output = script_of(FIRST_PAGE, tmp_path), tmp_path / "output"
+    text = script.read_text(encoding="utf-8")
+    assert text.count("num_workers=2") == 1
+    script.write_text(text.replace("num_workers=2", f"num_workers={num_workers}"), encoding="utf-8")
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
+    assert_prints_what_it_shows(output.read_text())
+
+
+def assert_prints_what_it_shows(output: str) -> None:
+    [shown] = [block for block in blocks(ROOT / FIRST_PAGE) if block.kind == "text"]
+    printed = [line for line in output.splitlines() if line.startswith("epoch ")]
+    assert numbers(printed) == pytest.approx(numbers(shown.lines), abs=1.5e-3)
+
+
+def numbers(lines: Iterable[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
+def environment_on_cluster() -> dict[str, str]:
+    import ray
+
+    return environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", pages_to_run(with_workers=True))
+def test_the_python_of_a_page_runs_with_workers(
+    name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    assert runner.run(script_of(name, tmp_path), environment_on_cluster(), output) == 0, output.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [name_of(page) for page in PAGES if python_blocks(page, "python soak")])
+def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path) -> None:
+    skip_without_horovod(name, "python", "python soak")
+    script = script_of(name, tmp_path, "python", "python soak")
+    output = tmp_path / "output"
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "num_alone", "more"),
+    [
+        ("docs/migration.md", 3, [('"num_workers": 1', '"num_workers": 2', 1)]),
+        ("docs/lightning.md", 5, []),  # schedules end where they end on one worker
+    ],
+)
+def test_the_programs_of_a_page_run_on_two_workers_too(
+    name: str, num_alone: int, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    script = script_of(name, tmp_path)
+    text = script.read_text(encoding="utf-8")
+    for alone, together, number in (("use_local=True", "num_workers=2", num_alone), *more):
+        assert text.count(alone) == number
+        text = text.replace(alone, together)
+    script.write_text(text, encoding="utf-8")
+    output = tmp_path / "output"
+    assert runner.run(script, environment_on_cluster(), output) == 0, output.read_text()
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("name", pages_to_run(with_workers=False))
+def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
+    skip_without_horovod(name, "python")
+    output = tmp_path / "output"
+    assert runner.run(script_of(name, tmp_path), environment_of_pages(), output) == 0, output.read_text()
+
+
+def test_only_some_pages_start_ray() -> None:
+    starting = {
+        name_of(page)
+        for page in PAGES
+        if re.search(r"num_workers=[2-9]|validation_workers=[1-9]|ray\.data\.", program(python_blocks(page, "python")))
+    }
+    assert starting == PAGES_WITH_RAY
