@@ -98,7 +98,7 @@ class TFHosted(hosted.Hosted):
         context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         try:
-            self.operator = operator = settings.training_operator_cls(config, context)
+            self.operator = operator = settings.training_operator_cls(config=config, context=context)
         except ValueError as error:
             if any(text in str(error) for text in _OF_KERAS_2):
                 error.add_note(_LEGACY_KERAS)

@@ -110,7 +110,7 @@ class TorchHosted(hosted.Hosted):
         context = OperatorContext(settings, world, device, precision, self.parallel)
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
-        self.operator = settings.training_operator_cls(settings.config_for(world.size), context)
+        self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         self._check_data()
         self._warn_of_batch_norms()
         self._warn_of_idle_workers()
