@@ -5,7 +5,6 @@ Covers `raysgd.train._torch.repeating_loader`: it has little to do without batch
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -153,7 +152,6 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     end_process_group()
-    gc.collect()  # with the steps goes their hook on all optimizers
 
 
 class Alone:
@@ -163,6 +161,7 @@ class Alone:
         self.membership = Membership(World(num_ranks - 1, num_ranks), lambda error: None)
         self.iteration = 0
         self.steps = JointSteps(cast(Any, self))
+        self.steps._is_checked = True  # what checks leaves a hook on all optimizers of the process
         self.model = self.steps.wrap(torch.nn.Linear(1, 1), None, {})
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.steps.take(self.optimizer)
