@@ -102,7 +102,7 @@ def _user_location(frames: traceback.StackSummary, message: str, operator_cls: t
     if code is None or _is_library(code.co_filename):
         return place
     setup = f"{code.co_filename}:{code.co_firstlineno} in {operator_cls.__name__}.setup"
-    return f"{setup} (no line of yours was running, but {place})"
+    return f"{setup} (no line of your code was running, but {place})"
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:
