@@ -91,7 +91,7 @@ def test_the_line_is_in_the_users_class_where_none_of_the_users_was_running() ->
     location = describe_fault(of_torch, 0, "", portable=True, operator=Digits()).location
     line = Digits.setup.__code__.co_firstlineno
     assert location.startswith(
-        f"{__file__}:{line} in Digits.setup (no line of yours was running, but {torch.__path__[0]}"
+        f"{__file__}:{line} in Digits.setup (no line of your code was running, but {torch.__path__[0]}"
     )
     assert describe_fault(of_torch, 0, "", portable=True).location.startswith(torch.__path__[0])
 
