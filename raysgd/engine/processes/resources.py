@@ -76,7 +76,7 @@ def _quiet_ray() -> None:
 
     What prints them is private: where it is missing, they are printed.
     """
-    worker = importlib.import_module("ray._private.worker")
+    worker: Any = importlib.import_module("ray._private.worker")
     show = getattr(worker, "print_to_stdstream", None)
     if show is None or hasattr(show, "__wrapped__"):
         return
