@@ -87,8 +87,9 @@ lint: $(STAMP) ## check style, format, spelling, words, sizes and claims
 	$(VENV)/bin/codespell
 	$(PY) -m pytest $(HOUSE) -q
 
-typecheck: $(STAMP) ## check types
+typecheck: $(STAMP) ## check types, and that editors see those of users' programs
 	$(PY) -m mypy
+	$(PY) -m pyright --pythonpath $(PY) --warnings tests/typed_use.py
 
 format: $(STAMP) ## format the code and apply safe fixes
 	$(PY) -m ruff format .
