@@ -102,6 +102,11 @@ class ElasticController:
         return self._lifecycle.is_stopped
 
     @property
+    def has_session_ended(self) -> bool:
+        """True if the workers ended with their Ray session, and `stop` was not called."""
+        return self._lifecycle.has_session_ended and not self.is_stopped
+
+    @property
     def facts(self) -> list[Any]:
         """The facts that the replicas told of themselves when they were set up, by rank."""
         return self._lifecycle.facts
@@ -306,7 +311,7 @@ class ElasticController:
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
-        group = self.group
+        group = None if self.has_session_ended else self.group
         asked = ask_heartbeats(group, quiet_s(self._spec.heartbeat_s)) if group is not None else {}
         return self._status(asked, samples_per_s)
 
@@ -323,6 +328,8 @@ class ElasticController:
 
     def _status(self, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
         group, monitor = self._lifecycle.group, self.monitor
+        if self.has_session_ended:
+            group = None
         present = monitor.samples_per_s if monitor is not None else None
         return compose(
             infos=group.infos if group is not None else (),
@@ -333,6 +340,7 @@ class ElasticController:
             history=self.history,
             snapshots=self.snapshots,
             pace=self._copies.pace if self._spec.captures else None,
+            has_session_ended=self.has_session_ended,
         )
 
     def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:

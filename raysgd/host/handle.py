@@ -17,6 +17,7 @@ from typing import Any
 from weakref import finalize
 
 from raysgd.engine.processes.outliving import NAMESPACE, end_workers
+from raysgd.engine.processes.resources import session
 from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
@@ -47,14 +48,14 @@ class HostedTrainer:
     """
 
     def __init__(self, name: str, actor: Any) -> None:
-        self._name, self._actor = name, actor
+        self._name, self._actor, self._session = name, actor, session()
         self._program, self._words = uuid.uuid4().hex, _this_program()
         self._num_calls = 0
         self._seen: int | None = None
         self._are_methods: dict[str, bool] = {}
         self._is_ended = False
         self._ask("attach", *self._attaching())
-        self._finalizer = finalize(self, _detach, actor, self._program)
+        self._finalizer = finalize(self, _detach, actor, self._program, self._session)
 
     def _attaching(self) -> tuple[str, str, list[Any]]:
         """Return what `attach` of the host takes."""
@@ -85,6 +86,15 @@ class HostedTrainer:
         import ray
         from ray.exceptions import RayActorError
 
+        if session() != self._session:
+            self._finalizer.detach()
+            logger.warning(
+                "host `%s` is not shut down from here: the Ray session of this handle has ended. If its cluster still "
+                "runs, use `raysgd.attach(%r).shutdown()`",
+                self._name,
+                self._name,
+            )
+            return
         try:
             answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
         except RayActorError:  # it has ended by itself
@@ -113,6 +123,8 @@ class HostedTrainer:
         return partial(self._call, name) if self._is_method(name) else self._look(name, False, _NO_ARGUMENTS)
 
     def __repr__(self) -> str:
+        if session() != self._session:
+            return f"<host {self._name}: its Ray session has ended>"
         try:
             known = self._ask("describe")
         except (HostLostError, TrainerShutdownError):
@@ -152,12 +164,13 @@ class HostedTrainer:
             while found := self._begin("draw", token, b""):
                 yield found[0]
         finally:
-            if not self._is_ended:
+            if not self._is_ended and session() == self._session:
                 self._begin("close", token, b"")
 
     def _answer(self, token: str, ask: Callable[[], Any], timeout_s: float | None = None) -> CallOutcome:
         from ray.exceptions import RayActorError
 
+        self._check_session()
         while True:
             call = ask()
             try:
@@ -217,6 +230,7 @@ class HostedTrainer:
         import ray
         from ray.exceptions import RayActorError
 
+        self._check_session()
         while True:
             try:
                 return ray.get(getattr(self._actor, method).remote(*args))
@@ -252,6 +266,14 @@ class HostedTrainer:
     def _check_not_ended(self) -> None:
         if self._is_ended:
             raise TrainerShutdownError(f"The trainer in host `{self._name}` has been shut down: make a new one.")
+        self._check_session()
+
+    def _check_session(self) -> None:
+        if session() != self._session:
+            raise TrainerShutdownError(
+                f"The Ray session of this handle on host `{self._name}` has ended. If its cluster still runs, call "
+                f"`ray.init(address=...)` and `raysgd.attach({self._name!r})`."
+            )
 
     # ------------------------------------------------------------------------------------------- beside the calls
 
@@ -328,11 +350,11 @@ def _this_program() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _detach(actor: Any, program: str) -> None:
+def _detach(actor: Any, program: str, made_in: Any) -> None:
     """Tells the host that a handle is gone, also at the end of a program: what it said before has then arrived."""
     import ray
 
-    if ray.is_initialized():
+    if session() == made_in:
         with suppress(Exception):
             ray.get(actor.detach.remote(program), timeout=_DETACH_S)
 

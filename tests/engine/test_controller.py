@@ -1112,3 +1112,17 @@ def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() ->
 
 def test_a_reservation_error_is_a_timeout_error() -> None:
     assert issubclass(ReservationTimeoutError, TimeoutError)
+
+
+def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
+    trainer = started()
+    trainer.controller._lifecycle.session = "one that has ended"
+    functions = list(trainer.group.functions)
+    for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
+        with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):
+            use(1.0)
+    assert "workers:    its Ray session has ended\n" in str(trainer.controller.status(None))
+    trainer.controller.stop()
+    assert (trainer.group.functions, trainer.group.ended_by) == (functions, "kill")  # not asked to close
+    with pytest.raises(TrainerShutdownError, match="was shut down"):
+        trainer.controller.status(None)

@@ -18,7 +18,7 @@ from raysgd.engine.group.standby import Replacements
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.outliving import keeper
-from raysgd.engine.processes.resources import explain
+from raysgd.engine.processes.resources import explain, session
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
 from raysgd.engine.shared.types import ClusterView, GroupReport
@@ -91,6 +91,7 @@ class GroupStarter:
             return False
         group = self.make_group(self._spec, len(kept.workers))
         group.take_over(kept)
+        self._lifecycle.session = session()
         self._lifecycle.group = group
         self._lifecycle.facts = list(kept.facts)
         self._snapshots.completed(None)  # their state is nowhere else yet
@@ -269,6 +270,8 @@ class GroupStarter:
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
             report = group.start(timeout_s, self._num_needed)
+            if self._scaling.max_workers > self._spec.use_local:
+                self._lifecycle.session = session()
             report = self._without_lost(report, group, captures=self._spec.captures_after_calls)
             if report.ok:
                 return self._call_start_hook(group) or report

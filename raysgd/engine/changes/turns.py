@@ -122,6 +122,7 @@ class Turns:
         except Exception as error:
             self._lifecycle.check_interrupt()
             if not self._lifecycle.is_stopped:
+                self._lifecycle.check_active()  # perhaps it fails because of the end of the Ray session
                 raise
             message = (
                 "The trainer was shut down while this call was running, so the call did not finish. "

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 import time
 import uuid
 from collections import Counter
@@ -41,6 +42,17 @@ def ensure_ray() -> None:
     if not ray.is_initialized():
         logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
         ray.init(include_dashboard=False)
+
+
+def session() -> Any:
+    """Return what tells the session of Ray that this process is in from any other; None outside of one. Starts none."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    if is_ray_client():
+        return ray.util.client.ray.get_context().client_worker
+    context = ray.get_runtime_context()
+    return context.worker.node.session_name, context.get_job_id()
 
 
 def is_ray_client() -> bool:
@@ -263,6 +275,7 @@ class Reservation:
     ) -> None:
         ray = _ray()
         self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
+        self._session = session()
         self._holder: Any = None
         self._outer = outer_group() if within == "default" else within
         self._own: Any = None
@@ -398,7 +411,7 @@ class Reservation:
         ray = _ray()
         group, self._own = self._own, None
         holder, self._holder = self._holder, None
-        if not ray.is_initialized():
+        if session() != self._session:
             return
         if holder is not None:
             ray.kill(holder)
