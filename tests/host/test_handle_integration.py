@@ -81,8 +81,9 @@ def test_a_program_whose_ray_session_has_ended_attaches_again(program: Program, 
 def test_a_trainer_whose_ray_session_has_ended_calls_into_no_other(address: str, log: Path) -> None:
     with Program(address) as other:
         other.run(OPERATOR)
-        made = f"make({str(log)!r}, host=None, num_workers=1)"
+        made = f"make({str(log)!r}, host=None, num_workers=2)"
         other.run(f"import gc, ray, weakref; from raysgd import train; trainer, left = {made}, {made}")
+        assert other.run("[len(each.status().workers) for each in (trainer, left)]") == [0, 2]  # it gave way
         other.run("functions = train.Trainer('torch', num_workers=1); functions.start(); ray.shutdown()")
         for again in ("0", "ray.init(); 1"):
             other.run(again)
