@@ -145,7 +145,8 @@ class GroupStarter:
 
     def has_room(self) -> bool:
         """Return whether there is room for all workers; also where they can never fit, so no one is to give way."""
-        if self._spec.use_local and self._scaling.max_workers == 1:
+        needs_none = self._spec.use_local and self._scaling.max_workers == 1
+        if needs_none or self._spec.within not in ("default", None):  # it waits for no one
             return True
         view, need = self._settled_view(), self._spec.resources
         wanted = self._scaling.max_workers + self._spec.num_spares
