@@ -59,7 +59,7 @@ class UnpicklableError(RaySGDError, TypeError):
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after `shutdown`, or another thread called `shutdown` during the call."""
+    """A trainer was used after `shutdown` or after the end of its Ray session; or one of them ended the call."""
 
 
 class HostLostError(RaySGDError, RuntimeError):

@@ -65,7 +65,7 @@ def make_controller(
     is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
     rejoins = is_wanted and keeps_survivors
     recovery = make_replica.settings.recovery_options
-    every_s = recovery.snapshot_every_s
+    every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
         every_s = 0.0  # what runs in the driver may be changed there between calls, which nothing notes
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
@@ -85,7 +85,7 @@ def make_controller(
         num_spares=settings.spare_workers,
         heartbeat_s=recovery.heartbeat_s,
         settle_timeout_s=recovery.settle_timeout_s,
-        words=WORDS_OF_VALIDATORS if validates else WORDS,
+        words=replace(WORDS_OF_VALIDATORS if validates else WORDS, name=f"the trainer of `{operator_cls.__name__}`"),
     )
     scaling = ScalingPolicy(
         max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)

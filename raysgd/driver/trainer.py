@@ -95,9 +95,16 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         if self._joint_batch_in_words:
             logger.info("%s", self._joint_batch_in_words)
 
-    def _new_sharing(self) -> DataSharing:
-        settings = self._settings
-        return DataSharing(settings.config, self._place, self._whole_data, settings.batch_options.config_for)
+    @property
+    def _new_sharing(self) -> Callable[[], DataSharing]:
+        """What divides data, by the settings of the time. It does not hold the trainer, which could not be freed."""
+        replicas, place, whole = self._replicas, self._place, self._whole_data
+
+        def new_sharing() -> DataSharing:
+            settings = replicas.settings
+            return DataSharing(settings.config, place, whole, settings.batch_options.config_for)
+
+        return new_sharing
 
     @abstractmethod
     def _make_connection(self) -> Connection:
@@ -147,7 +154,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
-        self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
+        self._recorder = CallRecorder(controller.history.events, lambda: controller.num_workers)
         self._background = BackgroundCalls(controller, at_once=self.use_local)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller, self._used_options())
         self._calls = EpochCalls(
@@ -200,9 +207,10 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         replicas.settings = None  # those of the first validation
         return Validators(controller, calls, replicas, self._runner_cls.follow, group.validation_workers)
 
+    @property
     @abstractmethod
-    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
-        """Return what all workers are given alike of data of a call; None for data of another kind."""
+    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
+        """A function of the data of a call and a config: what all workers get alike; None for other data."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:

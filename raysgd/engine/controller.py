@@ -7,12 +7,14 @@ Why survivors go on instead of starting over: ADR 9. When a snapshot is taken: A
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from raysgd._text.rank_words import listed
 from raysgd.engine.changes.call_monitor import CallMonitor, ask_heartbeats
@@ -35,6 +37,7 @@ from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.outliving import CallNumber, keeper
 from raysgd.engine.processes.resources import cluster_view
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
+from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.status import TrainerStatus, compose
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
+
+_OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class ElasticController:
@@ -83,7 +88,9 @@ class ElasticController:
         self._lifecycle = Lifecycle(
             spec, scaling, self.snapshots, clock, release_timeout_s, rules or ElasticRules(), hooks or GroupHooks()
         )
-        self.starter = GroupStarter(self._lifecycle, make_group, view, start_budget)
+        self._view = view
+        _OF_THIS_PROGRAM.add(self)
+        self.starter = GroupStarter(self._lifecycle, make_group, view, start_budget, self._make_room)
         self._growth = Growth(self._lifecycle, view)
         self._monitoring = Monitoring(self._lifecycle, self._growth)
         self._changes = InPlaceChanges(self._lifecycle, self._growth, self._monitoring.poll)
@@ -100,6 +107,11 @@ class ElasticController:
     def is_stopped(self) -> bool:
         """True if `stop` was called."""
         return self._lifecycle.is_stopped
+
+    @property
+    def has_session_ended(self) -> bool:
+        """True if the workers ended with their Ray session, and `stop` was not called."""
+        return self._lifecycle.has_session_ended and not self.is_stopped
 
     @property
     def facts(self) -> list[Any]:
@@ -175,6 +187,57 @@ class ElasticController:
             force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
         """
         self._turns.stop(force)
+
+    def _make_room(self) -> str:
+        """Where room is missing, frees trainers that nothing refers to any more, and lets idle ones give way.
+
+        Returns:
+            The trainers of this program that still hold what is missing, in words; empty if there are none.
+        """
+        if not self._others() or self.starter.has_room():
+            return ""
+        gc.collect()
+        while not self.starter.has_room():
+            if not any(other.give_way() for other in self._others()):
+                return ", ".join(dict.fromkeys(other._spec.words.name for other in self._others()))
+        return ""
+
+    def _others(self) -> list[ElasticController]:
+        """The other trainers of this program that have workers in the same cluster."""
+        return [
+            each
+            for each in tuple(_OF_THIS_PROGRAM)
+            if each._view is self._view
+            and each._spec.make_replica is not self._spec.make_replica  # not this very trainer, which may have two
+            and each._holds_room
+        ]
+
+    @property
+    def _holds_room(self) -> bool:
+        group = self._lifecycle.group
+        return group is not None and not group.is_driver_only and not self._lifecycle.has_session_ended
+
+    def give_way(self) -> bool:
+        """Stops the workers after a snapshot, if they are idle; the next call starts them again from it.
+
+        Returns:
+            Whether they are stopped. Not where something would be lost, or the snapshot is in parts on the nodes.
+        """
+        spec = self._spec
+        if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
+            return False
+        with self._turns.take_if_free() as is_free:
+            if not is_free:
+                return False
+            try:
+                if isinstance(self.snapshot().shared_state, DividedValue):
+                    return False
+            except Exception as error:  # its own next call says what is wrong
+                logger.debug("no snapshot of an idle trainer: %r", error)
+                return False
+            cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
+            self._lifecycle.end_call(f"{cause}; the next call starts its workers again")
+            return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
         """Runs `call` on every rank and returns the values in rank order.
@@ -318,7 +381,7 @@ class ElasticController:
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
-        group = self.group
+        group = None if self.has_session_ended else self.group
         asked = ask_heartbeats(group, quiet_s(self._spec.heartbeat_s)) if group is not None else {}
         return self._status(asked, samples_per_s)
 
@@ -335,6 +398,8 @@ class ElasticController:
 
     def _status(self, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
         group, monitor = self._lifecycle.group, self.monitor
+        if self.has_session_ended:
+            group = None
         present = monitor.samples_per_s if monitor is not None else None
         return compose(
             infos=group.infos if group is not None else (),
@@ -345,6 +410,7 @@ class ElasticController:
             history=self.history,
             snapshots=self.snapshots,
             pace=self._copies.pace if self._spec.captures else None,
+            has_session_ended=self.has_session_ended,
         )
 
     def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:

@@ -93,6 +93,7 @@ class TrainerStatus:
         snapshot_pace: After which calls one is taken, in words.
         ledger: Where the time of the ranks went; None where that is not measured.
         joint_batch: How large a step is where that follows the number of workers, in words; else empty.
+        has_session_ended: Whether the workers ended with their Ray session.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -111,6 +112,7 @@ class TrainerStatus:
     snapshot_pace: str = ""
     ledger: TimeLedger | None = None
     joint_batch: str = ""
+    has_session_ended: bool = False
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -139,8 +141,9 @@ class TrainerStatus:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
         speed += "" if self.bytes_per_s is None else f", {self.bytes_per_s / 1e6:.4g} MB/s"
         losses = "loss" if self.num_failures == 1 else "losses"
+        workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [
-            ("workers", f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"),
+            ("workers", "its Ray session has ended" if self.has_session_ended else workers),
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (
                 "recoveries",
@@ -192,6 +195,7 @@ def compose(
     history: GroupHistory,
     snapshots: SnapshotKeeper[Any],
     pace: SnapshotPace | None = None,
+    has_session_ended: bool = False,
 ) -> TrainerStatus:
     """Puts together what the parts of a trainer know."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
@@ -211,6 +215,7 @@ def compose(
         events=tuple(history.events),
         snapshot=_snapshot_status(snapshots),
         snapshot_pace=pace.words() if pace is not None else "",
+        has_session_ended=has_session_ended,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import finalize
 
 from raysgd.engine.processes.outliving import NAMESPACE, end_workers
+from raysgd.engine.processes.resources import session
 from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import HostLostError, TrainerShutdownError
@@ -53,7 +54,7 @@ class HostedTrainer:
     """
 
     def __init__(self, name: str, actor: Any) -> None:
-        self._name, self._actor = name, actor
+        self._name, self._actor, self._session = name, actor, session()
         self._program, self._words = uuid.uuid4().hex, _this_program()
         self._num_calls = 0
         self._given: list[str] = []
@@ -63,7 +64,7 @@ class HostedTrainer:
         self._is_ended = False
         self._presence = actor.stay.remote(self._program)  # has no answer while this program lives
         self._ask("attach", self._program, self._words, [self._presence])
-        self._finalizer = finalize(self, _detach, actor, self._program)
+        self._finalizer = finalize(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> HostedCall | None:
         """Return a call of a program that is gone, running or ended; None if there is none.
@@ -90,6 +91,15 @@ class HostedTrainer:
         import ray
         from ray.exceptions import RayActorError
 
+        if session() != self._session:
+            self._finalizer.detach()
+            logger.warning(
+                "host `%s` is not shut down from here: the Ray session of this handle has ended. If its cluster still "
+                "runs, use `raysgd.attach(%r).shutdown()`",
+                self._name,
+                self._name,
+            )
+            return
         answer = CallOutcome()
         try:
             if is_answering(self._actor):
@@ -137,6 +147,8 @@ class HostedTrainer:
         return [*super().__dir__(), *(name for name in theirs if not name.startswith("_") and name not in STAYS_THERE)]
 
     def __repr__(self) -> str:
+        if session() != self._session:
+            return f"<host {self._name}: its Ray session has ended>"
         try:
             known = self._ask("describe")
         except (HostLostError, TrainerShutdownError):
@@ -189,10 +201,11 @@ class HostedTrainer:
             while found := self._run("draw", token, b""):
                 yield found[0]
         finally:
-            if not self._is_ended:
+            if not self._is_ended and session() == self._session:
                 self._run("close", token, b"")
 
     def _answer(self, token: str, call: Any, timeout_s: float | None = None) -> CallOutcome:
+        self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
         except KeyboardInterrupt:  # the call raises it, in this process of the host or the next one
@@ -242,6 +255,7 @@ class HostedTrainer:
         """Return what the host answers."""
         from ray.exceptions import GetTimeoutError
 
+        self._check_session()
         asked = getattr(self._actor, method).remote(*args)
         while True:
             with suppress(GetTimeoutError):
@@ -272,6 +286,14 @@ class HostedTrainer:
     def _check_not_ended(self) -> None:
         if self._is_ended:
             raise TrainerShutdownError(f"The trainer in host `{self._name}` has been shut down: make a new one.")
+        self._check_session()
+
+    def _check_session(self) -> None:
+        if session() != self._session:
+            raise TrainerShutdownError(
+                f"The Ray session of this handle on host `{self._name}` has ended. If its cluster still runs, call "
+                f"`ray.init(address=...)` and `raysgd.attach({self._name!r})`."
+            )
 
     # ------------------------------------------------------------------------------------------- beside the calls
 
@@ -349,11 +371,11 @@ def _this_program() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _detach(actor: Any, program: str) -> None:
+def _detach(actor: Any, program: str, made_in: Any) -> None:
     """Tells the host that a handle is gone, also at the end of a program: what it said before has then arrived."""
     import ray
 
-    if ray.is_initialized():
+    if session() == made_in:
         with suppress(Exception):
             ray.get(actor.detach.remote(program), timeout=_DETACH_S)
 

@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -255,8 +255,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
                 "Keras's `fit`. Pass `training_operator_cls`; or save, and load into a new trainer."
             )
 
-    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
-        return call_data.whole(dataset, config, self.seed, travels=not self._group_settings.is_driver_only)
+    @property
+    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
+        return partial(call_data.whole, seed=self.seed, travels=not self._group_settings.is_driver_only)
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)

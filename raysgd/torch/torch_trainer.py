@@ -319,8 +319,9 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             return ' because `parallel="fsdp"` divides the state over them'
         return super()._obstacle_to_validators
 
-    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
-        return call_data.whole(dataset, config)
+    @property
+    def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:
+        return call_data.whole
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return predicting.source_of(data, asked)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod, finalize
 
 from raysgd._arguments.checks import check_seconds
 from raysgd.air.reports import PreemptionInfo
@@ -148,6 +149,7 @@ class BackendExecutor:
             controller.stop(force=True)
             raise
         self._controller = controller
+        self._finalizer = finalize(self, controller.stop, force=True)
 
     def _make_hooks(self, worker_object: WorkerObject | None) -> PluginHooks:
         return PluginHooks(
@@ -160,14 +162,18 @@ class BackendExecutor:
         )
 
     def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
+        leaving_nodes = WeakMethod(self._leaving_nodes)  # or the workers would never end with the executor
+
+        def leaving() -> frozenset[str]:
+            found = leaving_nodes()
+            return frozenset() if found is None else found()
+
         return ElasticController(
             self._settings.group_spec(self._config, initialization_hook, self._rules, self._hooks.replicas),
             self._settings.scaling,
             self._failure_policy(),
             release_timeout_s=_RELEASE_S,
-            rules=ElasticRules(
-                self._resize_check_s if self._rules.is_elastic else None, leaving_nodes=self._leaving_nodes
-            ),
+            rules=ElasticRules(self._resize_check_s if self._rules.is_elastic else None, leaving_nodes=leaving),
             start_budget=self._max_retries.budget,
             hooks=self._hooks,
         )
@@ -196,6 +202,7 @@ class BackendExecutor:
         controller, self._controller = self._controller, None
         self._run = None
         if controller is not None:
+            self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
 
     def start_training(

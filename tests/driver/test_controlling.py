@@ -21,7 +21,9 @@ from raysgd.messages.settings import GroupSettings
 def made_by(use_gpu: bool, **options: Any) -> Any:
     """The arguments of the controller, and what stands for the controller itself."""
     settings = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0, **options)
-    make_replica = ReplicaMaker(None, SimpleNamespace(use_gpu=use_gpu, recovery_options=Recovery()))
+    make_replica = ReplicaMaker(
+        None, SimpleNamespace(use_gpu=use_gpu, recovery_options=Recovery(), training_operator_cls=object)
+    )
     with patch.object(controlling, "ElasticController") as made:
         controlling.make_controller(
             settings, make_replica, NoConnection(), 10.0, keeps_survivors=True, renews_survivors=True

@@ -1115,3 +1115,68 @@ def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() ->
 
 def test_a_reservation_error_is_a_timeout_error() -> None:
     assert issubclass(ReservationTimeoutError, TimeoutError)
+
+
+def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
+    trainer = started()
+    trainer.controller._lifecycle.session = "one that has ended"
+    functions = list(trainer.group.functions)
+    for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
+        with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):
+            use(1.0)
+    assert "workers:    its Ray session has ended\n" in str(trainer.controller.status(None))
+    trainer.controller.stop()
+    assert (trainer.group.functions, trainer.group.ended_by) == (functions, "kill")  # not asked to close
+    with pytest.raises(TrainerShutdownError, match="was shut down"):
+        trainer.controller.status(None)
+
+
+def test_an_idle_trainer_of_the_program_gives_way_and_goes_on_from_its_snapshot() -> None:
+    first = started(max_workers=2)
+    first.add(5.0)
+    second = beside(first, max_workers=2).start()
+    assert (first.controller.group, first.cluster.num_free) == (None, 1)
+    assert "needs the room; the next call starts its workers again" in first.controller.history.events[-1].cause
+    second.add(1.0)
+    assert first.add(2.0) == [7.0, 7.0]
+    assert second.controller.group is None
+    assert second.read() == [(1.0, 1), (1.0, 1)]
+    assert beside(second).start().controller.group is not None
+
+
+@pytest.mark.parametrize("options", [{"use_local": True}, {"captures": False}])
+def test_a_trainer_that_cannot_give_way_is_named_where_the_room_is_not_granted(options: dict[str, Any]) -> None:
+    first = started(max_workers=3, **options)
+    first.cluster.starts.append(Denied())
+    with pytest.raises(ReservationTimeoutError, match=r"itself: call `shutdown\(\)` of a trainer first"):
+        beside(first, max_workers=2).start()
+    assert first.controller.group is not None
+
+
+def test_a_trainer_that_is_in_a_call_does_not_give_way() -> None:
+    first, failed = started(max_workers=3), list[str]()
+
+    def start_another(on_wait: Callable[[], None]) -> None:
+        first.cluster.starts.append(Denied())
+        with pytest.raises(ReservationTimeoutError) as caught:
+            beside(first, max_workers=2).start()
+        failed.append(str(caught.value))
+
+    first.cluster.while_waiting = start_another
+    assert first.add(1.0) == [1.0] * 3
+    assert "holds the room itself" in failed[0]
+
+
+def test_no_trainer_gives_way_in_vain() -> None:
+    first = started(max_workers=2)
+    first.cluster.starts.append(Denied())
+    with pytest.raises(ReservationTimeoutError, match=r"^not granted$"):
+        beside(first, max_workers=50).start()
+    assert first.controller.group is not None
+
+
+def beside(first: Trainer, max_workers: int = 3) -> Trainer:
+    """Another trainer of the program, in the same cluster."""
+    trainer = Trainer(first.cluster, max_workers=max_workers)
+    trainer.controller._view = first.controller._view
+    return trainer

@@ -84,6 +84,43 @@ def test_a_call_runs_while_the_program_goes_on(program: Program) -> None:
     assert program.run("call.result(60)['epoch'], call.result()['epoch']") == [before + 1] * 2
 
 
+def test_a_program_whose_ray_session_has_ended_attaches_again(program: Program, address: str) -> None:
+    with Program(address) as other:
+        other.run("import ray, raysgd; trainer = raysgd.attach('run'); rows = trainer.epochs(5); next(rows)")
+        other.run("ray.shutdown()")
+        for use in ("trainer.train()", "trainer.status()", "trainer.num_workers", "next(rows)"):
+            assert "`raysgd.attach('run')`" in other.fail(use)["text"]
+        other.run("trainer.shutdown(); del rows, trainer")
+        assert other.run("ray.is_initialized()") is False
+        assert other.run("raysgd.attach('run').num_workers") == 1
+
+
+def test_a_trainer_whose_ray_session_has_ended_calls_into_no_other(address: str, log: Path) -> None:
+    with Program(address) as other:
+        other.run(OPERATOR)
+        made = f"make({str(log)!r}, host=None, num_workers=2)"
+        other.run(f"import gc, ray, weakref; from raysgd import train; trainer, left = {made}, {made}")
+        assert other.run("[len(each.status().workers) for each in (trainer, left)]") == [0, 2]  # it gave way
+        other.run("functions = train.Trainer('torch', num_workers=1); functions.start(); ray.shutdown()")
+        for again in ("0", "ray.init(); 1"):
+            other.run(again)
+            for use in (
+                "trainer.train()",
+                "trainer.get_model()",
+                "trainer.predict(torch.zeros(2, 1))",
+                "trainer.state_dict()",
+                "functions.run(lambda: None)",
+            ):
+                assert "The Ray session of this trainer has ended" in other.fail(use)["text"]
+            assert "its Ray session has ended" in other.run("str(trainer.status())")
+            assert other.run("ray.is_initialized()") is again.endswith("1")
+        other.run("trainer.shutdown(); functions.shutdown()")
+        assert other.run("gc.disable(); seen = weakref.ref(left); del left; seen() is None")  # no cycle holds it
+        for _ in range(2):  # the one before gives its room back, as nothing refers to it any more
+            other.run("functions = train.Trainer('torch', num_workers=3); functions.start()")
+        other.run("functions.shutdown()")
+
+
 def test_errors_have_the_class_of_the_user_and_the_line(program: Program) -> None:
     found = program.fail("trainer.apply_all_workers(lambda: {}['of the user'])")
     assert {"KeyError", "WorkerError"} <= set(found["error"])

@@ -18,7 +18,7 @@ from raysgd.engine.group.standby import Replacements
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.outliving import keeper
-from raysgd.engine.processes.resources import explain
+from raysgd.engine.processes.resources import explain, session
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
 from raysgd.engine.shared.types import ClusterView, GroupReport
@@ -32,6 +32,7 @@ _AWAITED_S = 10.0  # for a state that a file is to be written of
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _RETURN_S = 10.0  # and on a busy machine by seconds, until what a removed placement group held is free
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or another program took it
+_IN_THE_WAY_S = 5.0  # for room that the program itself holds, which it will hardly give back while it waits
 
 
 class GroupStarter:
@@ -43,6 +44,7 @@ class GroupStarter:
         view: Reads the cluster.
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
             costs nothing.
+        make_room: Where `has_room` says no, lets the program itself give some back; returns who holds it still.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class GroupStarter:
         make_group: Callable[[GroupSpec, int], WorkerGroup],
         view: Callable[[], ClusterView],
         start_budget: RetryBudget | None = None,
+        make_room: Callable[[], str] = str,
     ) -> None:
         self._lifecycle, self._spec, self._scaling = lifecycle, lifecycle.spec, lifecycle.scaling
         self._snapshots = lifecycle.snapshots
         self.make_group = make_group
         self._view = view
         self._start_budget = start_budget
+        self._make_room = make_room
         self._replacements = Replacements()
 
     def start(self, *, as_fits: bool = False) -> None:
@@ -78,8 +82,18 @@ class GroupStarter:
         began = self._lifecycle.now()
         budget = self._start_budget or RetryBudget(START_ATTEMPTS - 1)
         self._allow_replacements()
-        while not self._try_start(self._scaling.max_workers, self._spec.num_spares, self._spec.reservation_timeout_s):
-            _pay_for_start(budget)
+        in_the_way, timeout_s = self._make_room(), self._spec.reservation_timeout_s
+        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # else the user has said how long to wait
+            timeout_s = _IN_THE_WAY_S
+        try:
+            while not self._try_start(self._scaling.max_workers, self._spec.num_spares, timeout_s):
+                _pay_for_start(budget)
+        except ReservationTimeoutError as error:
+            if not in_the_way:
+                raise
+            raise ReservationTimeoutError(
+                f"This program holds the room itself: call `shutdown()` of {in_the_way} first.\n{error}"
+            ) from None
         self._replacements.num_left = 0
         self._lifecycle.record("started", 0, began, "a new trainer")
 
@@ -91,6 +105,7 @@ class GroupStarter:
             return False
         group = self.make_group(self._spec, len(kept.workers))
         group.take_over(kept)
+        self._lifecycle.session = session()
         self._lifecycle.group = group
         self._lifecycle.facts = list(kept.facts)
         self._snapshots.completed(None)  # their state is nowhere else yet
@@ -128,6 +143,15 @@ class GroupStarter:
                 self._lifecycle.record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
             raise
 
+    def has_room(self) -> bool:
+        """Return whether there is room for all workers; also where they can never fit, so no one is to give way."""
+        needs_none = self._spec.use_local and self._scaling.max_workers == 1
+        if needs_none or self._spec.within not in ("default", None):  # it waits for no one
+            return True
+        view, need = self._settled_view(), self._spec.resources
+        wanted = self._scaling.max_workers + self._spec.num_spares
+        return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
+
     def _allow_replacements(self) -> None:
         """Allows so many for all attempts of a start together: what dies again and again is not started without end."""
         num_allowed = _REPLACEMENTS * self._scaling.max_workers
@@ -144,6 +168,8 @@ class GroupStarter:
             return
         self._lifecycle.kill_group()
         self._refuse_if_lost(cause)
+        if kind == "restarted":
+            self._make_room()
         attempt = 0
         while attempt < self._scaling.num_attempts:
             view = self._settled_view()
@@ -270,6 +296,8 @@ class GroupStarter:
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
             report = group.start(timeout_s, self._num_needed)
+            if self._scaling.max_workers > self._spec.use_local:
+                self._lifecycle.session = session()
             report = self._without_lost(report, group, captures=self._spec.captures_after_calls)
             if report.ok:
                 return self._call_start_hook(group) or report

@@ -17,6 +17,7 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.outliving import keeper
+from raysgd.engine.processes.resources import session
 from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
 from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.call import Call
@@ -76,6 +77,7 @@ class Lifecycle:
         starting: A group that is being started.
         clock: Time.
         history: What happened to the workers so far.
+        session: The Ray session that the workers are in; None without workers outside this process.
         num_short: With how many workers, at most, memory has run out; 0 if it never has.
         once: What was said already.
     """
@@ -101,6 +103,7 @@ class Lifecycle:
         self.history = GroupHistory(label=spec.words.label)
         self.group: WorkerGroup | None = None
         self.starting: WorkerGroup | None = None
+        self.session: Any = None
         self._facts: list[Any] = []
         self.num_short = 0
         self.once = Once()
@@ -159,7 +162,8 @@ class Lifecycle:
         for group in (self.starting, self.group):
             if group is not None:
                 try:
-                    self.hooks.on_end(group)
+                    if not self.has_session_ended:
+                        self.hooks.on_end(group)
                 finally:
                     group.kill_workers()
 
@@ -179,12 +183,25 @@ class Lifecycle:
             self._interrupted = None
             self.kill_group()
 
+    @property
+    def has_session_ended(self) -> bool:
+        """True if the workers ended with their Ray session; another one is none of this trainer's business."""
+        return self.session is not None and self.session != session()
+
     def check_active(self) -> None:
-        """Raises `TrainerShutdownError` after `refuse_starts`, and `KeyboardInterrupt` after `interrupt`."""
+        """Raises `TrainerShutdownError` after `refuse_starts` or the end of the Ray session.
+
+        Raises `KeyboardInterrupt` after `interrupt`.
+        """
         self.check_interrupt()
         if self.is_stopped:
             message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
             raise TrainerShutdownError(message.rstrip())
+        if self.has_session_ended:
+            raise TrainerShutdownError(
+                "The Ray session of this trainer has ended, for instance by `ray.shutdown()`, and its workers ended "
+                "with it. Create a new trainer; what was saved can be loaded into it."
+            )
 
     def kill_group(self, unless_local: bool = False) -> None:
         """Kills the processes; the next call starts new ones from the last snapshot.
@@ -212,6 +229,9 @@ class Lifecycle:
 
     def end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
         """Stops a group, or with `force` kills it; the front end's hooks come first."""
+        if self.has_session_ended:
+            group.kill()  # what of it is in this process
+            return
         end = group.kill if force else group.stop
         try:
             self.hooks.on_end(group)

@@ -81,6 +81,18 @@ class Turns:
                     self._num_inside -= 1
                     self._leave_turn()
 
+    @contextmanager
+    def take_if_free(self) -> Iterator[bool]:
+        """A turn if no call runs or waits, which yields True; else False at once."""
+        if self._line or self._num_inside or not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            with self.take():
+                yield True
+        finally:
+            self._lock.release()
+
     def _leave_turn(self) -> None:
         if not self._num_inside:
             self._owner = None
@@ -128,6 +140,7 @@ class Turns:
         except Exception as error:
             self._lifecycle.check_interrupt()
             if not self._lifecycle.is_stopped:
+                self._lifecycle.check_active()  # perhaps it fails because of the end of the Ray session
                 raise
             message = (
                 "The trainer was shut down while this call was running, so the call did not finish. "

@@ -26,6 +26,7 @@ class FrontEndWords:
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
         label: Ahead of what is logged and raised of the group.
+        name: What the trainer is called in the errors of another one in the same program.
     """
 
     when_shut_down: str = ""
@@ -36,6 +37,7 @@ class FrontEndWords:
     after_end: str = ""
     restart_point: str = "from the last snapshot"
     label: str = ""
+    name: str = "a trainer"
 
 
 @dataclass(frozen=True)

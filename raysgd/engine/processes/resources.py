@@ -90,6 +90,17 @@ def _quiet_ray() -> None:
     worker.print_to_stdstream = show_others
 
 
+def session() -> Any:
+    """Return what tells the session of Ray that this process is in from any other; None outside of one. Starts none."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    if is_ray_client():
+        return ray.util.client.ray.get_context().client_worker
+    context = ray.get_runtime_context()
+    return context.worker.node.session_name, context.get_job_id()
+
+
 def is_ray_client() -> bool:
     """Return whether this process drives a cluster through a Ray Client connection."""
     return bool(_ray().util.client.ray.is_connected())
@@ -318,6 +329,7 @@ class Reservation:
     ) -> None:
         ray = _ray()
         self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
+        self._session = session()
         self._holder: Any = None
         self._outer = outer_group() if within == "default" else within
         self._own: Any = None
@@ -453,7 +465,7 @@ class Reservation:
         ray = _ray()
         group, self._own = self._own, None
         holder, self._holder = self._holder, None
-        if not ray.is_initialized():
+        if session() != self._session:
             return
         if holder is not None:
             ray.kill(holder)

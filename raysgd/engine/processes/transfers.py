@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.engine.processes.local_worker import LocalCall
+from raysgd.engine.processes.resources import session
 from raysgd.engine.processes.snapshots import Transfer
 from raysgd.engine.processes.worker import node_here
 from raysgd.exceptions import WorkersLostError
@@ -213,10 +214,13 @@ class _StoreTransfer:
     """A transfer through Ray's object store. Holding on to the value keeps it in the store of the driver's node."""
 
     reference: Any
+    session: Any = field(default_factory=session)
 
     def result(self, timeout_s: float | None) -> Any:
         import ray
 
+        if session() != self.session:
+            raise WorkersLostError("The Ray session in which it was sent has ended.")
         try:
             return ray.get(self.reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:

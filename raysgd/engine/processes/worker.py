@@ -21,6 +21,7 @@ from raysgd._text.log_lines import WorkerLogLine
 from raysgd.engine.processes.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
 from raysgd.engine.processes.forked_children import let_go_of_ray
 from raysgd.engine.processes.outliving import CallNumber, keeper
+from raysgd.engine.processes.resources import session
 from raysgd.engine.processes.slots import Slot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.faults import describe_fault
@@ -488,6 +489,7 @@ class RemoteWorker:
         self.name = options.get("name", "")
         self._call: LineCall | None = None
         self._can_attend = ARE_POSSIBLE
+        self._session = session()
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -527,7 +529,7 @@ class RemoteWorker:
 
         if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
             self._hang_up()
-        if ray.is_initialized():
+        if session() == self._session:
             ray.kill(self.actor, no_restart=True)
 
 

@@ -19,6 +19,7 @@ from raysgd.train.backend import Backend, BackendConfig, Connection, PlacedConne
 
 WORDS = FrontEndWords(
     when_shut_down="Call `start` again for new workers.",
+    name="the function `Trainer`",
     when_interrupted="Checkpoints that the functions saved are kept.",
     when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
     when_spent="Saved checkpoints are kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`.",
