@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,30 @@ def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterat
         options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
     else:
         options.update(address=args.address)
-    ray.init(**options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with redirect_stdout(_WithoutRaylet(sys.stdout)):
+        ray.init(**options)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class _WithoutRaylet:
+    """The standard output without what Ray's own processes say: many lines for each node that dies.
+
+    Args:
+        output: Where all else goes.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._output, self._ends_dropped = output, False
+
+    def write(self, text: str) -> int:
+        is_end, self._ends_dropped = text == "\n" and self._ends_dropped, "(raylet)" in text
+        return len(text) if is_end or self._ends_dropped else self._output.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
 
 
 def one_process_then_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

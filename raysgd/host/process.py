@@ -128,7 +128,7 @@ class TrainerHost:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Only Ray says that a program is gone; its answer is lost then. Runs in a thread of Ray's."""
+        """Only Ray says that a program is gone: its answer is lost then. Runs in a thread of Ray's."""
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})

@@ -106,16 +106,18 @@ class StreamData:
             before, after = (
                 [each["shards"][at : at + 4] for at in range(0, len(each["shards"]), 4)] for each in (then, now)
             )
-            pairs = zip(self.shards, before, after, strict=False)
-            changed = ", ".join([repr(shard.name) for shard, was, is_now in pairs if was != is_now][:3])
-            raise _misfit(f"other shards ({len(before)} then, {len(after)} now; {changed or 'some'} changed)")
+            changed = [
+                repr(each.name) for at, each in enumerate(self.shards) if before[at : at + 1] != after[at : at + 1]
+            ]
+            which = ", ".join(changed[:3]) or "some"
+            raise _misfit(f"other shards ({len(before)} then, {len(after)} now; {which} changed)")
         lanes, turn, num_parts = position["lanes"], position["turn"], -(-len(self.shards) // NUM_LANES)
         end = self.loader.num_rows(self.shards) or self.loader.limit
         needs_lanes = bool(position["consumed"]) and not self.open_pass(0, 0).is_known
         if (
             not (is_integer(turn) and 0 <= turn < NUM_LANES)
             or position["consumed"] > (ENDLESS if end is None else end)
-            or (needs_lanes if lanes is None else len(lanes) != NUM_LANES)
+            or (needs_lanes if lanes is None else not isinstance(lanes, list | tuple) or len(lanes) != NUM_LANES)
             or not all(_is_place(lane, num_parts) for lane in lanes or ())
         ):
             raise ValueError("The state does not fit, nothing was loaded: its position in the stream is damaged.")

@@ -57,6 +57,13 @@ def make_operator(
 ) -> type[LightningOperator]:
     """Makes an operator class; see `TrainingOperator.from_ptl`. A `LightningOperator` as `parent` is subclassed."""
     lightning_base(lightning_module_cls)
+    for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
+        if hasattr(given, "setup") and hasattr(given, "train_dataloader"):
+            raise TypeError(
+                f"`{name}` is a `LightningDataModule`, which a `LightningOperator` does not run: call "
+                "`data.prepare_data()` and `data.setup('fit')`, and pass `train_dataloader=data.train_dataloader(), "
+                "val_dataloader=data.val_dataloader()`."
+            )
     members = {
         "_lightning_module_cls": lightning_module_cls,
         "_train_dataloader": train_dataloader,
@@ -82,7 +89,7 @@ class LightningOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
-        module = self._module = instantiate(self._lightning_module_cls, config)
+        module = self._module = instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
         self._hooks, self._has_started = LightningHooks(module), False
         self._meters: AverageMeterCollection | None = None
         self._trainer = module.trainer = TrainerStandIn.of(

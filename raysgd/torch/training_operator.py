@@ -510,13 +510,14 @@ class TrainingOperator(BaseOperator):
         """Makes an operator class out of a `LightningModule` class; see `raysgd.torch.lightning_operator`.
 
         Args:
-            lightning_module_cls: Of `lightning` or `pytorch_lightning`. It is given `config=config` if it takes that.
+            lightning_module_cls: Of `lightning` or `pytorch_lightning`. Its constructor gets `config=config`,
+                or, without such a parameter, the entries of the config that it names.
             train_dataloader: Trained on instead of what the module's `train_dataloader` returns.
             val_dataloader: Evaluated on instead of what the module's `val_dataloader` returns.
 
         Raises:
             ImportError: Lightning is not installed.
-            TypeError: It is no such class.
+            TypeError: It is no such class, or a loader is a `LightningDataModule`.
         """
         from raysgd.torch.lightning_operator import make_operator
 

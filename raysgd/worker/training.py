@@ -123,7 +123,7 @@ class Training:
             is_alone = not hosted.world.is_distributed
             if loop.is_whole and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
-            elif is_alone:  # its optimizer stepped, so the batch counts
+            elif is_alone and stream is feed.train_stream:  # its optimizer stepped, so the batch counts
                 stream.settle()
             raise
         finally:

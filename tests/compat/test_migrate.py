@@ -449,11 +449,11 @@ def test_a_line_for_a_person_gets_a_comment_once_and_all_others_are_rewritten(ol
         ("ray.remote(num_cpus=2)(TorchTrainer).remote(model_creator=m)", "instead of creator functions pass"),
         ("Remote = ray.remote(TorchTrainer)\nRemote.remote(data_creator=m)", "instead of creator functions pass"),
         (
-            "class Own(TrainingOperator):\n    def __init__(self, config, **kwargs):\n        pass",
+            "class Own(TrainingOperator):\n    def __init__(self, config):\n        pass",
             "`setup(self, config)`",
         ),
         (
-            "class Own(TrainingOperator):\n    def __init__(self, *args, **kwargs):\n        x = kwargs['world_rank']",
+            "class Own(TrainingOperator):\n    def __init__(self, config, **kwargs):\n        x = kwargs['world_rank']",
             "`setup(self, config)`",
         ),
         ("from ray.tune.suggest.hyperopt import HyperOptSearch", "`ray.tune.search`"),
@@ -489,7 +489,7 @@ def test_a_line_that_cannot_work_gets_a_comment_with_what_to_write(text: str, wo
     [
         "ray.remote(TorchTrainer).remote(training_operator_cls=Own, num_workers=2)",
         "Mine.remote(model_creator=m)",
-        "class Own(TrainingOperator):\n    def __init__(self, *args):\n        super().__init__(*args)",
+        "class Own(TrainingOperator):\n    def __init__(self, config, **m):\n        super().__init__(config, **m)",
         "class Mine(Other):\n    def __init__(self, config):\n        pass",
         "from horovod.torch import init",
         "from ray._raylet import ObjectRef",

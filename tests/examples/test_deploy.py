@@ -98,6 +98,8 @@ def test_the_script_for_slurm_is_valid_bash() -> None:
     assert bash is not None
     done = subprocess.run([bash, "-n", str(DEPLOY / "train.sbatch")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+    text = (DEPLOY / "train.sbatch").read_text()
+    assert text.index("export SRUN_CPUS_PER_TASK") < text.index("srun "), "newer versions give a step one CPU otherwise"
 
 
 def test_rules_and_the_dashboard_ask_for_metrics_that_there_are() -> None:

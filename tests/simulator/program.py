@@ -6,7 +6,7 @@ import random
 import traceback
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.driver.validating.validators import ValidatingSpares
@@ -47,6 +47,9 @@ class Storing:
         return self._stored.value
 
 
+AT_ONCE = "by the workers that train"
+
+
 class ValidationCalls:
     """What `ValidatingSpares` needs of the driver of a front end: nothing has to be divided."""
 
@@ -54,7 +57,10 @@ class ValidationCalls:
         return [(asked,)]
 
     def validate(self, asked: int, dataset: Any) -> list[Any]:
-        return [None]
+        return [AT_ONCE]
+
+    def forget(self) -> None:
+        """There is nothing to divide."""
 
 
 class Program:
@@ -69,8 +75,8 @@ class Program:
         self._simulation = simulation
         self._controller, self._invariants = simulation.controller, simulation.invariants
         self.is_in_call = False
-        calls: Any = ValidationCalls()
-        self._spares = ValidatingSpares(self._controller, calls, validate, new_sharing=lambda: calls)
+        self._validation_calls: Any = ValidationCalls()
+        self._spares = ValidatingSpares(self._controller, self._validation_calls, validate)
         self._num_validating = 0
         self.committed = State()
         self._is_exact = True
@@ -298,22 +304,24 @@ class Program:
         """Begins a validation on a spare. What comes of it is judged when it is known."""
         with self._controller.turn():
             newest = self._controller.newest_snapshot()
-            begun = self._spares.begin(newest)
+            asked, no_settings = (cast(Any, each) for each in (op.argument, None))
+            begun = self._spares.begin(asked, None, no_settings, self._validation_calls, newest)
         self._num_validating += 1
-        self._simulation.kernel.run_thread(lambda: self._validated(op, newest, begun), is_user=False)
+        self._simulation.kernel.run_thread(lambda: self._validated(newest, begun), is_user=False)
 
-    def _validated(self, op: Op, newest: NewestSnapshot, begun: Any) -> None:
+    def _validated(self, newest: NewestSnapshot, begun: Any) -> None:
         kinds, require = self._simulation.befalling.kinds, self._invariants.require
         try:
-            [state] = begun(op.argument, None, lambda: None)
+            [state] = begun(lambda: None)
             self._simulation.tell(f"VALIDATED  {state}")
-            is_asked = not self._has_spares if state is None else state == newest.result().shared_state
+            is_asked = state in (AT_ONCE, newest.result().shared_state)
         except WorkerError as error:
             require(kinds["raise"] > 0, f"a validation raised {error!r}")
         except TrainerShutdownError:
             require(self._controller.is_stopped, "a validation was told of a shutdown")
         except (WorkersLostError, ReservationTimeoutError) as error:
             self._simulation.tell(f"NOT VALIDATED  {error!r}")
+            require("no other is left" not in str(error) or not self._has_spares, f"{error!r} with a spare")
         else:
             require(is_asked, f"a spare has validated {state}")
         finally:

@@ -503,7 +503,7 @@ def look(replica: SimReplica) -> Task:
     return replica.state
 
 
-def validate(replica: SimReplica, number: int, state: State, num_batches: int) -> Task:
+def validate(replica: SimReplica, number: int, settings: Any, state: State, num_batches: int) -> Task:
     """A validation on a spare, which leaves it between two batches; returns the state that it had at the end."""
     replica.restore(state, None)
     for _ in range(num_batches):

@@ -141,7 +141,35 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert re.search(r'pip install "torch>=[\d.]+" "lightning>=', done.stdout)
+    assert re.search(r'pip install "lightning>=', done.stdout)
+
+
+class Named(Line):
+    """Its constructor names what it takes."""
+
+    def __init__(self, hidden: int, lr: float = 0.1, **others: Any) -> None:
+        super().__init__()
+        self.taken = (hidden, lr, others)
+
+
+def test_a_constructor_gets_the_entries_of_the_config_that_it_names(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = {"hidden": 8, "lr": 0.5, "depth": 2}
+    assert make_local(TrainingOperator.from_ptl(Named), config=config).get_model().taken == (8, 0.5, {})
+    assert "`Named` gets hidden, lr from the config" in caplog.messages
+    assert "`Named` has no parameter for 'depth' of the config" in caplog.messages
+
+
+def test_a_constructor_without_its_argument_is_an_error_with_the_line_to_write(make_local: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match=r"`Named` needs `hidden`: .* `config=\{'hidden': ...\}`"):
+        make_local(TrainingOperator.from_ptl(Named))
+
+
+def test_a_data_module_is_refused_with_the_loaders_to_pass() -> None:
+    with pytest.raises(TypeError, match=r"pass `train_dataloader=data\.train_dataloader\(\)"):
+        TrainingOperator.from_ptl(Line, lightning.pytorch.LightningDataModule())
 
 
 def test_the_config_goes_to_a_constructor_that_asks_for_it(make_local: MakeTrainer) -> None:

@@ -68,8 +68,10 @@ def init_of_operator(
         return
     for method in node.body.body:
         if isinstance(method, cst.FunctionDef) and method.name.value == "__init__":
-            takes_any = isinstance(method.params.star_arg, cst.Param)
-            if not takes_any or '"world_rank"' in cst.Module([method]).code.replace("'", '"'):
+            passes_on = method.params.star_kwarg is not None or any(
+                param.name.value == "context" for param in method.params.params
+            )
+            if not passes_on or '"world_rank"' in cst.Module([method]).code.replace("'", '"'):
                 yield method, _INIT
 
 

@@ -423,7 +423,10 @@ class WorkerProcess:
     def _failure(self, error: BaseException) -> Failure:
         kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
         is_brief = kind == "disconnected"  # all survivors fail like this at the same time
-        fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
+        operator = getattr(self._replica, "operator", None)
+        fault = describe_fault(
+            error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief, operator=operator
+        )
         failure = Failure(kind, fault, log_lines.drain())
         if kind == "disconnected":
             self._connection.give_up(error)  # only this tells the ranks that wait for this one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sysconfig
 import traceback
 from types import TracebackType
@@ -15,12 +16,15 @@ from raysgd.exceptions import WorkerFault, portable_copy
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_QUOTED_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S.*)')
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
-def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
+def describe_fault(
+    error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False, operator: Any = None
+) -> WorkerFault:
     """Describes `error`, which user code raised.
 
     The traceback begins at the first line of user code: what the library called to get there does not help.
@@ -32,6 +36,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         portable: Whether it has to leave the process. Else the exception stays whole, with its live frames, which a
             debugger can use; Python then shows these frames by itself, so they are not told in words too.
         brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
+        operator: The user's object that was at work, if there is one.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = masked(shortened(str(error))), _frames(error)
@@ -41,7 +46,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         error=_picklable(error) if portable else error,
         type_name=type(error).__name__,
         message=message,
-        location=_user_location(frames),
+        location=_user_location(frames, str(error), type(operator)),
         traceback_text=masked(_traceback_text(error, message, frames if brief else None)) if portable else "",
     )
 
@@ -76,14 +81,28 @@ def _traceback_text(error: BaseException, message: str, frames: traceback.StackS
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
 
-def _user_location(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither ours nor a library's; the innermost line at all when there is none."""
+def _user_location(frames: traceback.StackSummary, message: str, operator_cls: type[Any]) -> str:
+    """The innermost line that is neither ours nor a library's.
+
+    Where there is none, it is one that the message quotes, as it does if a process of a loader has failed; else the
+    `setup` of the operator with the innermost line of all.
+    """
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not _is_library(frame.filename)]
     frame = (own or list(frames))[-1]
     line = f": {frame.line}" if frame.line else ""
-    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+    place = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+    if own:
+        return place
+    quoted = [found for found in _QUOTED_FRAME.findall(message) if not _is_library(found[0])]
+    if quoted:
+        return "{}:{} in {}: {}".format(*quoted[-1])
+    code = getattr(getattr(operator_cls, "setup", None), "__code__", None)
+    if code is None or _is_library(code.co_filename):
+        return place
+    setup = f"{code.co_filename}:{code.co_firstlineno} in {operator_cls.__name__}.setup"
+    return f"{setup} (no line of your code was running, but {place})"
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raysgd.worker.data.drawn_ahead import DrawnAhead
-
 
 @dataclass
 class TFStep:
@@ -25,26 +23,18 @@ class TFStep:
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
     began_at: float = 0.0
-    _drawn: DrawnAhead = field(default_factory=DrawnAhead)
+    _waiting: list[tuple[int, int]] = field(default_factory=list)
+    _is_last_waiting: bool = False
 
     def begin(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
-        """Begins a batch, which is about to be handed out.
-
-        Raises:
-            RuntimeError: Another one waits for its step, and would count as this one.
-        """
-        if self._drawn and (num_samples, num_joint) != (self.num_samples, self.num_joint):
-            raise RuntimeError(
-                f"A batch of {num_samples} samples on this worker was drawn while one of {self.num_samples} waits for "
-                "its step, and would count as that one. Draw one batch, train on it, then draw the next; to leave one "
-                "out, call `self.skip_batch()`; to draw ahead, batch with `drop_remainder=True`."
-            )
+        """Begins a batch, which is about to be handed out."""
         self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
-        self._drawn.draw()
+        self._waiting.append((num_samples, num_joint))
+        self._is_last_waiting = True
 
     def confirm(self) -> None:
         """Ends the step: no batch is in use any more, if what was handed out was trained on."""
-        if not self._drawn:
+        if not self._waiting:
             self.num_samples = None
 
     def end_stream(self) -> None:
@@ -52,16 +42,29 @@ class TFStep:
 
     def forget(self) -> None:
         """Ends a call: what user code does between two of them is no step over the data."""
-        self.num_samples, self._drawn = None, DrawnAhead()
+        self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self) -> int | None:
-        """Notes that a batch is trained on; returns this rank's samples in it."""
-        self._drawn.use()
+        """Notes that a batch is trained on; returns this rank's samples in it.
+
+        Raises:
+            RuntimeError: Batches that count differently wait, and it is unknown which one it is.
+        """
+        if len(set(self._waiting)) > 1:
+            counts = ", ".join(str(own) for own, _ in self._waiting)
+            raise RuntimeError(
+                f"Batches of {counts} samples on this worker were drawn, and this step may be for each of them. Draw "
+                "one batch, train on it, then draw the next; to leave one out, call `self.skip_batch()`; to draw "
+                "ahead, batch with `drop_remainder=True`."
+            )
+        self.skip()
         return self.num_samples
 
     def skip(self) -> None:
-        """Says that the batch drawn last is not trained on."""
-        self._drawn.use()
+        """Says that no training follows for the batch that was drawn last; once, however often it is said."""
+        if self._is_last_waiting:
+            self._waiting.pop()
+            self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
         """Return what the loss is to be multiplied by, as far as the batch says; 1 where nothing is known."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.engine.shared.types import World
+from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,36 @@ def lightning_base(module_cls: Any) -> type[Any]:
     raise TypeError(f"`{module_cls!r}`: need a subclass of `LightningModule`, the class itself.")
 
 
-def instantiate(module_cls: type[Any], config: dict[str, Any]) -> Any:
-    """A module, made with `config=config` if its constructor has such a parameter."""
-    takes_config = "config" in inspect.signature(module_cls.__init__).parameters
-    return module_cls(config=config) if takes_config else module_cls()
+def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) -> Any:
+    """A module, made with `config=config` if its constructor has such a parameter, else with the entries that it names.
+
+    Why the entries: ADR 132.
+
+    Args:
+        module_cls: The class.
+        config: The config of the operator.
+        says_so: Whether to log which entries it gets, and which it does not.
+
+    Raises:
+        TypeError: The constructor needs a parameter that the config does not have.
+    """
+    parameters = inspect.signature(module_cls.__init__).parameters
+    if "config" in parameters:
+        return module_cls(config=config)
+    named = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)][1:]
+    missing = [each.name for each in named if each.default is each.empty and each.name not in config]
+    if missing:
+        raise TypeError(
+            f"`{module_cls.__name__}` needs `{missing[0]}`: pass it to the trainer, as "
+            f"`config={{{missing[0]!r}: ...}}`."
+        )
+    taken = {each.name: config[each.name] for each in named if each.name in config}
+    unused = [repr(key) for key in config if key not in taken and key != BATCH_SIZE]
+    if says_so and taken:
+        logger.info("`%s` gets %s from the config", module_cls.__name__, ", ".join(taken))
+    if says_so and unused:
+        logger.warning("`%s` has no parameter for %s of the config", module_cls.__name__, ", ".join(unused))
+    return module_cls(**taken)
 
 
 class LightningHooks:

@@ -260,7 +260,7 @@ class JointSteps:
                     "`elastic=True`: a second batch was drawn before the step on the first one, and a step can count "
                     "only one. Use one loader for both: over `StackDataset(first, second)`, say, or a `ConcatDataset`."
                 )
-            if self.close_batch(self._open) == "failed":
+            if self.close_batch(self._open) == "failed" and self._num_steps:
                 raise _lost("the function left a pass in a batch that failed: ask `batch_failed()` before that")
         mark = self._open = self._membership.open_batch(place, has_trained)
         self._at, self._is_left = at, False
@@ -322,10 +322,10 @@ class JointSteps:
             self._learn(self._num_steps)
         return "done" if is_done else "seen"
 
-    def leave_batch(self) -> bool:
+    def leave_batch(self, mark: BatchStart) -> bool:
         """The function leaves the pass in the middle of a batch; returns whether a step was taken on that."""
-        self._is_left = True
-        return self._num_steps > 0
+        self._is_left = self._is_left or mark is self._open
+        return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
         """Takes note of how many steps each batch has."""
@@ -422,7 +422,7 @@ class JointSteps:
             return self._as_lost(error)
         means /= membership.place.world.size
         is_alone = bool(means[0].isnan()) or not torch.equal(means[1:], own[1:])
-        if math.isnan(rates) or not (is_alone or not math.isclose(means[0], rates, rel_tol=_SAME)):
+        if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
             return None
         membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
         return _lost(membership.flaw)

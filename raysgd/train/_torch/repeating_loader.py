@@ -95,7 +95,8 @@ class RepeatingLoader(DataLoader[Any]):
                 try:
                     yield batch
                 except GeneratorExit:
-                    self._leave(outcomes, is_last=self._number + 1 == num_batches)
+                    has_trained = self._steps.leave_batch(mark) or "done" in outcomes
+                    self._leave(has_trained, is_last=self._number + 1 == num_batches)
                     raise
                 outcome = self._steps.close_batch(mark)
                 self._number += outcome != "failed"
@@ -109,14 +110,12 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch += "done" in outcomes
         self.is_open = False
 
-    def _leave(self, outcomes: set[str], is_last: bool) -> None:
+    def _leave(self, has_trained: bool, is_last: bool) -> None:
         """Counts the pass that the function leaves, unless it is of a stream, whose next pass goes on there."""
-        if self._steps.leave_batch() or "done" in outcomes:
-            self._has_trained = True
-            if is_last or isinstance(self._joint, JointBatches):
-                self._joint.end()
-                self._epoch += 1
-        self.is_open = False
+        self.is_open, self._has_trained = False, self._has_trained or has_trained
+        if has_trained and (is_last or isinstance(self._joint, JointBatches)):
+            self._joint.end()
+            self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
         """Notes what became of a batch, and in a set what became of those of this pass."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from raysgd.engine.shared.faults import describe_fault
 from raysgd.exceptions import WorkerFault
@@ -66,6 +68,41 @@ def test_the_line_is_the_users_also_when_a_library_raised() -> None:
     location = describe_fault(caught.value, 0, "", portable=True).location
     assert location.endswith('json.loads("{")')
     assert __file__ in location
+
+
+class Digits:
+    """In the place of an operator."""
+
+    def setup(self) -> None: ...
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError("bad row")
+
+
+def test_the_line_is_in_the_users_class_where_none_of_the_users_was_running() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(4, 1)(torch.zeros(2, 5))
+    of_torch = caught.value.with_traceback(caught.tb.tb_next)
+    location = describe_fault(of_torch, 0, "", portable=True, operator=Digits()).location
+    line = Digits.setup.__code__.co_firstlineno
+    assert location.startswith(
+        f"{__file__}:{line} in Digits.setup (no line of yours was running, but {torch.__path__[0]}"
+    )
+    assert describe_fault(of_torch, 0, "", portable=True).location.startswith(torch.__path__[0])
+
+
+def test_the_line_is_the_users_also_in_a_process_of_a_loader() -> None:
+    with pytest.raises(IndexError) as caught:
+        next(iter(DataLoader(Rows(), num_workers=1)))
+    of_torch = caught.value.with_traceback(caught.tb.tb_next)
+    location = describe_fault(of_torch, 0, "", portable=True, operator=Digits()).location
+    assert location.endswith('in __getitem__: raise IndexError("bad row")')
+    assert location.startswith(__file__)
 
 
 @pytest.mark.parametrize("folder", ["raysgd", "lib/python_project"])

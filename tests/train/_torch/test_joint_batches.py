@@ -104,7 +104,7 @@ class Steps:
         self.place = GroupPlace(self.place.number + 1, World(0, 1))
         return "failed"
 
-    def leave_batch(self) -> bool:
+    def leave_batch(self, mark: int) -> bool:
         return True
 
     def note_unstepped(self) -> None:
@@ -161,6 +161,7 @@ class Alone:
         self.membership = Membership(World(num_ranks - 1, num_ranks), lambda error: None)
         self.iteration = 0
         self.steps = JointSteps(cast(Any, self))
+        self.steps._is_checked = True  # what checks leaves a hook on all optimizers of the process
         self.model = self.steps.wrap(torch.nn.Linear(1, 1), None, {})
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.steps.take(self.optimizer)
