@@ -76,6 +76,7 @@ class Lifecycle:
         starting: A group that is being started.
         clock: Time.
         history: What happened to the workers so far.
+        num_holds: How many stops inside a call were proposed; each has a number.
         num_short: With how many workers, at most, memory has run out; 0 if it never has.
         once: What was said already.
     """
@@ -102,7 +103,7 @@ class Lifecycle:
         self.group: WorkerGroup | None = None
         self.starting: WorkerGroup | None = None
         self._facts: list[Any] = []
-        self.num_short = 0
+        self.num_holds = self.num_short = 0
         self.once = Once()
         self._suspected: dict[str, float] = {}
         self._interrupted: int | None = None
