@@ -610,7 +610,13 @@ class ElasticController:
         return on_wait
 
     def _adapt(self, call: Call) -> None:
-        """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
+        """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry.
+
+        The ranks that another process has left may be inside the call already: they are stopped there.
+        """
+        kept_by = keeper()
+        if kept_by is not None and kept_by.found is not None:
+            return
         now = self._lifecycle.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S

@@ -161,6 +161,10 @@ class ClassRunner(OperatorChanges):
         """Says what became of the proposal."""
         self._training.settle_hold(number, is_agreed)
 
+    def last_hold(self) -> tuple[int, bool]:
+        """Returns what was proposed last; see `RegroupingReplica`."""
+        return self._training.last_hold
+
     def regroup(self, world: World, handover: StateHandover) -> Any:
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
         hosted, training = self._hosted, self._training

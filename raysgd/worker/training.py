@@ -37,6 +37,7 @@ class Training:
 
     Attributes:
         name: What other ranks know this one by, in whatever group.
+        last_hold: The number of the last proposal to stop, and whether all agreed, as far as it was told.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Training:
         self._copies = copies
         self._inside = copies.inside
         self._ledger = ledger
-        self._hold_number = 0
+        self.last_hold = 0, False
         self.name = uuid.uuid4().hex
 
     def begin(self, request: EpochRequest, share: Any) -> tuple[EpochRun, BatchSupply]:
@@ -193,9 +194,9 @@ class Training:
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
         run = self._activity.unfinished
-        if number <= self._hold_number:  # it would be settled by now, and the training would wait at it
+        if number <= self.last_hold[0]:  # it would be settled by now, and the training would wait at it
             return None
-        self._hold_number = number
+        self.last_hold = number, False
         hosted = self._hosted
         if run is None or self._activity.running is None or hosted.epoch_obstacle is not None:
             return None
@@ -206,7 +207,8 @@ class Training:
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
         """Says what became of the proposal."""
-        if self._activity.run is not None and number == self._hold_number:
+        if self._activity.run is not None and number == self.last_hold[0]:
+            self.last_hold = number, is_agreed
             self._activity.run.gate.settle(is_agreed)
 
     def leave_group(self) -> None:

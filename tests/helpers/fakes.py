@@ -198,6 +198,9 @@ class SteppingReplica(CountingReplica):
         self.proposals[-1] = (step, is_agreed)
         self.holds_at = step if is_agreed else None
 
+    def last_hold(self) -> tuple[int, bool]:
+        return len(self.proposals), bool(self.proposals and self.proposals[-1][1])
+
     def part_of_snapshot(self, number: int) -> Capture | None:
         """The part as it will be after so many steps."""
         steps_to_go = number - self._num_done_now

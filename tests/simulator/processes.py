@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from raysgd.engine.processes.outliving import CallNumber
 from raysgd.engine.processes.worker import LeaveAnswer, StandbyReady, WorkerAnswer, WorkerFailed
 from raysgd.engine.shared.types import (
     LOOPBACK,
@@ -27,7 +28,11 @@ from tests.simulator.replica import SimReplica
 
 LOOK_S = 2.0
 _NEVER = float("inf")
-_LANES = {"describe": "signs", "interrupt": "signs", "beside": "beside", "stack": "beside", "send": "sending"}
+_LANES = {
+    **dict.fromkeys(("describe", "interrupt", "last_call"), "signs"),
+    **dict.fromkeys(("beside", "stack"), "beside"),
+    "send": "sending",
+}
 
 
 class Call(Future):
@@ -117,6 +122,8 @@ class Process:
         self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
         self.ready_at = _NEVER
         self.watch: Call | None = None
+        self._number: CallNumber | None = None
+        self._reply: WorkerAnswer | None = None
         self._is_seen = True
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
@@ -368,8 +375,15 @@ class Process:
         return (yield from self.replica.regroup(world, handover))
 
     def _on_packed(self, packed: bytes, *values: Any) -> Task:
-        function, capture, landed, args, _ = pickle.loads(packed)
-        return (yield from self._on_replica(function, capture, landed, *args))
+        function, capture, landed, args, number = pickle.loads(packed)
+        if number is None or number != self._number:
+            self._number = number or self._number
+            self._reply = yield from self._on_replica(function, capture, landed, *args)
+        return self._reply
+
+    def _last_call(self) -> Task:
+        yield 0.0
+        return self._number
 
     def _on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Task:
         yield from self._point("called")

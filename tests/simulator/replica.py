@@ -194,7 +194,8 @@ class SimReplica:
         self.is_poisoned = False
         self.run: Run | None = None
         self.is_walking = False
-        self.hold_number = self.last_left = 0
+        self.last_left = 0
+        self._last_hold = 0, False
         self.copies = PendingCopies()
         self._newest_token = 0
         self.inside = MidCallSnapshots(around.snapshot_every)
@@ -331,9 +332,9 @@ class SimReplica:
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         run = self.run
-        if number <= self.hold_number:
+        if number <= self._last_hold[0]:
             return None
-        self.hold_number = number
+        self._last_hold = number, False
         if run is None or run.is_finished or not self.is_walking:
             return None
         step = run.steps + margin if at is None else at
@@ -343,8 +344,13 @@ class SimReplica:
         return step
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        if number == self.hold_number and self.run is not None and self.run.agreed is not None:
-            self.run.agreed.set(is_agreed)
+        if number == self._last_hold[0]:
+            self._last_hold = number, is_agreed
+            if self.run is not None and self.run.agreed is not None:
+                self.run.agreed.set(is_agreed)
+
+    def last_hold(self) -> tuple[int, bool]:
+        return self._last_hold
 
     def leave_call(self, number: int) -> None:
         self.last_left = max(self.last_left, number)

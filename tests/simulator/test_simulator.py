@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from raysgd.engine.decisions.policies import RetryBudget
+from raysgd.engine.processes import outliving, replica_calls
+from raysgd.engine.shared.call import Call
 from tests.helpers.stories import ROOT
 from tests.simulator.many import report
 from tests.simulator.network import COLLECTIVE_TIMEOUT_S
+from tests.simulator.platform import SimWorker
+from tests.simulator.replica import walk, walk_on
 from tests.simulator.running import Simulation, quiet, run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
@@ -325,3 +330,54 @@ def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.Mo
     replay = report.partition("The smallest schedule found: python -m tests.simulator '")[2].partition("'\n")[0]
     assert run(Schedule.from_json(replay)).broken is not None
     assert json.loads(replay)["faults"]
+
+
+class KeptInMemory(outliving.Keeper):
+    """Keeps the group as it is: the next process of a simulated host is another thread."""
+
+    def __init__(self, group: outliving.KeptGroup | None = None) -> None:
+        super().__init__("a host", lambda _: None)
+        self.newest = group
+
+    def note(self, group: outliving.KeptGroup) -> None:
+        self.newest = group
+
+    def find(self) -> outliving.KeptGroup | None:
+        return self.newest
+
+
+@pytest.mark.parametrize("still_leaves", [True, False])
+@pytest.mark.parametrize("num_sent", range(1, 6))
+def test_a_host_that_is_killed_while_it_stops_its_ranks_leaves_none_waiting(
+    num_sent: int, still_leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It proposes the stop to three ranks, and tells each that all agree: so many of these messages it sends."""
+    simulation = Simulation(Schedule(num_sent, num_workers=3, nodes=(3, 3), num_samples=400, batch_size=2))
+    node = simulation.cluster.nodes["n0"]
+    kernel, sent, submit = simulation.kernel, list[Any](), SimWorker.submit
+
+    def send(worker: SimWorker, method: str, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] in (replica_calls.propose_hold, replica_calls.settle_hold):
+            sent.append(args)
+            if len(sent) == num_sent + 1:
+                kernel.block(lambda: False)
+        return submit(worker, method, *args, **kwargs)
+
+    def train() -> Any:
+        call = Call(walk, lambda worlds: [(1, 50)] * len(worlds), changes_state=True, keeps_alike=True, resume=walk_on)
+        simulation.controller.start()
+        return simulation.controller.run(call, budget=RetryBudget(0))
+
+    monkeypatch.setattr(SimWorker, "submit", send)
+    monkeypatch.setattr(outliving, "_KEEPER", kept := KeptInMemory())
+    with quiet():
+        kernel.after(1.0, lambda: setattr(node, "is_leaving", True))
+        kernel.run_thread(train)
+        assert kernel.block(lambda: len(sent) > num_sent, 60.0)
+        monkeypatch.setattr(outliving, "_KEEPER", KeptInMemory(kept.newest))
+        node.is_leaving = still_leaves
+        simulation.controller = simulation._controller()
+        answers = train()
+        kernel.end_threads()
+    assert {answer.state.steps for answer in answers} == {50}
+    assert {event.kind for event in simulation.controller.history.events} == ({"left"} if still_leaves else set())

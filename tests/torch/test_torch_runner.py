@@ -1137,6 +1137,7 @@ def held_after(runner: TorchRunner, num_steps: int) -> HeldAtStep:
     held = runner.train_epoch(EpochRequest(None, {}, False, seed=0))
     handle.remove()
     assert isinstance(held, HeldAtStep)
+    assert runner.last_hold() == (num_steps, True)
     return held
 
 
@@ -1184,6 +1185,7 @@ def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: 
     runner.settle_hold(1, False)
     train(runner)
     assert runner.propose_hold(2, 2, None) is None
+    assert runner.last_hold() == (2, False)
 
 
 # ------------------------------------------------------------------------------------------------ snapshots inside

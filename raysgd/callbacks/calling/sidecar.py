@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ ENDING = ".run.json"
 _FORMAT = 1
 _ROWS_OF_PART = 200
 _NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "epoch": lambda value: type(value) is int,
+    "callbacks": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
+    "pending": lambda value: value is None or type(value) is int,
+    "parts": lambda value: (
+        isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
+    ),
+}
+"""The form of each entry, beside the history."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +108,23 @@ class Sidecars:
             ValueError: It is damaged, or a part of the history is missing.
             StorageError: A store could not be reached.
         """
-        content = _content_of(checkpoint)
-        if content is None:
+        found = _read(checkpoint)
+        if found is None:
             return None
-        names = names_of_parts(content)
-        parts = [_part(checkpoint, name) for name in names]
-        history = History.from_json(json.dumps(content["history"]))
+        sidecar, names = found
+        parts, history = [_part(checkpoint, name) for name in names], sidecar.history
         rest = history.extent
         for part in reversed(parts):
             history.take_over(part)
         extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
         self._written[files.in_folder_of(checkpoint, "")] = _HistoryFiles(tuple(names), extent)
-        return Sidecar(int(content["epoch"]), history, list(content["callbacks"]), content.get("pending"))
+        return sidecar
 
 
 def epoch_of(checkpoint: str) -> int:
     """Return how many epochs a checkpoint has; -1 if that does not stand beside it."""
-    content = _content_of(checkpoint)
-    return -1 if content is None else int(content["epoch"])
+    found = _read(checkpoint)
+    return -1 if found is None else found[0].epoch
 
 
 def location(checkpoint: str) -> str:
@@ -123,34 +132,25 @@ def location(checkpoint: str) -> str:
     return files.beside(checkpoint, ENDING)
 
 
-def names_of_parts(content: dict[str, Any]) -> list[str]:
-    """The files with the parts of the history that come before what is in the file beside a checkpoint.
-
-    Raises:
-        ValueError: They are no such names.
-    """
-    names = content.get("parts")
-    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME_OF_PART.fullmatch(n) for n in names):
-        raise ValueError(f"`parts` is {str(names)[:100]!r}")
-    return names
-
-
 def _write(place: str, content: str) -> None:
     with files.saving(place, sealed=True) as file:
         file.write(content.encode())
 
 
-def _content_of(checkpoint: str) -> dict[str, Any] | None:
+def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
+    """Return the file beside a checkpoint, and the names of the files with the parts of the history before it."""
     beside = location(checkpoint)
     try:
         content = json.loads(_text(beside))
-        names_of_parts(content)
+        history = History.from_json(json.dumps(content["history"]))
+        for name, is_right in _ENTRIES.items():
+            if not is_right(content.get(name)):
+                raise ValueError(f"`{name}` is {str(content.get(name))[:100]!r}")
     except FileNotFoundError:
         return None
-    except (AttributeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
-    found: dict[str, Any] = content
-    return found
+    return Sidecar(content["epoch"], history, content["callbacks"], content.get("pending")), content["parts"]
 
 
 def _part(checkpoint: str, name: str) -> History:

@@ -109,10 +109,21 @@ class GroupStarter:
         self._lifecycle.group = group
         self._lifecycle.facts = list(kept.facts)
         self._snapshots.completed(None)  # their state is nowhere else yet
+        self._settle_last_hold(group)
         numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
         kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
         logger.info("found %s workers again", len(kept.workers))
         return True
+
+    def _settle_last_hold(self, group: WorkerGroup) -> None:
+        """Settles the stop that a process that was killed may have left open: ranks wait for that without limit.
+
+        A rank that was told to stop does, so all have to.
+        """
+        told = filter(None, group.ask_beside("beside", replica_calls.last_hold).values())
+        self._lifecycle.num_holds, is_agreed = max(told, default=(0, False))
+        if self._lifecycle.num_holds:
+            group.ask_beside("beside", replica_calls.settle_hold, self._lifecycle.num_holds, is_agreed)
 
     def rebuild(
         self, cause: str, kind: EventKind = "rebuilt", renew: Callable[[], GroupReport | None] | None = None

@@ -78,6 +78,7 @@ class Lifecycle:
         clock: Time.
         history: What happened to the workers so far.
         session: The Ray session that the workers are in; None without workers outside this process.
+        num_holds: How many stops inside a call were proposed; each has a number.
         num_short: With how many workers, at most, memory has run out; 0 if it never has.
         once: What was said already.
     """
@@ -105,7 +106,7 @@ class Lifecycle:
         self.starting: WorkerGroup | None = None
         self.session: Any = None
         self._facts: list[Any] = []
-        self.num_short = 0
+        self.num_holds = self.num_short = 0
         self.once = Once()
         self._suspected: dict[str, float] = {}
         self._interrupted: int | None = None

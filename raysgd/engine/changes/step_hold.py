@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import count
 
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
@@ -20,8 +19,6 @@ _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
 
 ROOM = "there is room for more workers"
-
-_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class StepHold:
         self._next_growth = now
         self._margin = _MIN_MARGIN
         self._is_holding = False
-        self.reason = ""
+        self.reason = "the process of the host that died had stopped it for that"
 
     def poll(self, steps_per_s: float) -> None:
         """Does what is due. `steps_per_s` says how fast the ranks are."""
@@ -126,7 +123,8 @@ class StepHold:
     def _agree(self, group: WorkerGroup, steps_per_s: float) -> None:
         """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
         margin = max(self._margin, math.ceil(steps_per_s * _HOLD_AHEAD_S))
-        number = next(_numbers)
+        self._lifecycle.num_holds += 1
+        number = self._lifecycle.num_holds
         first = group.ask_beside("beside", replica_calls.propose_hold, number, margin, None, ranks=[0])
         at = first.get(0)
         answers = {0: at}

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -134,9 +135,18 @@ class LineCall:
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Return the answer that came."""
+        """Return the answer that came.
+
+        Raises:
+            RaySystemError: It cannot be unpickled, as `ray.get` says it.
+        """
         assert self._answer is not None
-        return pickle.loads(self._answer)
+        try:
+            return pickle.loads(self._answer)
+        except Exception as error:
+            from ray.exceptions import RaySystemError
+
+            raise RaySystemError(error, traceback.format_exc()) from error
 
 
 class LineEnd:

@@ -76,6 +76,12 @@ def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
     replica.settle_hold(number, is_agreed)
 
 
+def last_hold(replica: Any) -> tuple[int, bool]:
+    """Return the number of the last stop that was proposed, and whether the replica was told that all agree."""
+    found: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
+    return found
+
+
 def leave_call(replica: Any, number: int) -> None:
     """Let the call of this loan, and of all before it, give up between two batches."""
     replica.leave_call(number)

@@ -61,7 +61,7 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that survives the loss of others: it keeps its process and its memory and continues in a new group.
 
-    `heartbeat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
+    `heartbeat`, `propose_hold`, `settle_hold` and `last_hold` are called from a second thread, while a call runs.
     """
 
     def replica_progress(self) -> ReplicaProgress:
@@ -90,6 +90,9 @@ class RegroupingReplica(Replica, Protocol):
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
         """All ranks will stop at the step that was proposed under this number, or none will."""
+
+    def last_hold(self) -> tuple[int, bool]:
+        """Return the number of the last proposal, and whether all agreed, as far as it was told."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Does what `restore` does with a snapshot that was taken inside a call, which will continue.

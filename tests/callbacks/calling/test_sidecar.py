@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, location
+from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of, location
 from raysgd.engine.decisions.group_events import GroupEvent
 from raysgd.history.history import CallRecord, History
 
@@ -42,6 +42,27 @@ def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable
     beside.write_text(damage(beside.read_text()))
     with pytest.raises(ValueError, match=r"last\.pt\.run\.json` is damaged: .* Delete it to resume without it"):
         Sidecars().read(str(tmp_path / "last.pt"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{name: value} for name in ("epoch", "callbacks", "pending", "history") for value in ("x", 1.5, [None])],
+    ids=str,
+)
+@pytest.mark.parametrize("read", [Sidecars().read, epoch_of])
+def test_one_with_another_value_is_damaged_too(
+    tmp_path: Path, damage: dict[str, Any], read: Callable[[str], object]
+) -> None:
+    written(tmp_path / "last.pt")
+    beside = Path(location(str(tmp_path / "last.pt")))
+    content = json.loads(beside.read_text())
+    beside.write_text(json.dumps({**content, **damage}))
+    with pytest.raises(ValueError, match=r"is damaged: .* Delete it"):
+        read(str(tmp_path / "last.pt"))
+    del content["callbacks"]
+    beside.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is damaged: `callbacks` is 'None'"):
+        read(str(tmp_path / "last.pt"))
 
 
 def test_it_is_beside_the_file_also_in_a_store() -> None:

@@ -37,6 +37,17 @@ def function_of_script(replica: CountingReplica) -> Any:
     return lambda: replica.world.rank
 
 
+class Unreadable:
+    """Cannot be unpickled, wherever it arrives."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def unreadable(replica: CountingReplica) -> Unreadable:
+    return Unreadable()
+
+
 def fail(replica: CountingReplica) -> None:
     raise KeyError("the user's words")
 
@@ -104,6 +115,16 @@ def test_an_exception_comes_as_always_and_the_next_call_goes_by_a_line(group: Wo
     assert [found.failure.fault.type_name for found in report.outcomes if found.failure] == ["KeyError", "KeyError"]
     assert values(ask(group, value_of, 2)) == [2, 2]
     assert not any(line.is_ended for line in lines(group))
+
+
+@pytest.mark.parametrize("by_line", [True, False])
+def test_an_answer_that_the_driver_cannot_unpickle_is_an_error_of_the_user_either_way(
+    group: WorkerGroup, by_line: bool
+) -> None:
+    report = ask(group, unreadable, by_line=by_line)
+    faults = [found.failure.fault for found in report.outcomes if found.failure and found.failure.kind == "user"]
+    assert [(fault.type_name, "no number" in fault.message) for fault in faults] == [("RaySystemError", True)] * 2
+    assert values(ask(group, value_of, 1)) == [1, 1]
 
 
 def test_a_worker_that_finds_no_line_is_asked_through_ray_from_then_on(
