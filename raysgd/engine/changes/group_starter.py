@@ -197,8 +197,8 @@ class GroupStarter:
             num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision.num_workers)
             try:
                 is_restarted = self._try_restart(decision.num_workers, max(0, num_spares))
-            except ReservationTimeoutError:
-                logger.warning("another program took the resources for %s workers", decision.num_workers)
+            except ReservationTimeoutError as error:  # another program took them, or the node is lost by now
+                logger.warning("%s", str(error).partition("\n")[0])
                 continue
             if is_restarted:
                 self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from())

@@ -366,7 +366,7 @@ class Reservation:
             check: Called now and then while it waits; may raise.
 
         Raises:
-            ReservationTimeoutError: After `timeout_s`.
+            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation.
         """
         group = self._own or self._outer
         if group is None:
@@ -381,7 +381,7 @@ class Reservation:
         began = time.monotonic()
         words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
         waited_s = 0.0
-        while not group.wait(int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
@@ -391,6 +391,18 @@ class Reservation:
                 if self.is_granted():  # meanwhile: this process, too, may have stood still
                     return
                 raise self._timeout(timeout_s)
+
+    def _is_ready(self, group: Any, timeout_s: int) -> bool:
+        try:
+            return bool(group.wait(timeout_s))
+        except Exception as error:  # Ray raises a bare one
+            if _state_of(group) != "REMOVED":
+                raise
+            raise ReservationTimeoutError(
+                f"Ray has removed the reservation of {self._num_workers} workers before it was granted. It does so if "
+                "the raylet on the node of this process dies, for example because `/dev/shm` is full: look into "
+                "`raylet.err` in the folder of Ray's logs, and start Ray again."
+            ) from error
 
     def _tell_impossible(self, timeout_s: float) -> None:
         reason = impossibility(self._need, self._num_workers, cluster_view())

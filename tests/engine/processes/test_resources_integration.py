@@ -162,6 +162,13 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+def test_a_reservation_that_ray_removes_while_it_is_awaited_is_not_granted(ray_cluster: None) -> None:
+    """As it does with those of a process whose node dies."""
+    reservation = Reservation(Resources(num_cpus=10 * NUM_CPUS), 1)
+    with pytest.raises(ReservationTimeoutError, match="Ray has removed the reservation of 1 workers"):
+        reservation.wait(60, check=lambda: remove_placement_group(reservation._own))
+
+
 def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
     ray_cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
