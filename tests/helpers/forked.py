@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,8 @@ def serve(address: str) -> None:
 def _import_all(names: Sequence[str]) -> None:
     with _without_keras():
         for name in names:
-            importlib.import_module(name)
+            with suppress(ImportError):  # what only `make test-all` has; workers do without it, too
+                importlib.import_module(name)
 
 
 @contextmanager
