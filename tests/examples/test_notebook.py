@@ -13,8 +13,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
 
 @pytest.fixture
 def cells() -> list[Any]:
-    import nbformat
-
+    nbformat = pytest.importorskip("nbformat", reason="`make test-all` installs it")
     found: list[Any] = nbformat.read(NOTEBOOK, as_version=4).cells
     return found
 

@@ -203,6 +203,7 @@ class TestTensorBoard:
             TBXLoggerCallback(worker_to_log=ranks)  # type: ignore[arg-type]
 
 
+@RunIf(modules=["mlflow"])
 class TestMLflow:
     @pytest.fixture(autouse=True)
     def forget(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

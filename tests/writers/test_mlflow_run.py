@@ -13,6 +13,7 @@ import pytest
 from raysgd.utils import BATCH_SIZE
 from raysgd.writers.mlflow_run import MLflowRun
 from raysgd.writers.sink import RunInFolder
+from tests.helpers.run_if import RunIf
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,7 @@ def mlflow_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mlflow.set_tracking_uri(None)
 
 
+@RunIf(modules=["mlflow"])
 def test_names_that_mlflow_does_not_allow_become_others(tmp_path: Path) -> None:
     import mlflow
 
