@@ -30,7 +30,7 @@ def RunIf(
     missing = missing_requirements(
         cuda=cuda, min_gpus=min_gpus, min_python=min_python, modules=modules, programs=programs
     )
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}; see `make test-all`")
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def missing_requirements(
