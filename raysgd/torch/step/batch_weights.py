@@ -125,8 +125,6 @@ class BatchWeights:
         """All losses have one if batches count by labels, because all ranks wait for it."""
         step, self._is_used = self._parallel.step, True
         amount = mean_amount(step.amounts)
-        if not self._is_told:
-            step.use()  # raises what it would raise in later passes
         self._was_given = self._was_given or amount is not None
         if step.weights and (amount is None or step.window > 1):
             return step.weights[-1]
