@@ -53,7 +53,7 @@ def count_epochs(config: dict[str, Any]) -> int:
     return 7
 
 
-def ask_everything() -> dict[str, Any]:
+def ask_everything(config: dict[str, Any]) -> dict[str, Any]:
     """Asks the driver for all that there is, in step, behind reports that may be ahead of it."""
     import torch
 
@@ -71,7 +71,7 @@ def ask_everything() -> dict[str, Any]:
         "preemption": train.get_preemption_info(),
         "reported": [(each.metrics["epoch"], each.checkpoint.to_dict()["epoch"]) for each in reported],
         "devices": [str(device) for device in get_devices()],
-        "free": _free_cpus(),
+        "free": _free_cpus(config["free"]),
         "threads": np.array([torch.get_num_threads()]),
     }
 
@@ -115,10 +115,14 @@ def await_preemption() -> dict[str, Any]:
     }
 
 
-def _free_cpus() -> float:
+def _free_cpus(expected: float) -> float:
+    """The free CPUs, as soon as they are as many as expected: Ray tells of them later."""
     import ray
 
-    return float(ray.available_resources().get("CPU", 0.0))
+    deadline = time.monotonic() + 30
+    while (free := float(ray.available_resources().get("CPU", 0.0))) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free
 
 
 def _node() -> str:

@@ -81,9 +81,10 @@ class TestARun:
     ) -> None:
         import ray
 
-        free = ray.available_resources()["CPU"]
+        left = ray.cluster_resources()["CPU"] - 3
         result = DataParallelTrainer(
             loops.ask_everything,
+            train_loop_config={"free": left},
             scaling_config=ScalingConfig(
                 num_workers=2,
                 trainer_resources={"CPU": 1},
@@ -94,7 +95,7 @@ class TestARun:
         found = result.return_value
         assert found["told"] == [0, 7]
         assert found["reported"] == [(0, 0), (1, 1), (2, 2)]
-        assert found["free"] == free - 3, "the trial has its own CPU"
+        assert found["free"] == left, "the trial has its own CPU"
         assert (found["preemption"], found["devices"], len(found["threads"])) == (None, ["cpu"], 1)
         assert [record for record in caplog.records if record.name.startswith("raysgd.train")] == []
 
