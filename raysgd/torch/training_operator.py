@@ -25,11 +25,10 @@ from raysgd.torch.objects.accuracy import accuracy, known
 from raysgd.torch.objects.criteria import CountedLabels
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
-from raysgd.torch.step.batch_weights import weights_of
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
@@ -189,8 +188,6 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        if weight is None and internals.weights.are_needed:
-            internals.weights.look_at(target)
         metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
         internals.coming = metrics
         with internals.choice.acting_on_usual():
@@ -229,7 +226,10 @@ class TrainingOperator(BaseOperator):
             if loss is not None:
                 return output, loss
             criterion = required(self, "criterion")
-        return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
+        internals, prediction = self._raysgd, batches.prediction(output)
+        loss = internals.loss_calls.call(criterion, prediction, target)
+        internals.gradients.note_loss(criterion, prediction, target, loss)
+        return output, loss
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
         """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.

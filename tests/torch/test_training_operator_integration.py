@@ -100,7 +100,7 @@ def test_gradients_of_a_model_with_a_process_group_of_its_own_are_those_of_that_
         context = operator._raysgd.context
         apart = Apart({}, replace(context, parallel=DDP()))
         model = apart.model
-        apart._raysgd.parallel.arm([model], weight_in_hook=True)
+        apart._raysgd.parallel.arm([model], may_run_backward=True)
         apart.train_batch(None, {})
         model.module.running_mean.fill_(apart.world_rank)
         with apart._raysgd.parallel.evaluating([model]):

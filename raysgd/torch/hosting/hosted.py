@@ -289,11 +289,11 @@ class TorchHosted(hosted.Hosted):
         self._prediction.close()
         self._arming.begin(run.epoch_idx, stream.source)
         internals, registered = self.internals, self.internals.registered
-        internals.weights.begin_call(internals.criterion, run.epoch_idx)
+        internals.gradients.begin_call()
         stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            noting = internals.loss_calls.on(internals.criterion, internals.weights.note, only_labels=True)
+            noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
             can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo_log.open_call(can_rejoin and self.loop.can_resume(stream))
             self._open_rows(run, stream)
@@ -301,11 +301,10 @@ class TorchHosted(hosted.Hosted):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self._arming.finish(stream.num_steps_taken - began_at)
-            internals.weights.warn()
+            internals.gradients.end_call()
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:
-            internals.weights.end_call()
             self.parallel.rows.close_call()
             self.parallel.step.close_call()
 
@@ -327,12 +326,7 @@ class TorchHosted(hosted.Hosted):
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
-        internals, parallel = self.internals, self.parallel
-        votes = internals.weights.votes()
-        sums = parallel.match(internals.registered.wrapped, votes)
-        if sums is None:  # no exchange that they could go along with
-            sums = internals.sum_over_workers(*votes) if votes and parallel.synchronizes else [*map(float, votes)]
-        internals.weights.agree(sums)
+        self.parallel.match(self.internals.registered.wrapped)
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:

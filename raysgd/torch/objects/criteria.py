@@ -37,11 +37,6 @@ class CountedLabels:
         is_given = isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter)
         return cls(ignored if isinstance(ignored, int) else IGNORED, weights if is_given else None)
 
-    @property
-    def are_chosen(self) -> bool:
-        """True if the user said that some count less than others."""
-        return self.class_weights is not None or self.ignored != IGNORED
-
     def counting(self, target: torch.Tensor) -> torch.Tensor:
         """Return where there are labels that count."""
         return target != self.ignored
@@ -154,9 +149,10 @@ def compared_by(criterion: Any, output: Any, target: Any) -> LossCall | None:
     return None if loss is None else _comparison(whole, loss, output, target)
 
 
-def means_over_labels(criterion: Any) -> list[CountedLabels]:
-    """Return the labels that the means in a criterion are over."""
-    return [CountedLabels.of(part) for part, loss in losses_in(criterion) if loss.counts_labels and _is_mean(part)]
+def counts_labels(criterion: Any) -> bool:
+    """Tell whether a criterion is itself a loss of PyTorch over labels."""
+    loss = _known(getattr(criterion, "_orig_mod", criterion))
+    return loss is not None and loss.counts_labels
 
 
 def in_host(number: torch.Tensor) -> Any:
