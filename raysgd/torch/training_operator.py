@@ -226,10 +226,7 @@ class TrainingOperator(BaseOperator):
             if loss is not None:
                 return output, loss
             criterion = required(self, "criterion")
-        internals, prediction = self._raysgd, batches.prediction(output)
-        loss = internals.loss_calls.call(criterion, prediction, target)
-        internals.gradients.note_loss(criterion, prediction, target, loss)
-        return output, loss
+        return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
         """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.

@@ -407,9 +407,7 @@ def test_a_communication_hook_of_the_users_own_is_kept(two: TorchTrainer) -> Non
         def register(self, **parts: Any) -> Any:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-            model, *rest = super().register(**parts)
-            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-            return model, *rest
+            return super().register(**parts, ddp_args={"comm_hook": (dist.group.WORLD, fp16_compress_hook)})
 
     assert look(two, lambda operator: len(operator.model._comm_hooks), Compresses) == [1, 1]
 

@@ -52,7 +52,7 @@ class StepArming:
         return window
 
     def _check_optimizers(self, window: int) -> None:
-        """Refuse steps of several batches with several optimizers, each of which would need a window of its own."""
+        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
         num_registered = len(self._internals.registered.optimizers)
         most = self._internals.context.settings.batch_options.max_batch_per_worker
         if num_registered > 1 and (window > 1 or most is not None):

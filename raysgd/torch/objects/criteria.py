@@ -60,6 +60,7 @@ class LossCall:
         target: What it compared that with.
         labels: The labels that count; None if it knows of none that do not.
         is_mean: Whether it returns the mean over them.
+        result: What it returned.
     """
 
     reading: Reading
@@ -67,6 +68,7 @@ class LossCall:
     target: Any
     labels: CountedLabels | None
     is_mean: bool
+    result: Any
 
     @property
     def amount(self) -> Any:
@@ -112,7 +114,7 @@ class LossCalls:
         before, takes_hooks = self._hooked, _takes_hooks(criterion)
         hooked = [(each, loss) for each, loss in losses_in(criterion) if loss.counts_labels or not only_labels]
         handles = [
-            each.register_forward_pre_hook(partial(_tell, listener, loss), with_kwargs=True)
+            each.register_forward_hook(partial(_tell, listener, loss), with_kwargs=True)
             for each, loss in (hooked if takes_hooks else ())
         ]
         self._listeners.append(listener)
@@ -127,12 +129,13 @@ class LossCalls:
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
         """Call a criterion, of which listeners hear also if it takes no hooks."""
+        result = criterion(output, target)
         if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
-            comparison = compared_by(criterion, output, target)
+            comparison = compared_by(criterion, output, target, result)
             if comparison is not None:
                 for listener in self._listeners:
                     listener(comparison)
-        return criterion(output, target)
+        return result
 
 
 def losses_in(criterion: Any) -> list[tuple[Any, _Loss]]:
@@ -142,17 +145,11 @@ def losses_in(criterion: Any) -> list[tuple[Any, _Loss]]:
     return [(part, loss) for part in parts if (loss := _known(part)) is not None]
 
 
-def compared_by(criterion: Any, output: Any, target: Any) -> LossCall | None:
+def compared_by(criterion: Any, output: Any, target: Any, result: Any = None) -> LossCall | None:
     """Return what `criterion(output, target)` compares; None if it is not one of the losses of PyTorch."""
     whole = getattr(criterion, "_orig_mod", criterion)
     loss = _known(whole)
-    return None if loss is None else _comparison(whole, loss, output, target)
-
-
-def counts_labels(criterion: Any) -> bool:
-    """Tell whether a criterion is itself a loss of PyTorch over labels."""
-    loss = _known(getattr(criterion, "_orig_mod", criterion))
-    return loss is not None and loss.counts_labels
+    return None if loss is None else _comparison(whole, loss, output, target, result)
 
 
 def in_host(number: torch.Tensor) -> Any:
@@ -175,16 +172,21 @@ def _known(part: Any) -> _Loss | None:
 
 
 def _tell(
-    listener: Callable[[LossCall], None], loss: _Loss, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    listener: Callable[[LossCall], None],
+    loss: _Loss,
+    part: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
 ) -> None:
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
-    listener(_comparison(part, loss, output, target))
+    listener(_comparison(part, loss, output, target, result))
 
 
-def _comparison(part: Any, loss: _Loss, output: Any, target: Any) -> LossCall:
+def _comparison(part: Any, loss: _Loss, output: Any, target: Any, result: Any) -> LossCall:
     labels = CountedLabels.of(part) if loss.counts_labels and are_classes(target) else None
-    return LossCall(loss.reading, output, target, labels, _is_mean(part))
+    return LossCall(loss.reading, output, target, labels, _is_mean(part), result)
 
 
 def are_classes(target: Any) -> bool:

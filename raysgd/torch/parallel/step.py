@@ -5,9 +5,9 @@ loss of PyTorch counts. The gradient of a step is the mean over the amounts of a
 
     gradient = sum of (amount of this rank * gradient of this rank) / amounts of all ranks, over the batches
 
-Where a step has one batch, a hook multiplies gradients on their way to the other ranks (`outgoing_weight`), whoever ran
-the backward pass. Where it has several (a *window*), each loss is multiplied by its amount, and the sum is divided by
-all amounts once, at the step: a hook would see the sum of several batches.
+Where a step has one batch, a hook multiplies gradients on their way to the other ranks (`outgoing_weight`), also where
+user code runs the backward pass. Where it has several (a *window*), each loss is multiplied by its amount, and the sum
+is divided by all amounts once, at the step: a hook would see the sum of several batches.
 
 All this belongs to the batch that was handed out last. To draw one that counts otherwise, while another waits for its
 backward pass, is an error.
@@ -119,7 +119,7 @@ class BatchStep:
         waiting: The batches before this one in its step, once one of them had a backward pass; None without.
         weights: What the backward passes of this batch count by, if not by samples.
         amounts: What the criterion's means in this batch are over, if not samples.
-        has_uncounted: Whether a loss left labels out, or counted some more than others, and nobody has said so; a
+        has_uncounted: Whether a loss left labels out, or counted some more than others, and no one has said so; a
             tensor where that is not known without waiting for a device.
         is_padding: Whether the batch is only there to take part in the collectives.
         drawn: The batches that were drawn and not trained on yet, where it matters.

@@ -187,7 +187,7 @@ class NoParallel:
         """Start a sum in the group of the gradients, right before those of the same backward pass."""
         if quick_group(numbers) is not None:  # takes no longer than to begin it
             return partial(self.all_sum, numbers)
-        return dist.all_reduce(numbers, async_op=True).wait  # type: ignore[union-attr]
+        return dist.all_reduce(numbers, async_op=True).wait
 
     def _total(self, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
         with self.exchanges.noting():
@@ -280,8 +280,9 @@ def quick_group(tensor: torch.Tensor) -> Group | None:
 
 
 def reachable() -> torch.device | None:
-    """Returns where numbers have to be that the default group adds up; None for the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+    """Returns where numbers have to be that the default group of PyTorch adds up; None for the CPU."""
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
 
 def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from raysgd._numbers.weights import BATCH_WEIGHT, as_weight
 from raysgd._text.once import Once
-from raysgd.torch.objects.criteria import LossCall, counts_labels
+from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.own_steps import OwnSteps
@@ -24,19 +24,17 @@ _NOTHING = nullcontext()
 
 
 class _Labels(NamedTuple):
-    """The labels that a loss is the mean over.
+    """The labels that a loss of PyTorch is the mean over.
 
     Attributes:
-        comparison: What the loss compares.
-        amount: What the mean is divided by.
+        loss: The loss.
+        amount: What the mean was divided by.
         are_uneven: Whether some labels count less than others.
-        loss: The loss; None where it is a part of another one, for all that is known.
     """
 
-    comparison: LossCall | None = None
+    loss: Any = None
     amount: Any = None
     are_uneven: Any = False
-    loss: Any = None
 
 
 _NO_LABELS = _Labels()
@@ -97,41 +95,30 @@ class Gradients:
         return step.window > 1 or self._parallel.synchronizes or step.shards is not None
 
     def note_labels(self, comparison: LossCall) -> None:
-        """Take notice of what a loss of PyTorch compares: the mean over labels is none over samples."""
+        """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
         step = self._parallel.step
         amount, labels = comparison.amount, comparison.labels
         if amount is None or labels is None or not torch.is_grad_enabled():
             return
         are_uneven = labels.class_weights is not None or amount != comparison.target.numel()
-        self._labels = _Labels(comparison, amount, are_uneven)
+        self._labels = _Labels(comparison.result, amount, are_uneven)
         if not step.is_padding:
             step.amounts.append(amount)
             step.has_uncounted = step.has_uncounted | are_uneven
 
-    def note_loss(self, criterion: Any, output: Any, target: Any, loss: torch.Tensor) -> None:
-        """Take notice of what a criterion returned: `backward` knows how much it counts if it is a mean over labels."""
-        noted = self._labels.comparison
-        if noted is not None and noted.output is output and noted.target is target and counts_labels(criterion):
-            self._labels = self._labels._replace(loss=loss)
-
-    def _weight_of(self, loss: torch.Tensor, given: Any) -> Any:
-        """Return by how much a batch counts; None for its samples.
+    def _weight_of(self, given: Any) -> Any:
+        """Return by how much a batch counts, if not by its samples.
 
         Args:
-            loss: Its loss.
-            given: What user code says.
+            given: What user code says; None for the labels of the loss that was noted last.
         """
         step, labels = self._parallel.step, self._labels
         obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
-        if given is not None:
-            weight: Any = as_weight("weight", given)
-        elif labels.loss is not loss or not self._has_several_batches:
-            return None
-        elif obstacle is None:
-            weight = labels.amount
-        elif labels.are_uneven:
-            raise _no_weights(obstacle, "a loss that ignores labels, or counts them by the weights of their classes,")
-        else:
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if given is None and (obstacle is not None or not self._has_several_batches):
+            if labels.are_uneven and self._has_several_batches:
+                what = "a loss that ignores labels, or counts them by the weights of their classes,"
+                raise _no_weights(str(obstacle), what)
             return None
         if obstacle is not None:
             raise _no_weights(obstacle, "`weight=` of `self.backward`, or from `forward`,")
@@ -139,7 +126,7 @@ class Gradients:
         return 0.0 if step.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def check_labels(self) -> None:
-        """Refuse gradients of a loss that left labels out, where nobody said how much the batch counts.
+        """Refuse gradients of a loss that left labels out, where no one said how much the batch counts.
 
         Labels on a device are looked at when the call ends: to look at them here would wait for the device.
         """
@@ -183,8 +170,9 @@ class Gradients:
             trained: All parameters that are trained.
         """
         step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
-        weight = self._weight_of(loss, weight)
-        if weight is None:
+        if is_given or self._labels.loss is loss:
+            weight = self._weight_of(weight)
+        if weight is None and step.has_uncounted is not False:
             self.check_labels()
         if step.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
@@ -192,28 +180,21 @@ class Gradients:
         self._clear(chosen, bystanders)
         is_further = step.note_backward(cleared, weight)
         step.end_forward()
-        silenced = _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING
-        total = None
-        if step.window > 1:
-            loss, factor = loss * self.share(weight, is_given), _one
-        else:
-            total = None if weight is None else self._parallel.start_total(weight)
-            factor = self._outgoing(weight, total)
-        with silenced:
-            self._pass(loss, chosen[0], cleared, is_further, factor)
-        if is_given and total is not None and total() == 0.0:
-            self._leave_out(cleared)
-
-    def _outgoing(self, weight: Any, total: Callable[[], Any] | None) -> Callable[[], Any]:
-        """Return what returns the factor for this rank's gradients in a mean over the ranks."""
-        step, num_ranks = self._parallel.step, self._parallel.num_ranks
-        if total is None:
-            return lambda: step.weight
-        return lambda: _factor(weight * num_ranks, total())
+        with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
+            if step.window > 1:
+                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further, _one)
+            elif weight is None:
+                self._pass(loss, chosen[0], cleared, is_further, lambda: step.weight)
+            else:
+                total, number = self._parallel.start_total(weight), weight * self._parallel.num_ranks
+                self._pass(loss, chosen[0], cleared, is_further, lambda: _factor(number, total()))
+                if is_given and total() == 0.0:
+                    self._leave_out(cleared)
 
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, factor: Callable[[], Any]
     ) -> None:
+        """Run a backward pass; `factor` returns what this rank's gradients are multiplied with in the mean over all."""
         if not self._parallel.synchronizes:
             self._precision.backward(loss, optimizer)
         elif is_further:  # it adds to gradients that are averaged already, so no hook may multiply the sum

@@ -424,49 +424,45 @@ class Labelling(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
             criterion=CRITERIA[config["criterion"]](),
         )
-        data = labelled(-100 if config["criterion"] != "told" else 2, type(self) is Labelling)
+        data = labelled(-100 if config["criterion"] != "told" else 2, type(self) is not LabellingPenalized)
         train, validation = (torch.utils.data.DataLoader(data, batch_size=size) for size in (config["size"], 3))
         self.register_data(train_loader=train, validation_loader=validation)
 
 
 class LabellingInRungs(Labelling):
-    """Calls criterion and rungs in a `train_batch` of its own."""
+    """Calls criterion and rungs in a `train_batch` of its own, which counts nothing."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         loss = self.criterion(self.model(batch[0]), batch[1])
-        self.backward(loss, **self.how_much(batch[1]))
+        self.backward(loss)
         self.optimizer_step()
         return {"train_loss": loss.detach()}
-
-    def how_much(self, labels: torch.Tensor) -> dict[str, Any]:
-        weights = self.criterion.weight
-        return {"weight": (labels != -100).sum() if weights is None else weights[labels[labels != -100]].sum()}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {"val_loss": self.criterion(self.model(batch[0]), batch[1])}
 
 
-class LabellingUncounted(LabellingInRungs):
-    """Does not say how much its batches count."""
+class LabellingPenalized(Labelling):
+    """Its loss is no mean over labels alone, so it says how much its batches count."""
 
-    def how_much(self, labels: torch.Tensor) -> dict[str, Any]:
-        return {}
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        weights, labels = getattr(self.criterion, "weight", None), target[target != -100]
+        return output, loss + 0.0 * output.sum(), len(labels) if weights is None else weights[labels].sum()
 
 
-class LabellingByHand(LabellingUncounted):
+class LabellingUncounted(Labelling):
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss + 0.0 * output.sum()
+
+
+class LabellingByHand(Labelling):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.optimizer.zero_grad()
         self.criterion(self.model(batch[0]), batch[1]).backward()
         self.optimizer.step()
         return {}
-
-
-class LabellingInForward(Labelling):
-    """Adds something to the loss, so that it is a mean over labels no more."""
-
-    def forward(self, features: Any, target: Any) -> Any:
-        output, loss = super().forward(features, target)
-        return output, loss + 0.0 * output.sum()
 
 
 def labelled_by_pytorch(
@@ -490,12 +486,15 @@ def labelled_by_pytorch(
 def check_labelling(run: Callable[[Experiment], Findings], num_workers: int) -> None:
     calls, size = (("train", None), ("train", None), ("validate", None)), 8 // num_workers
     cases = [(name, Labelling, window) for name in CRITERIA for window in (1, 2)]
-    for name, operator_cls, window in [*cases, ("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2)]:
+    cases += [("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2), ("classes", LabellingPenalized, 1)]
+    for name, operator_cls, window in cases:
         case = f"{name}, {operator_cls.__name__}, {window} batches a step"
         config = {"criterion": name, "size": size}
         options = {"step_options": StepOptions(accumulate_grad_batches=window)}
         found = run(Experiment(operator_cls, config, calls, options))
-        model, loss, accuracy = labelled_by_pytorch(name, size * num_workers * window, 2, operator_cls is Labelling)
+        model, loss, accuracy = labelled_by_pytorch(
+            name, size * num_workers * window, 2, operator_cls is not LabellingPenalized
+        )
         assert_close(found.model[0], model, case)
         result = found.results[-1]
         assert result["val_loss"] == pytest.approx(loss, abs=1e-6), case
@@ -521,7 +520,7 @@ def test_means_over_labels_are_those_of_one_process_on_three_workers(ray_cluster
 
 @pytest.mark.usefixtures("patient")
 def test_labels_that_nobody_counted_are_an_error(two: TorchTrainer) -> None:
-    for operator_cls in (LabellingUncounted, LabellingByHand, LabellingInForward):
+    for operator_cls in (LabellingUncounted, LabellingByHand):
         for name in ("plain", "classes"):
             with pytest.raises(ValueError, match=r"some labels are ignored.*`self\.backward\(loss, weight="):
                 run_together(two, Experiment(operator_cls, {"criterion": name, "size": 4}))
