@@ -412,6 +412,19 @@ class TrainingOperator(BaseOperator):
         self.__dict__.setdefault("train_loader", data.train_loader)
         self.__dict__.setdefault("validation_loader", data.validation_loader)
 
+    def rewrap(self) -> None:
+        """Call it after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
+
+        All workers call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
+        with `trainer.apply_all_operators` between two calls. Workers that come later freeze and add the same. Files do
+        not say what is frozen or added: there your `setup` decides.
+
+        Raises:
+            ValueError: The gradients of what is trained now cannot be averaged.
+            RuntimeError: The workers train different parameters.
+        """
+        self._raysgd.rewrap()
+
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:

@@ -737,19 +737,6 @@ def survivor(
     return runner
 
 
-def test_what_is_frozen_by_now_travels_with_snapshots() -> None:
-    runner, other = make_runner(DropoutOperator), make_runner(DropoutOperator)
-    layers, of_other = runner.operator.model, other.operator.model  # type: ignore[attr-defined]
-    layers[0].requires_grad_(False)
-    of_other[2].requires_grad_(False)
-    other.restore(decode(StateEncoder().encode(runner.state()), copy=True), None)
-    assert [parameter.requires_grad for parameter in of_other.parameters()] == [False, False, True, True]
-    files = {**runner.state(), RESUME: {}}
-    fresh = make_runner(DropoutOperator)
-    fresh.restore(files, None)
-    assert all(parameter.requires_grad for parameter in fresh.operator.model.parameters())  # type: ignore[attr-defined]
-
-
 class LearnsItsLoss(LinearOperator):
     """Has a criterion with a parameter, and one more that belongs to nothing."""
 

@@ -111,6 +111,7 @@ class TorchHosted(hosted.Hosted):
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
+        self.internals.begin_training()
         self._check_data()
         self._warn_of_batch_norms()
         self._warn_of_idle_workers()
@@ -279,7 +280,7 @@ class TorchHosted(hosted.Hosted):
         return names_of_all(name) if self.world.is_distributed else {name}
 
     def settle_in(self) -> None:
-        self.parallel.reform()  # for what is frozen by now, which a new worker has just heard
+        self.parallel.reform()
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -327,12 +328,11 @@ class TorchHosted(hosted.Hosted):
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
-        internals, parallel = self.internals, self.parallel
+        internals = self.internals
+        internals.trained.check()
         votes = internals.weights.votes()
-        sums = parallel.match(internals.registered.wrapped, votes)
-        if sums is None:  # no exchange that they could go along with
-            sums = internals.sum_over_workers(*votes) if votes and parallel.synchronizes else [*map(float, votes)]
-        internals.weights.agree(sums)
+        is_joint = votes and self.parallel.synchronizes
+        internals.weights.agree(internals.sum_over_workers(*votes) if is_joint else [*map(float, votes)])
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:

@@ -21,6 +21,7 @@ from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
+from raysgd.torch.operator.trained_parts import Noted, TrainedParts
 from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
@@ -57,6 +58,7 @@ class TorchInternals(Internals):
         precision: The number format of training.
         parallel: How the replicas are kept equal.
         choice: Which optimizers a call is for.
+        trained: What is frozen and in the groups of optimizers; None before `setup` is done.
         loss_calls: Tells how the criterion is called.
         weights: By how much batches count.
         own_steps: Bounds for gradients.
@@ -81,6 +83,7 @@ class TorchInternals(Internals):
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
         self.coming: Mapping[str, Any] | None = None
+        self.trained: Any = None
         self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
         self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
 
@@ -118,6 +121,22 @@ class TorchInternals(Internals):
 
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
+
+    def begin_training(self) -> None:
+        """Called when `setup` is done: what it has frozen after `register` is not averaged."""
+        self.trained = TrainedParts(self.registered)
+        self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+
+    def rewrap(self) -> None:
+        """Trains what is unfrozen by now."""
+        self.parallel.rewrap(self.registered.wrapped)
+        if self.trained is not None:  # else `setup` is not done
+            self.trained.note()
+
+    def follow_trained(self, noted: Noted | None) -> None:
+        """Trains what a snapshot says, on all ranks that take it over."""
+        if self.trained.take(noted):
+            self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
