@@ -84,8 +84,8 @@ class TrainingOperator(BaseOperator):
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
-            it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
-            before you write, or set this to False.
+            it steps in. The state of another worker then replaces what is registered. What else `train_batch`
+            changes stays: check `batch_info.get("warm_up")`, or set this to False.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """

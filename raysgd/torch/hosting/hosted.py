@@ -31,7 +31,7 @@ from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import RegisteredObjects, joint_batches
+from raysgd.torch.operator.registrar import joint_batches
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
@@ -45,8 +45,7 @@ from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.worker.data.rank_rows import Part, Row
-from raysgd.worker.operator import Internals, take_place
-from raysgd.worker.state.putting_back import MOST_BYTES, putting_back
+from raysgd.worker.operator import take_place
 from raysgd.worker.time.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -237,11 +236,13 @@ class TorchHosted(hosted.Hosted):
             self._arming.begin(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                with putting_back(operator, self.state.objects(), _undo_of_tensor, _may_hold_tensors):
-                    self._warm_up(batch[0])
+                internals = self.internals
+                info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
+                bind_batch_info(operator.train_batch)(batch[0], info)
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
+            metric_objects.reset(operator, self.internals.registered)
             self.parallel.step.close_call()
 
     def _has_own_steps(self) -> bool:
@@ -249,11 +250,6 @@ class TorchHosted(hosted.Hosted):
         operator = self.operator
         is_own, has_own_batch = (overrides(operator, name) for name in ("train_epoch", "train_batch"))
         return is_own and not has_own_batch and not hasattr(operator, "model")
-
-    def _warm_up(self, batch: Any) -> None:
-        internals = self.internals
-        info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
-        bind_batch_info(self.operator.train_batch)(batch, info)
 
     @property
     def reconnection_obstacle(self) -> str | None:
@@ -430,17 +426,3 @@ def _device(use_gpu: bool) -> torch.device:
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _may_hold_tensors(kind: type) -> bool:
-    """Tells whether to look into objects of this class: PyTorch's that hold tensors, raysgd's that lead to them."""
-    if kind in (TorchInternals, Internals, RegisteredObjects):
-        return True
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
-
-
-def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
-    """Returns what puts a small tensor back; None for a large one, and for what is no tensor."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
-        return None
-    return partial(value.detach().copy_, value.detach().clone())

@@ -133,12 +133,6 @@ class TorchState(ReplicaState):
         room = DividedRoom(self.registered, self.criterion, outline)
         return {path: room.tensor(path, self._parallel) for path in paths}
 
-    def objects(self) -> list[Any]:
-        """All that a state has a place for, down to the tensors."""
-        registered = self.registered
-        tensors = [tensor for model in registered.original_models for tensor in (*model.parameters(), *model.buffers())]
-        return [*tensors, *registered.optimizers, *registered.schedulers]
-
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         resume = state.get(RESUME) or {}
