@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
@@ -113,7 +112,6 @@ class TorchHosted(hosted.Hosted):
         self.internals.begin_training()
         self._check_data()
         self._warn_of_batch_norms()
-        self._warn_of_idle_workers()
         self._arming = StepArming(self.operator, self.parallel)
         self.state = TorchState(self.operator, self.parallel, self.feed)
         undo = settings.recovery_options.undo
@@ -149,26 +147,6 @@ class TorchHosted(hosted.Hosted):
             logger.warning(
                 '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
                 "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
-            )
-
-    def _warn_of_idle_workers(self) -> None:
-        """Warn where a step takes longer because no share is a single sample."""
-        train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
-        if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
-            return
-        size = train.batch_size
-        if size is None:
-            return
-        counts = Division(size, num_workers, options.max_batch_per_worker).counts(size)
-        largest = -(-size // num_workers)
-        if max(counts) > largest:
-            logger.warning(
-                "of %d workers, %d have no samples of a joint batch of %d, because layers such as batch norms cannot "
-                "train on a single sample. If yours can, pass `max_batch_per_worker=%d`",
-                num_workers,
-                counts.count(0),
-                size,
-                largest,
             )
 
     def _part_ways(self) -> None:
@@ -263,7 +241,6 @@ class TorchHosted(hosted.Hosted):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self._warn_of_idle_workers()
         self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -336,14 +313,14 @@ class TorchHosted(hosted.Hosted):
         models, step = self.internals.registered.wrapped, self.parallel.step
         has_shares = self.world.is_distributed or bool(source.num_shards)
         is_divided = has_shares and source.is_divided
-        is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
+        if isinstance(source, DividedLoaderSource):
+            is_whole_pass = is_divided and run.num_steps is None
+            source.check_plan = partial(batch_norms.check_norms, models) if is_whole_pass else None
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
             if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
                 is_balanced = self.settings.batch_options.balance is not None
                 stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
-            if is_divided and is_stock and run.num_steps is None and isinstance(source, DividedLoaderSource):
-                stack.enter_context(batch_norms.refusing_single_samples(models, source, step))
             yield
 
     @contextmanager
@@ -394,11 +371,8 @@ class TorchHosted(hosted.Hosted):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remembers what padding must not change: what metric objects and synchronized batch norms have seen."""
-        registered, stack = self.internals.registered, ExitStack()
-        stack.callback(metric_objects.remember(self.operator, registered))
-        stack.callback(batch_norms.leave_out(registered.wrapped))
-        return stack.close
+        """Remembers what padding must not change: what metric objects have seen."""
+        return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
         """Returns what is registered under "train" or "validation"."""
