@@ -249,9 +249,8 @@ class BaseOperator:
 
         A worker that starts later runs `setup` with the config from before, and then this, once for each change.
 
-        With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
-        had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call
-        `super`, for what else `setup` computed from the config.
+        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a scheduled one keeps its place
+        in the schedule. Override it, and call `super`, for what else `setup` computed from the config.
 
         Args:
             config: The config with the new values.

@@ -183,14 +183,22 @@ class TorchHosted(hosted.Hosted):
 
     def change_config(self, settings: TorchSettings) -> list[str]:
         internals, changed = self.internals, settings.config_changes[-1]
-        chosen, internals.followed = internals.chosen, set()
+        chosen, internals.follows_rate = internals.chosen, False
+        is_stock = not overrides(self.operator, "config_changed")
+        numbers = {name for groups in chosen for group in groups for name in group if name != "lr"}
+        if is_stock and (names := sorted(changed.keys() & numbers)):
+            raise ValueError(
+                f"`update_config({names[0]}=...)`: an optimizer has a number of this name, and only `lr` follows the "
+                "config. Override `config_changed(self, config, changed)`: call `super().config_changed(config, "
+                f"changed)`, and set `group[{names[0]!r}]` in `self.optimizer.param_groups`."
+            )
         try:
             with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
                 super().change_config(settings)
         except BaseException:
             internals.chosen = chosen
             raise
-        return [] if overrides(self.operator, "config_changed") else sorted(changed.keys() - internals.followed)
+        return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if is_stock else []
 
     def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)

@@ -64,7 +64,7 @@ class TorchInternals(Internals):
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
-        followed: The entries of the config that they followed when it changed last.
+        follows_rate: Whether one of them took its learning rate from the config when that changed last.
         coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
@@ -81,7 +81,7 @@ class TorchInternals(Internals):
         options, step = context.settings.step_options, context.parallel.step
         self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
-        self.followed: set[str] = set()
+        self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
         self.trained: Any = None
         self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
@@ -139,11 +139,11 @@ class TorchInternals(Internals):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
-        new, self.followed = hyperparameters.follow(self.chosen, config, changed)
-        if not self.followed:
+        """Gives the optimizers the learning rate of the config, after it changed."""
+        if "lr" not in changed:
             return
-        hyperparameters.check_taken(self.registered.optimizers, new)
+        new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
+        self.follows_rate = any(map(any, new))
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
