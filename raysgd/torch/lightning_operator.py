@@ -171,6 +171,8 @@ class LightningOperator(TrainingOperator):
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
+            if self._raysgd.trained.has_changed:  # a hook froze something, or added a group
+                self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
             self._step_schedulers(PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))

@@ -83,8 +83,8 @@ class TrainingOperator(BaseOperator):
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
-            it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
-            before you write, or set this to False.
+            it steps in. The state of another worker then replaces what is registered. What else `train_batch`
+            changes stays: check `batch_info.get("warm_up")`, or set this to False.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """
@@ -408,6 +408,19 @@ class TrainingOperator(BaseOperator):
         data = self._raysgd.data = register_data(self._raysgd.context, train_loader, validation_loader)
         self.__dict__.setdefault("train_loader", data.train_loader)
         self.__dict__.setdefault("validation_loader", data.validation_loader)
+
+    def rewrap(self) -> None:
+        """Call it after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
+
+        All workers call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
+        with `trainer.apply_all_operators` between two calls. Workers that come later freeze and add the same. Files do
+        not say what is frozen or added: there your `setup` decides.
+
+        Raises:
+            ValueError: The gradients of what is trained now cannot be averaged.
+            RuntimeError: The workers train different parameters.
+        """
+        self._raysgd.rewrap()
 
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]

@@ -21,6 +21,7 @@ from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
+from raysgd.torch.operator.trained_parts import Noted, TrainedParts
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.utils import IS_PADDING
@@ -56,11 +57,12 @@ class TorchInternals(Internals):
         precision: The number format of training.
         parallel: How the replicas are kept equal.
         choice: Which optimizers a call is for.
+        trained: What is frozen and in the groups of optimizers; None before `setup` is done.
         loss_calls: Tells how the criterion is called.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
-        followed: The entries of the config that they followed when it changed last.
+        follows_rate: Whether one of them took its learning rate from the config when that changed last.
         coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
@@ -77,11 +79,12 @@ class TorchInternals(Internals):
         options, step = context.settings.step_options, context.parallel.step
         self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
-        self.followed: set[str] = set()
+        self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
         self.loss_calls = LossCalls()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
         self.own_steps.check_labels = self.gradients.check_labels
+        self.trained: Any = None
 
     @property
     def use_gpu(self) -> bool:
@@ -118,12 +121,28 @@ class TorchInternals(Internals):
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
 
+    def begin_training(self) -> None:
+        """Called when `setup` is done: what it has frozen after `register` is not averaged."""
+        self.trained = TrainedParts(self.registered)
+        self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+
+    def rewrap(self) -> None:
+        """Trains what is unfrozen by now."""
+        self.parallel.rewrap(self.registered.wrapped)
+        if self.trained is not None:  # else `setup` is not done
+            self.trained.note()
+
+    def follow_trained(self, noted: Noted | None) -> None:
+        """Trains what a snapshot says, on all ranks that take it over."""
+        if self.trained.take(noted):
+            self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
-        new, self.followed = hyperparameters.follow(self.chosen, config, changed)
-        if not self.followed:
+        """Gives the optimizers the learning rate of the config, after it changed."""
+        if "lr" not in changed:
             return
-        hyperparameters.check_taken(self.registered.optimizers, new)
+        new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
+        self.follows_rate = any(map(any, new))
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 

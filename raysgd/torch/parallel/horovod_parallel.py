@@ -122,14 +122,13 @@ class HorovodParallel(HorovodByHand):
         if self._hvd.rank():
             wrapped.load_state_dict(state)
 
-    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float] | None:
+    def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `register`, and Horovod averages the gradients "
                 "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
                 'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
-        return None
 
     def arm(
         self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True

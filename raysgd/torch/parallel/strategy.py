@@ -122,17 +122,12 @@ class NoParallel:
         self.exchanges.open_call()
         self.step.check = self.exchanges.check if may_run_backward and self._has_others else accept
 
-    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float] | None:
-        """Sees to it that gradients are averaged of all that the wrapped `models` train by now.
-
-        Called before the first batch of a call and of a pass, on all ranks at the same time.
+    def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
+        """Averages gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
 
         Args:
             models: The models.
-            votes: What else the ranks have to agree on.
-
-        Returns:
-            The sums of all ranks' votes, where the ranks had to ask each other anyway; None where no rank was asked.
+            is_agreed: Whether it is known that they train the same on all ranks, so that no rank need ask.
 
         Raises:
             ValueError: That cannot be done.
@@ -145,7 +140,6 @@ class NoParallel:
                     "Freeze it after `register` instead of before: a model that is registered with something to train "
                     "may be frozen and unfrozen later."
                 )
-        return None
 
     @property
     def weights_obstacle(self) -> str | None:

@@ -125,10 +125,9 @@ class _Counting:
 def test_a_hook_with_a_state_does_not_go_on_in_another_wrapper() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {COMM_HOOK: (PowerSGDState(None), powerSGD_hook)})
-    parallel.match([model])
     layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="frozen or unfrozen since `register`, and a communication hook"):
-        parallel.match([model])
+    with pytest.raises(ValueError, match="cannot wrap a model again, because a communication hook"):
+        parallel.rewrap([model])
 
 
 def test_a_communication_hook_that_remembers_something_is_an_obstacle() -> None:

@@ -72,10 +72,10 @@ def test_parameters_that_are_unfrozen_later_are_refused(parallel: HorovodParalle
     parallel.synchronizes = True
     model.bias.requires_grad_(False)  # type: ignore[union-attr]
     parallel.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    parallel.match([model])
+    parallel.rewrap([model])
     model.bias.requires_grad_(True)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"unfrozen .* since `register`, and Horovod averages"):
-        parallel.match([model])
+        parallel.rewrap([model])
 
 
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
