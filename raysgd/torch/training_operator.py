@@ -22,7 +22,7 @@ from raysgd._imports.lazy import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
 from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import CountedLabels
+from raysgd.torch.objects.criteria import ignored_by
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
@@ -298,7 +298,7 @@ class TrainingOperator(BaseOperator):
         """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
         found = internals.evaluate(batch)
-        weight, ignored = found.metrics.get(BATCH_WEIGHT), CountedLabels.of(internals.criterion).ignored
+        weight, ignored = found.metrics.get(BATCH_WEIGHT), ignored_by(internals.criterion)
         right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,23 +21,7 @@ from raysgd.torch.step.own_steps import OwnSteps
 logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
-
-
-class _Labels(NamedTuple):
-    """The labels that a loss of PyTorch is the mean over.
-
-    Attributes:
-        loss: The loss.
-        amount: What the mean was divided by.
-        are_uneven: Whether some labels count less than others.
-    """
-
-    loss: Any = None
-    amount: Any = None
-    are_uneven: Any = False
-
-
-_NO_LABELS = _Labels()
+_NO_CALL = LossCall("values", None, None, None)
 
 
 def _no_weights(option: str, what: str) -> ValueError:
@@ -78,7 +62,7 @@ class Gradients:
         self._parallel = parallel
         self._own_steps = own_steps
         self._once = once
-        self._labels = _NO_LABELS
+        self._labels = _NO_CALL  # the last loss over labels
         self._usual: float | None = None  # how much a batch of a rank counted in the last window, if not samples
         self._uncounted: Any = False  # whether a batch counted by its samples, and should not have
 
@@ -94,17 +78,14 @@ class Gradients:
         step = self._parallel.step
         return step.window > 1 or self._parallel.synchronizes or step.shards is not None
 
-    def note_labels(self, comparison: LossCall) -> None:
+    def note_labels(self, call: LossCall) -> None:
         """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
-        step = self._parallel.step
-        amount, labels = comparison.amount, comparison.labels
-        if amount is None or labels is None or not torch.is_grad_enabled():
+        if call.amount is None or not torch.is_grad_enabled():
             return
-        are_uneven = labels.class_weights is not None or amount != comparison.target.numel()
-        self._labels = _Labels(comparison.result, amount, are_uneven)
+        step, self._labels = self._parallel.step, call
         if not step.is_padding:
-            step.amounts.append(amount)
-            step.has_uncounted = step.has_uncounted | are_uneven
+            step.amounts.append(call.amount)
+            step.has_uncounted = step.has_uncounted | call.is_uneven
 
     def _weight_of(self, given: Any) -> Any:
         """Return by how much a batch counts, if not by its samples.
@@ -116,7 +97,7 @@ class Gradients:
         obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
         weight = labels.amount if given is None else as_weight("weight", given)
         if given is None and (obstacle is not None or not self._has_several_batches):
-            if labels.are_uneven and self._has_several_batches:
+            if labels.is_uneven and self._has_several_batches:
                 what = "a loss that ignores labels, or counts them by the weights of their classes,"
                 raise _no_weights(str(obstacle), what)
             return None
@@ -170,7 +151,7 @@ class Gradients:
             trained: All parameters that are trained.
         """
         step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
-        if is_given or self._labels.loss is loss:
+        if is_given or self._labels.result is loss:
             weight = self._weight_of(weight)
         if weight is None and step.has_uncounted is not False:
             self.check_labels()
