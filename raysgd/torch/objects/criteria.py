@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch.nn import functional
@@ -101,8 +101,9 @@ class LossCalls:
         if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
             whole = getattr(criterion, "_orig_mod", criterion)
             loss = _known(whole)
-            for listener in self._listeners if loss is not None else ():
-                _tell(listener, loss, whole, (output, target), {}, result)
+            if loss is not None:
+                for listener in self._listeners:
+                    _tell(listener, loss, whole, (output, target), {}, result)
         return result
 
 
@@ -117,7 +118,7 @@ def in_host(number: torch.Tensor) -> Any:
     return number.item() if number.device.type == "cpu" else number
 
 
-def are_classes(target: Any) -> bool:
+def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
     """Tell whether a target may hold the numbers of classes: floats are values or probabilities."""
     return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
 

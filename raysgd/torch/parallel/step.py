@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from raysgd.worker.data.drawn_ahead import DrawnAhead
 
 
@@ -78,6 +80,47 @@ class Window:
         return self.reference * num_ranks / seen if seen else 0.0
 
 
+class Counted:
+    """How much a batch of this rank counts if not by its samples, and how much those of all ranks do.
+
+    Args:
+        amount: That of this rank; 0 for padding.
+        reference: What amounts are divided by on their way, alike on all ranks, so that equal ones change no bit.
+        num_ranks: How many ranks there are.
+        wait: Returns the sum of all ranks' amounts, where nothing else has brought it.
+
+    Attributes:
+        amount, reference: The same.
+    """
+
+    def __init__(self, amount: Any, reference: float, num_ranks: int, wait: Callable[[], Any]) -> None:
+        self.amount, self.reference, self._num_ranks, self._wait = amount, reference, num_ranks, wait
+        self._total: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sum of all ranks' amounts is known."""
+        return self._total is not None
+
+    @property
+    def total(self) -> Any:
+        """The sum of all ranks' amounts. The first time, all ranks have to ask."""
+        if self._total is None:
+            self._total = self._wait()
+        return self._total
+
+    def learn(self, total: float) -> None:
+        """Take notice of the sum, which has travelled beside gradients."""
+        self._total = total
+
+    def factor(self) -> Any:
+        """Return what to multiply this rank's gradients with in the mean over all ranks; 0 where nothing counts."""
+        share = self.amount * self._num_ranks
+        if isinstance(self.total, torch.Tensor):
+            return torch.nan_to_num(share / self.total)
+        return share / self.total if self.total else 0.0
+
+
 class ShardGradients(Protocol):
     """The interface of whatever keeps the gradients of logical shards."""
 
@@ -116,6 +159,7 @@ class BatchStep:
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
             methods cannot accumulate.
+        counted: How much the batch of the running backward pass counts, if not by its samples.
         waiting: The batches before this one in its step, once one of them had a backward pass; None without.
         weights: What the backward passes of this batch count by, if not by samples.
         amounts: What the criterion's means in this batch are over, if not samples.
@@ -144,7 +188,8 @@ class BatchStep:
         self.window = window
         self.is_used = False
         self.refresh: Callable[[], None] = accept
-        self._factor: Callable[[], Any] | None = None
+        self._is_weighted = False
+        self.counted: Counted | None = None
         self.waiting: Window | None = None
         self._computed: set[int] = set()  # by identity: the optimizers with gradients of this batch
         self.left_out: set[int] = set()
@@ -310,13 +355,13 @@ class BatchStep:
         """The option of the trainer that makes several batches one step."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "max_batch_per_worker"
 
-    def share(self, weight: float | None, num_ranks: int, expected: Callable[[float], float]) -> float:
+    def share(self, weight: float | None, num_ranks: int, usual: float) -> float:
         """Count this batch in its window; return what to multiply its loss with.
 
         Args:
             weight: How much the batch counts; None for its samples.
             num_ranks: Over how many ranks gradients are averaged.
-            expected: Returns what a batch of a rank is expected to count, alike on all ranks, given that of this one.
+            usual: How much a batch of a rank counted last, alike on all ranks, if not by its samples.
 
         Raises:
             ValueError: Others of the window count by something else.
@@ -327,7 +372,7 @@ class BatchStep:
             total = num_ranks if total is None else total  # of a batch that is not of the data
             amount = total / num_ranks * (self.weight if self.is_joint else 1.0)
         if self.waiting is None:
-            usual = expected(amount) if total is None else total / num_ranks
+            usual = usual if total is None else total / num_ranks
             self.waiting = Window(weight is not None, self.window * usual or 1.0)
         window, batch = self.waiting, (self._num_batches, weight)
         window.is_exchanged = self.is_boundary
@@ -363,19 +408,19 @@ class BatchStep:
         self.waiting = None
 
     @contextmanager
-    def weighting(self, factor: Callable[[], Any]) -> Iterator[None]:
-        """Inside, gradients are multiplied with what `factor` returns on their way to the other ranks."""
-        self._factor = factor
+    def weighting(self, counted: Counted | None = None) -> Iterator[None]:
+        """Inside is a backward pass of a batch that counts by this; with None, of a loss that was multiplied before."""
+        self.counted, self._is_weighted = counted, counted is None
         try:
             yield
         finally:
-            self._factor = None
+            self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
         """Returns what to multiply gradients with on their way to the other ranks: a number or a tensor."""
-        if self.window > 1:
+        if self.window > 1 or self._is_weighted:
             return 1.0
-        if self._factor is not None:
-            return self._factor()
+        if self.counted is not None:
+            return self.counted.factor()
         self.use()
         return self.weight

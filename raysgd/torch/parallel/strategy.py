@@ -203,7 +203,7 @@ class NoParallel:
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
-        with self.step.weighting(lambda: 1.0):
+        with self.step.weighting():
             yield
 
     @contextmanager

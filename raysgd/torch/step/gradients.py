@@ -15,6 +15,7 @@ from raysgd._numbers.weights import BATCH_WEIGHT, as_weight
 from raysgd._text.once import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.step import Counted
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.own_steps import OwnSteps
 
@@ -42,18 +43,6 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _factor(amount: Any, total: Any) -> Any:
-    """Return an amount as a part of all of them; 0 of nothing."""
-    if isinstance(total, torch.Tensor):
-        return torch.nan_to_num(amount / total)
-    return amount / total if total else 0.0
-
-
-def _one() -> float:
-    """Return the factor of gradients whose losses were multiplied already."""
-    return 1.0
-
-
 class Gradients:
     """Makes of the losses of batches what one loss over all their samples would have given."""
 
@@ -63,12 +52,12 @@ class Gradients:
         self._own_steps = own_steps
         self._once = once
         self._labels = _NO_CALL  # the last loss over labels
-        self._usual: float | None = None  # how much a batch of a rank counted in the last window, if not samples
+        self._usual = 1.0  # how much a batch of a rank counted last, on the average, if not by its samples
         self._uncounted: Any = False  # whether a batch counted by its samples, and should not have
 
     def begin_call(self) -> None:
-        """Begin a call of `train`."""
-        self._usual, self._uncounted = None, False
+        """Begin a call of `train`, or go on with it in another group, whose ranks all expect the same."""
+        self._usual, self._uncounted = 1.0, False
 
     # ------------------------------------------------------------------------------------ labels
 
@@ -163,39 +152,46 @@ class Gradients:
         step.end_forward()
         with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
             if step.window > 1:
-                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further, _one)
+                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further)
             elif weight is None:
-                self._pass(loss, chosen[0], cleared, is_further, lambda: step.weight)
+                self._pass(loss, chosen[0], cleared, is_further)
             else:
-                total, number = self._parallel.start_total(weight), weight * self._parallel.num_ranks
-                self._pass(loss, chosen[0], cleared, is_further, lambda: _factor(number, total()))
-                if is_given and total() == 0.0:
-                    self._leave_out(cleared)
+                counted = Counted(weight, self._usual, self._parallel.num_ranks, self._parallel.start_total(weight))
+                self._pass(loss, chosen[0], cleared, is_further, counted)
+                self._note_total(counted, cleared, is_given)
 
     def _pass(
-        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, factor: Callable[[], Any]
+        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
     ) -> None:
-        """Run a backward pass; `factor` returns what this rank's gradients are multiplied with in the mean over all."""
-        if not self._parallel.synchronizes:
+        """Run a backward pass of a batch, which may count otherwise than by its samples."""
+        step = self._parallel.step
+        if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
         elif is_further:  # it adds to gradients that are averaged already, so no hook may multiply the sum
+            factor = counted.factor() if counted is not None else step.weight if step.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
-                self._precision.backward(loss * factor(), optimizer)
+                self._precision.backward(loss * factor, optimizer)
         else:
-            with self._parallel.step.weighting(factor):
+            with step.weighting(counted):
                 self._precision.backward(loss, optimizer)
+
+    def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
+        """Let optimizers not step if user code says that nothing counts; else expect as much of the next batch."""
+        if is_given or counted.is_known:
+            total = counted.total
+            if is_given and total == 0.0:
+                self._leave_out(optimizers)
+            elif not isinstance(total, torch.Tensor) and total:
+                self._usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
         """Count a batch in its window; return what to multiply its loss with."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
-        share = parallel.step.share(weight, parallel.num_ranks, self._expected)
+        share = parallel.step.share(weight, parallel.num_ranks, self._usual)
         if parallel.step.waiting is not None:
             parallel.step.waiting.is_of_criterion = not is_given
         return share
-
-    def _expected(self, weight: float) -> float:
-        return self._usual or float(self._parallel.start_total(weight)()) / self._parallel.num_ranks
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -267,7 +263,7 @@ class Gradients:
         seen = window.total
         if window.is_weighted:
             seen = float(self._parallel.start_total(window.own)())
-            self._usual = seen / num_ranks / window.num_batches
+            self._usual = seen / num_ranks / window.num_batches or self._usual
         correction = window.correction(seen, num_ranks)
         if correction == 0.0:
             if not window.is_of_criterion:

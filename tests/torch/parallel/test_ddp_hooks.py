@@ -59,11 +59,15 @@ def test_an_exchange_of_the_users_hook_is_timed() -> None:
 
 def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere:
+        size = 2
+
         def is_quick_for(self, num_bytes: int) -> bool:
             return True
 
-        def add_up(self, numbers: object) -> None:
+        def add_up(self, numbers: object, row: object = None) -> None:
             raise ValueError("not at the same exchange")
+
+        add_up_with = add_up
 
     monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", Elsewhere)
     parallel = DDP()

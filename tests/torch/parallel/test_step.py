@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.step import BatchStep, Counted
 
 OPTIMIZER = object()
 
@@ -20,7 +20,7 @@ def joint(window: int) -> BatchStep:
 
 def backward(step: BatchStep, num_ranks: int = 1) -> float:
     step.note_backward([OPTIMIZER])
-    return step.share(None, num_ranks, float)
+    return step.share(None, num_ranks, 1.0)
 
 
 def corrected(step: BatchStep, factors: list[float], num_ranks: int = 1) -> list[float]:
@@ -243,7 +243,7 @@ def test_with_accumulation_places_in_the_window_are_told_apart() -> None:
 def test_a_backward_pass_may_have_a_weight_of_its_own() -> None:
     step = joint(1)
     hand_out(step, 1.5)
-    with step.weighting(lambda: 0.25):
+    with step.weighting(Counted(1.0, 1.0, 2, lambda: 8.0)):
         assert step.outgoing_weight() == 0.25
     assert step.outgoing_weight() == 1.5
 
