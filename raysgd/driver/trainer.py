@@ -29,10 +29,10 @@ from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.resizing import AUTO
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
-from raysgd.engine.processes.worker import is_sendable
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.status import TrainerStatus
+from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.history.recording import CallRecorder
 from raysgd.messages import replica_calls

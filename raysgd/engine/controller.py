@@ -34,8 +34,8 @@ from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import Loan
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.outliving import CallNumber, keeper
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.keeper import CallNumber, keeper
+from raysgd.engine.placement import cluster_view
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call

@@ -18,7 +18,7 @@ from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy
-from raysgd.engine.processes.resources import drain_deadlines, draining_nodes, ensure_ray
+from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,

@@ -20,7 +20,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import ScalingPolicy, capacity
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.placement import cluster_view
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Resources
 from tests.helpers.fakes import CountingReplica, NullConnection, add

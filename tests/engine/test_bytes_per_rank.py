@@ -21,8 +21,8 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import SharedValue
-from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
+from raysgd.engine.worker import WorkerAnswer
 from tests.helpers.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 
 OWN_BYTES = 10_000  # of the random states of a rank

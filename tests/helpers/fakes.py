@@ -21,9 +21,8 @@ from raysgd.engine.decisions import ranks
 from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.group.standby import Replacements, StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.slots import Slots
+from raysgd.engine.placement import Slots
 from raysgd.engine.processes.transfers import FetchedParts
-from raysgd.engine.processes.worker import WorkerAnswer
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import (
@@ -41,6 +40,7 @@ from raysgd.engine.shared.types import (
     WorkerInfo,
     World,
 )
+from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
 

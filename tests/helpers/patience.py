@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from raysgd.engine import gathering
 from raysgd.engine.changes import group_former, in_place
-from raysgd.engine.processes import gathering
 
 PATIENCE_S = 150.0
 

@@ -20,16 +20,17 @@ from raysgd.engine.changes.step_hold import StepHold
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
+from raysgd.engine.gathering import Listener
 from raysgd.engine.group import standby
 from raysgd.engine.group.loans import Loan
 from raysgd.engine.group.members import Members
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.group.survivors import Survivors
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls, snapshots
-from raysgd.engine.processes.gathering import Listener
-from raysgd.engine.processes.slots import Slots
+from raysgd.engine.placement import Slots
+from raysgd.engine.processes import snapshots
 from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress

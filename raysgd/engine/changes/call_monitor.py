@@ -15,7 +15,7 @@ from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.step_hold import ROOM, StepHold
 from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, Outcome
 
@@ -96,9 +96,9 @@ class CallMonitor:
             return
         self._liveness.ask(
             sorted(set(group.remote_ranks) - group.gone),
-            lambda rank: group.submit_beside(rank, replica_calls.heartbeat),
+            lambda rank: group.submit_beside(rank, replica.heartbeat),
         )
-        in_driver = None if group.local_replica is None else replica_calls.heartbeat(group.local_replica)
+        in_driver = None if group.local_replica is None else replica.heartbeat(group.local_replica)
         if in_driver is not None:
             self._note(0, in_driver)
         group.standby.look_after()
@@ -190,7 +190,7 @@ class CallMonitor:
         group = self._lifecycle.group
         if group is None:
             return False
-        parts = group.ask_beside("beside", replica_calls.part_of_snapshot, number)
+        parts = group.ask_beside("beside", replica.part_of_snapshot, number)
         if None in parts.values() and self._lifecycle.once.is_first("snapshots too fast"):
             logger.warning(
                 "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use "
@@ -218,5 +218,5 @@ def _reported(alike: Mapping[str, Sequence[int]]) -> str:
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """A sign of life of each rank that gives one in time."""
-    answers = group.ask_beside("beside", replica_calls.sign_of_life, timeout_s=timeout_s)
+    answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

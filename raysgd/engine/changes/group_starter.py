@@ -16,11 +16,11 @@ from raysgd.engine.decisions.policies import GiveUpWaiting, RetryBudget, WaitFor
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import Replacements
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls
-from raysgd.engine.processes.outliving import keeper
-from raysgd.engine.processes.resources import explain, session
+from raysgd.engine.keeper import keeper
+from raysgd.engine.placement import explain, session
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.types import ClusterView, GroupReport
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
 
@@ -120,10 +120,10 @@ class GroupStarter:
 
         A rank that was told to stop does, so all have to.
         """
-        told = filter(None, group.ask_beside("beside", replica_calls.last_hold).values())
+        told = filter(None, group.ask_beside("beside", replica.last_hold).values())
         self._lifecycle.num_holds, is_agreed = max(told, default=(0, False))
         if self._lifecycle.num_holds:
-            group.ask_beside("beside", replica_calls.settle_hold, self._lifecycle.num_holds, is_agreed)
+            group.ask_beside("beside", replica.settle_hold, self._lifecycle.num_holds, is_agreed)
 
     def rebuild(
         self, cause: str, kind: EventKind = "rebuilt", renew: Callable[[], GroupReport | None] | None = None
@@ -381,9 +381,7 @@ class GroupStarter:
         group, snapshot = self._lifecycle.running, self._reachable_snapshot()
         monitor = self._monitor()  # calls that are repeated take long, too
         if snapshot is not None:
-            function: Callable[..., Any] = (
-                replica_calls.restore if snapshot.progress is None else replica_calls.restore_inside
-            )
+            function: Callable[..., Any] = replica.restore if snapshot.progress is None else replica.restore_inside
             rests = snapshot.for_ranks(len(group))
             shared = group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.policies import Resize, capacity
-from raysgd.engine.processes import replica_calls
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.types import ClusterView
 from raysgd.exceptions import ReservationTimeoutError
 
@@ -69,12 +69,12 @@ class Growth:
         if not self._spec.runs_on or group is None or len(group) >= self._scaling.max_workers:
             return
         if group.standby.num_ready and self.admits_others():
-            group.ask_beside("beside", replica_calls.hold)
+            group.ask_beside("beside", replica.hold)
 
     def admits_others(self) -> bool:
         """Return whether all replicas would let others join where they are. Asks them, beside their work."""
         group = self._lifecycle.running
-        reports = group.ask_beside("beside", replica_calls.replica_progress)
+        reports = group.ask_beside("beside", replica.replica_progress)
         return len(reports) == len(group) and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:

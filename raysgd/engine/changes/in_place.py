@@ -18,7 +18,7 @@ from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.failures import Diagnosis, classify, is_lack_of_memory, words
 from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, are_alike, takers
-from raysgd.engine.processes import replica_calls
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, StateHandover
 
@@ -94,7 +94,7 @@ class InPlaceChanges:
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         ranks = diagnosis.ranks
-        signs = self._lifecycle.running.ask_beside("beside", replica_calls.sign_of_life, ranks=ranks)
+        signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def wait_for_memory(self, report: GroupReport, tell_stuck: Callable[[], None]) -> CannotForm | None:
@@ -228,9 +228,7 @@ class InPlaceChanges:
 
     def _ask_progress(self) -> GroupReport:
         group = self._lifecycle.running
-        return group.on_replica(
-            replica_calls.replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait
-        )
+        return group.on_replica(replica.replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait)
 
     def _change(self, change: _Change) -> CannotForm | None:
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)

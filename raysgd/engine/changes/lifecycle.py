@@ -15,14 +15,14 @@ from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing
 from raysgd.engine.group.group_hooks import GroupHooks
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls
-from raysgd.engine.processes.outliving import keeper
-from raysgd.engine.processes.resources import session
+from raysgd.engine.keeper import keeper
+from raysgd.engine.placement import session
 from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
-from raysgd.engine.processes.worker import WorkerAnswer
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport
+from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import TrainerShutdownError
 
 _SUSPICION_S = 60.0
@@ -272,8 +272,8 @@ class Lifecycle:
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
-                return group.fetch(0, replica_calls.fetch, wanted)
-            return group.fetch_parts(replica_calls.fetch, wanted)
+                return group.fetch(0, replica.fetch, wanted)
+            return group.fetch_parts(replica.fetch, wanted)
 
         self.snapshots.take(parts, fetch, is_first=is_first)
 

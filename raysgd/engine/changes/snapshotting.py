@@ -11,8 +11,8 @@ from typing import Any
 
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring
-from raysgd.engine.processes import replica_calls
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.snapshot_pace import SnapshotPace, SnapshotRule
 from raysgd.engine.shared.types import GroupReport
@@ -122,4 +122,4 @@ class Snapshotting:
 
 def copy_call() -> Call:
     """A call that only lets the state be copied after it."""
-    return Call(replica_calls.nothing, captures=True)
+    return Call(replica.nothing, captures=True)

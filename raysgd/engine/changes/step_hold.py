@@ -12,7 +12,7 @@ from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.policies import KeepGroup
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls
+from raysgd.engine.shared import replica
 
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
@@ -125,15 +125,13 @@ class StepHold:
         margin = max(self._margin, math.ceil(steps_per_s * _HOLD_AHEAD_S))
         self._lifecycle.num_holds += 1
         number = self._lifecycle.num_holds
-        first = group.ask_beside("beside", replica_calls.propose_hold, number, margin, None, ranks=[0])
+        first = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
         at = first.get(0)
         answers = {0: at}
         if at is not None:
-            answers |= group.ask_beside(
-                "beside", replica_calls.propose_hold, number, margin, at, ranks=range(1, len(group))
-            )
+            answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=range(1, len(group)))
         is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
-        group.ask_beside("beside", replica_calls.settle_hold, number, is_agreed)
+        group.ask_beside("beside", replica.settle_hold, number, is_agreed)
         self._is_holding = is_agreed
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 

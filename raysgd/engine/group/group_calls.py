@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.decisions.own_time import OwnTime
+from raysgd.engine.gathering import Listener
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members, split
-from raysgd.engine.processes.gathering import Listener
-from raysgd.engine.processes.local_worker import LocalCall
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.worker import notes_of
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, hosts_of
+from raysgd.engine.worker import LocalCall, notes_of
 
 _POLL_S = 0.1
 
@@ -54,9 +53,9 @@ class GroupCalls:
         report = self.gather(calls, on_wait)
         have_left = {found.rank: found.value for found in report.outcomes if found.ok}
         self._listening = {
-            members.workers[rank]: (hosts[rank], left.port) for rank, left in have_left.items() if left.port is not None
+            members.workers[rank]: (hosts[rank], port) for rank, (_, port) in have_left.items() if port is not None
         }
-        return GroupReport(tuple(replace(o, value=o.value.progress) if o.ok else o for o in report.outcomes))
+        return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
 
     def connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None

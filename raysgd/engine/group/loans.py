@@ -9,10 +9,10 @@ from typing import Any
 
 from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.processes import replica_calls
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.worker import RemoteWorker, notes_of, pack
+from raysgd.engine.platform import Platform
+from raysgd.engine.shared import replica
 from raysgd.engine.shared.types import Outcome, WorkerInfo
+from raysgd.engine.worker import RemoteWorker, notes_of, pack
 
 _ROUND_S = 0.5
 
@@ -93,7 +93,7 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
-                self._worker.submit("beside", replica_calls.leave_call, self._number)
+                self._worker.submit("beside", replica.leave_call, self._number)
 
     @property
     def call(self) -> Any:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.engine.decisions import ranks
-from raysgd.engine.processes.gathering import RayPoller, await_all
-from raysgd.engine.processes.local_worker import LocalCall, LocalWorker
-from raysgd.engine.processes.resources import note_processes
-from raysgd.engine.processes.worker import RemoteWorker
+from raysgd.engine.gathering import await_all
+from raysgd.engine.placement import note_processes
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import WorkerInfo, World
+from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Members:
             else:
                 worker.interrupt()
 
-    def close(self, calls: RayPoller) -> None:
+    def close(self, calls: Platform) -> None:
         """Lets every worker close what it has; `calls` hears when they have."""
         remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
         for worker in self.workers:
@@ -99,7 +99,7 @@ def split(calls: dict[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
     return local, {rank: call for rank, call in calls.items() if rank not in local}
 
 
-def _await_closing(calls: RayPoller, references: list[Any]) -> None:
+def _await_closing(calls: Platform, references: list[Any]) -> None:
     await_all(calls, references, _CLOSE_TIMEOUT_S)
     done = calls.ready(references, 0.0)
     if len(done) < len(references):

@@ -12,14 +12,13 @@ from typing import Any
 
 from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.decisions.silence import quiet_s
+from raysgd.engine.gathering import await_all
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import Loan, StandbyWorker
-from raysgd.engine.processes.gathering import await_all
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.resources import note_processes
-from raysgd.engine.processes.slots import Slots
-from raysgd.engine.processes.worker import RemoteWorker, StandbyReady, notes_of
+from raysgd.engine.placement import Slots, note_processes
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import WorkerInfo, World
+from raysgd.engine.worker import RemoteWorker, notes_of
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -308,9 +307,9 @@ class StandbyWorkers:
                 self._kill(worker)
                 num_died += result.failure.kind == "died"
             else:
-                ready: StandbyReady = result.value
-                note_processes([ready.info])
-                self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
+                info, facts = result.value.value
+                note_processes([info])
+                self._ready.append(StandbyWorker(worker, info, facts))
         self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:

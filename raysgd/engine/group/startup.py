@@ -14,11 +14,10 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import StandbyWorker
 from raysgd.engine.group.members import Members
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
-from raysgd.engine.processes import resources
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.slots import Slots
-from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.placement import Slots, cluster_view, explain
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous
+from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class Startup:
         if waiting:
             raise ReservationTimeoutError(
                 f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
-                + resources.explain(self._spec.resources, len(references), resources.cluster_view())
+                + explain(self._spec.resources, len(references), cluster_view())
             )
 
     def build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:

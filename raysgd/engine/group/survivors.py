@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raysgd.engine.decisions.own_time import OwnTime
+from raysgd.engine.gathering import roll_call
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members
-from raysgd.engine.processes.gathering import RayPoller, roll_call
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import GroupReport, Outcome
 
 _STUCK_S = 5.0
@@ -23,7 +24,7 @@ class Survivors:
         stuck: Ranks that answered and did not finish what they do. They may have been stopped since.
     """
 
-    def __init__(self, spec: GroupSpec, members: Members, poller: RayPoller) -> None:
+    def __init__(self, spec: GroupSpec, members: Members, poller: Platform) -> None:
         self._spec, self._members, self._poller = spec, members, poller
         self.silent: set[int] = set()
         self.stuck: set[int] = set()

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine.decisions import ranks
+from raysgd.engine.gathering import await_all
 from raysgd.engine.group.group_calls import GroupCalls
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import StandbyWorker
@@ -18,15 +19,13 @@ from raysgd.engine.group.members import Members, split
 from raysgd.engine.group.standby import StandbyWorkers
 from raysgd.engine.group.startup import Startup
 from raysgd.engine.group.survivors import Survivors
-from raysgd.engine.processes.gathering import await_all
-from raysgd.engine.processes.local_worker import LocalWorker
-from raysgd.engine.processes.outliving import CallNumber, KeptGroup
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.slots import Slots
+from raysgd.engine.keeper import CallNumber, KeptGroup
+from raysgd.engine.placement import Slots
+from raysgd.engine.platform import Platform
 from raysgd.engine.processes.snapshots import Transfer
 from raysgd.engine.processes.transfers import FetchedParts, PartRelay, SharedValue, StoredPart
-from raysgd.engine.processes.worker import pack
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
+from raysgd.engine.worker import LocalWorker, pack
 
 _LATE_S = 2.0  # who has not answered within this is left out; nothing is killed for it
 

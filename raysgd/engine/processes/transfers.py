@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.engine.processes.local_worker import LocalCall
-from raysgd.engine.processes.resources import session
+from raysgd.engine.placement import session
 from raysgd.engine.processes.snapshots import Transfer
-from raysgd.engine.processes.worker import node_here
+from raysgd.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
 

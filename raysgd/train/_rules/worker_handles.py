@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.decisions.failures import classify
-from raysgd.engine.processes.gathering import Listener
+from raysgd.engine.gathering import Listener
 from raysgd.engine.shared.types import GroupReport
 from raysgd.exceptions import InactiveWorkerGroupError, TrainingWorkerError, worker_error
 from raysgd.train._worker.function_replica import FunctionReplica

@@ -8,10 +8,10 @@ import pytest
 
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.loans import Loan, StandbyWorker
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.worker import WorkerAnswer
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
+from raysgd.engine.worker import WorkerAnswer
 from tests.helpers.fakes import FakeClock, fault
 
 SPEC = GroupSpec(NoConnection(), lambda world: None, heartbeat_s=3.0)  # type: ignore[arg-type,return-value]

@@ -14,9 +14,9 @@ import pytest
 
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.worker import RemoteWorker, StandbyReady
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
+from raysgd.engine.worker import RemoteWorker, WorkerAnswer
 from tests.helpers.fakes import FakeClock, fault
 
 
@@ -265,7 +265,7 @@ class Spare:
         if self.now() < call[1]:
             return Outcome(rank, answered=False)
         info = WorkerInfo("node", "10.0.0.1", 7)
-        return Outcome(rank, StandbyReady(info, None) if call[0] == "prepare_standby" else info)
+        return Outcome(rank, WorkerAnswer((info, None)) if call[0] == "prepare_standby" else info)
 
     def kill(self) -> None:
         self.ended.append("kill")

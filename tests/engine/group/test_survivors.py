@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine.gathering import roll_call
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members
 from raysgd.engine.group.survivors import Survivors
-from raysgd.engine.processes.gathering import roll_call
 from raysgd.engine.shared.types import GroupReport, Outcome, WorkerInfo
 from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure
 

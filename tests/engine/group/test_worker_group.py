@@ -15,12 +15,12 @@ from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.members import Members
 from raysgd.engine.group.standby import StandbyWorkers
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.local_worker import LocalWorker
-from raysgd.engine.processes.platform import Platform
-from raysgd.engine.processes.slots import Slots
+from raysgd.engine.placement import Slots
+from raysgd.engine.platform import Platform
 from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.worker import LocalWorker
 from raysgd.exceptions import WorkerFault
 from tests.helpers.fakes import CountingReplica, FakeGroup, FakeSlots, FakeStandbyWorkers, NullConnection
 

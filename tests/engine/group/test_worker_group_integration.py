@@ -19,12 +19,12 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.connections.torch import TorchConnection
+from raysgd.engine import gathering, placement
 from raysgd.engine.decisions.failures import classify
 from raysgd.engine.group import members, standby
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.startup import Startup
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import gathering, resources
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
 from raysgd.exceptions import worker_error
 from tests.conftest import NUM_CPUS
@@ -274,7 +274,7 @@ def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(standby, "_LOADING_S", 0.0)
-    monkeypatch.setattr(resources, "watch_process", is_not_stopped)
+    monkeypatch.setattr(placement, "watch_process", is_not_stopped)
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
     assert kinds(report)[1] == "died"

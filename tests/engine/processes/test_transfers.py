@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raysgd.engine.processes import transfers
-from raysgd.engine.processes.local_worker import LocalCall
 from raysgd.engine.processes.transfers import (
     DividedValue,
     FetchedParts,
@@ -20,7 +19,7 @@ from raysgd.engine.processes.transfers import (
     StoringTransfer,
     transfer,
 )
-from raysgd.engine.processes.worker import node_here
+from raysgd.engine.worker import LocalCall, node_here
 
 
 class Slow:

@@ -15,8 +15,7 @@ from ray.util import placement_group_table
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.processes.reservation_guard import guard
-from raysgd.engine.processes.resources import Reservation
+from raysgd.engine.placement import Reservation, guard
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Resources
 from tests.conftest import NUM_CPUS

@@ -1,8 +1,9 @@
-"""The code that runs inside one worker process, and the driver's handle on a remote one."""
+"""A worker: the code that runs in its process, and the handles of the driver on it, local or remote."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import socket
@@ -12,17 +13,16 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._text import log_lines
 from raysgd._text.log_lines import WorkerLogLine
-from raysgd.engine.processes.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
-from raysgd.engine.processes.forked_children import let_go_of_ray
-from raysgd.engine.processes.outliving import CallNumber, keeper
-from raysgd.engine.processes.resources import session
-from raysgd.engine.processes.slots import Slot
+from raysgd.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
+from raysgd.engine.keeper import CallNumber, keeper
+from raysgd.engine.placement import Slot, session
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.faults import describe_fault
 from raysgd.engine.shared.replica import Capture, Replica, ReplicaFactory
@@ -40,7 +40,12 @@ from raysgd.engine.shared.types import (
 )
 from raysgd.exceptions import UnpicklableError
 
+logger = logging.getLogger(__name__)
+
 ValueT = TypeVar("ValueT")
+
+_FOLDER = "/dev/fd"
+_RAYLET = "/raylet"  # the name of its socket ends with it
 
 
 class WorkerFailed(Exception):
@@ -63,33 +68,11 @@ class WorkerAnswer:
     notes: tuple[WorkerLogLine, ...] = ()
 
 
-@dataclass(frozen=True)
-class StandbyReady:
-    """The answer of a worker that is ready to step in."""
-
-    info: WorkerInfo
-    facts: Any
-    notes: tuple[WorkerLogLine, ...] = ()
-
-
-@dataclass(frozen=True)
-class LeaveAnswer:
-    """The answer of a worker that has left its group.
-
-    Attributes:
-        progress: How far its replica is.
-        port: Where it listens for the ranks of the next group; None where it has to know its rank for that.
-    """
-
-    progress: ReplicaProgress
-    port: int | None
-
-
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
     """Return what a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
-    return found.value.notes if isinstance(found.value, WorkerAnswer | StandbyReady) else ()
+    return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
 
 
 @dataclass(frozen=True)
@@ -268,16 +251,19 @@ class WorkerProcess:
 
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
-    ) -> StandbyReady:
+    ) -> WorkerAnswer:
         """Gets ready to step in: everything that a rank does before it joins, in a separate group.
 
         Without `make_replica`, the replica is made only in the group that it joins.
+
+        Returns:
+            Where it lives, and the replica's facts.
         """
 
-        def body() -> StandbyReady:
+        def body() -> WorkerAnswer:
             info = self._prepare(hook)
             if make_replica is None:
-                return StandbyReady(info, None, log_lines.drain())
+                return WorkerAnswer((info, None), notes=log_lines.drain())
             alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
@@ -285,18 +271,22 @@ class WorkerProcess:
             facts = replica.setup()
             replica.warm_up()
             self._world = World(rank=0, size=1)
-            return StandbyReady(info, facts, log_lines.drain())
+            return WorkerAnswer((info, facts), notes=log_lines.drain())
 
         return self._guarded(body)
 
-    def leave_group(self, host: str) -> LeaveAnswer:
-        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one."""
+    def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
+        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one.
 
-        def body() -> LeaveAnswer:
+        Returns:
+            How far the replica is, and the port; None where it has to know its rank to listen.
+        """
+
+        def body() -> tuple[ReplicaProgress, int | None]:
             connection, replica = self._connection, self.replica
             connection.leave_for_another()
             progress: ReplicaProgress = cast(Any, replica).replica_progress()
-            return LeaveAnswer(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
+            return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
 
         return self._guarded(body)
 
@@ -476,6 +466,54 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
     return ModuleNotFoundError(message, name=module)
 
 
+@dataclass(frozen=True)
+class LocalCall:
+    """A call that waits to be run; `run` returns its value or its failure."""
+
+    function: Callable[[], Any]
+
+    def run(self) -> tuple[Any, Failure | None]:
+        """The value, or the failure, whose exception still has the live traceback that a debugger can use."""
+        try:
+            return self.function(), None
+        except WorkerFailed as carrier:
+            return None, carrier.failure
+
+
+class LocalWorker:
+    """The driver's handle on the worker in its own process: `use_local=True`.
+
+    It answers to the same methods as a remote one, but a call runs when it is gathered, in the driver's own thread, so
+    that a debugger stops where the user wants it to.
+    """
+
+    is_local = True
+
+    def __init__(self, connection: Connection) -> None:
+        # The number of threads of the driver is the user's business.
+        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
+
+    def submit(self, method: str, *args: Any) -> LocalCall:
+        """Notes the call; nothing runs yet."""
+        return LocalCall(lambda: getattr(self._process, method)(*args))
+
+    def interrupt(self) -> None:
+        """From another thread: frees a worker that waits for the others to join."""
+        self._process.interrupt()
+
+    @property
+    def replica(self) -> Any:
+        """The live replica."""
+        return self._process.replica
+
+    def kill(self) -> None:
+        """Closes it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
+        try:
+            self._process.close()
+        except Exception as error:
+            logger.warning("the worker in the driver failed to close: %r", error)
+
+
 class RemoteWorker:
     """The driver's handle on a worker that is a Ray actor."""
 
@@ -548,6 +586,29 @@ class _HostedProcess(WorkerProcess):
     def _fail(self, failure: Failure) -> Any:
         """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
         return failure if failure.kind == "disconnected" else super()._fail(failure)
+
+
+def let_go_of_ray() -> None:
+    """Let processes that this one forks from now on give up its connection to Ray, which they have no use for.
+
+    Ray notices that a worker was killed when its connection to the worker ends, and a forked process keeps that open.
+    While such a process lived, the loss was seen only after the worker had been silent for `heartbeat_s`.
+    """
+    numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
+    os.register_at_fork(after_in_child=lambda: _drop(numbers))
+
+
+def _leads_to_ray(number: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        return connection.family == socket.AF_UNIX and str(connection.getpeername()).endswith(_RAYLET)
+    return False
+
+
+def _drop(numbers: Sequence[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        os.dup2(nowhere, number, inheritable=False)  # nothing else gets the number, by which Ray's code still knows it
+    os.close(nowhere)
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.

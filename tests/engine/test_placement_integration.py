@@ -1,3 +1,5 @@
+"""What a live cluster says that it has, and reservations in it."""
+
 from __future__ import annotations
 
 import logging
@@ -18,13 +20,12 @@ import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.engine import placement
 from raysgd.engine.decisions.policies import capacity
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.startup import Startup
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import resources
-from raysgd.engine.processes.resources import Reservation, cluster_view, ensure_ray, is_ray_client, watch_process
-from raysgd.engine.processes.slots import Slots
+from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client, watch_process
 from raysgd.engine.shared.types import Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
@@ -182,7 +183,7 @@ def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
 def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     holder: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "_TELL_S", 0.05)
+    monkeypatch.setattr(placement, "_TELL_S", 0.05)
     with pytest.raises(ReservationTimeoutError):
         Reservation(ONE, 3).wait(0.3)
     assert warnings_in(caplog) == [
@@ -193,7 +194,7 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
 def test_a_cluster_that_grants_in_time_is_not_talked_about(
     ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "_TELL_S", 60.0)
+    monkeypatch.setattr(placement, "_TELL_S", 60.0)
     reservation = Reservation(ONE, 1)
     reservation.wait(60)
     reservation.close(60)

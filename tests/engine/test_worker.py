@@ -1,7 +1,12 @@
+"""What a worker does in its process, and what processes that it forks keep of it."""
+
 from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -9,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.processes.worker import LeaveAnswer, WorkerFailed, WorkerProcess, _HostedProcess
 from raysgd.engine.shared.faults import describe_fault
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
+from raysgd.engine.worker import WorkerFailed, WorkerProcess, _HostedProcess
 from tests.helpers.fakes import CountingReplica, NullConnection, SteppingReplica, add, meeting, walk, walk_on
 
 
@@ -70,7 +75,8 @@ def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_grou
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
     assert diary.steps == ["hook", "load", "open 127.0.0.1 as 0", "join 127.0.0.1:7 as 0 of 1, True"]
-    assert (ready.facts, ready.info.pid) == ("rank 1 of 3", os.getpid())
+    info, facts = ready.value
+    assert (facts, info.pid) == ("rank 1 of 3", os.getpid())
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
     assert replica.is_primed
@@ -79,7 +85,8 @@ def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_grou
 def test_a_worker_whose_replica_is_made_in_its_group_only_loads_before() -> None:
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, None)
-    assert (diary.steps, ready.facts, ready.info.pid) == (["hook", "load"], None, os.getpid())
+    info, facts = ready.value
+    assert (diary.steps, facts, info.pid) == (["hook", "load"], None, os.getpid())
     assert worker.open_endpoint("10.0.0.1", 1) == 7
     assert worker.build(SECOND, MEETING, SteppingReplica, capture=False).value == "rank 1 of 3"
 
@@ -115,8 +122,8 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.leave_group("10.0.0.1") == LeaveAnswer(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
-    assert worker.leave_group("10.0.0.1").progress.progress == 5
+    assert worker.leave_group("10.0.0.1") == (worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
+    assert worker.leave_group("10.0.0.1")[0].progress == 5
     assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
 
 
@@ -125,7 +132,7 @@ def test_a_survivor_listens_for_the_next_group_at_once_where_that_takes_no_rank(
 ) -> None:
     worker, diary = hosted(SECOND)
     monkeypatch.setattr(Diary, "opens_for_any_rank", True)
-    assert worker.leave_group("10.0.0.1").port == 7
+    assert worker.leave_group("10.0.0.1")[1] == 7
     assert diary.steps == ["leave", "open 10.0.0.1 as 0"]
 
 
@@ -271,3 +278,41 @@ def test_an_interrupt_is_the_users_code_in_a_process_of_its_own_and_the_user_in_
             failure = caught.value.failure  # type: ignore[attr-defined]
             assert (failure.kind, failure.fault.type_name) == ("user", "KeyboardInterrupt")
             assert "raise KeyboardInterrupt" in failure.fault.location
+
+
+PROGRAM = """
+import os, socket, sys
+from raysgd.engine.worker import let_go_of_ray
+
+ends = []
+for name in ("raylet", "other"):
+    place = os.path.join(sys.argv[1], name)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(place)
+    server.listen()
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(place)
+    ends.append((server.accept()[0], client))
+let_go_of_ray()
+forked_and_ready, ready = os.pipe()
+ends_with_this, open_until_then = os.pipe()
+if not os.fork():
+    os.close(open_until_then)
+    os.write(ready, b"1")
+    os.read(ends_with_this, 1)
+    os._exit(0)
+os.read(forked_and_ready, 1)
+for taken, client in ends:
+    client.close()
+    taken.settimeout(0.2)
+    try:
+        print("ended" if taken.recv(1) == b"" else "?")
+    except TimeoutError:
+        print("open")
+"""
+
+
+def test_a_forked_process_keeps_no_connection_to_ray_and_all_others() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # names of sockets have to be short
+        done = subprocess.run([sys.executable, "-c", PROGRAM, folder], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["ended", "open"], "")

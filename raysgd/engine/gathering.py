@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 from raysgd.engine.decisions.own_time import OwnTime
 from raysgd.engine.decisions.silence import max_silence_s
-from raysgd.engine.processes import call_lines
-from raysgd.engine.processes.call_lines import LineCall
-from raysgd.engine.processes.worker import WorkerFailed, cannot_import
-from raysgd.engine.shared.types import Failure, FailureKind, Outcome
-from raysgd.exceptions import WorkerFault
+from raysgd.engine.platform import Platform
+from raysgd.engine.shared.types import FailureKind, Outcome
 
 _DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
 _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
@@ -25,9 +20,6 @@ _POLL_S = 0.1
 _LOOK_S = 0.005
 _TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
-_TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
-_TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
-_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 class Listener:
@@ -37,19 +29,19 @@ class Listener:
         references: The calls, by rank.
         asks_survivors: Whether the survivors will be asked who is alive, so that a broken connection needs no
             explanation.
-        calls: Hears them; Ray's by default.
+        platform: Hears them; Ray by default.
     """
 
     def __init__(
-        self, references: Mapping[int, Any], asks_survivors: bool = False, calls: RayPoller | None = None
+        self, references: Mapping[int, Any], asks_survivors: bool = False, platform: Platform | None = None
     ) -> None:
         self._references = references
         self._asks_survivors = asks_survivors
-        self._calls = calls or RayPoller()
+        self._platform = platform or Platform()
         self._is_stopped = False
         self._is_in_on_wait = False
         self._kinds_of_driver: set[FailureKind] = set()
-        self._began = self._calls.now()
+        self._began = self._platform.now()
         self._failed_at = self._began
         self._listened_s = self._last_answer_s = 0.0
 
@@ -69,7 +61,7 @@ class Listener:
 
     def _await_on_wait(self) -> None:
         while self._is_in_on_wait:
-            self._calls.sleep(_LOOK_S)
+            self._platform.sleep(_LOOK_S)
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
@@ -87,11 +79,11 @@ class Listener:
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
         while waiting and not self._is_stopped:
-            done = self._calls.any_ready(list(waiting), pause_s)
+            done = self._platform.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
                 self._call(on_wait)
             for reference in done:
-                found = self._calls.outcome(waiting[reference], reference)
+                found = self._platform.outcome(waiting[reference], reference)
                 if found.failure is not None:
                     return None
                 if found.answered:
@@ -111,15 +103,15 @@ class Listener:
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""
-        self._failed_at, own_time = self._calls.now(), OwnTime(self._calls.now)
-        outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
+        self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
+        outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
             pause_s = min(self.left_s(outcomes), _POLL_S)
             if pause_s < _TICK_S:
                 break
-            answered = self._calls.any_ready(list(waiting), pause_s)
+            answered = self._platform.any_ready(list(waiting), pause_s)
             for reference in answered:
-                outcomes[waiting[reference]] = self._calls.outcome(waiting[reference], reference)
+                outcomes[waiting[reference]] = self._platform.outcome(waiting[reference], reference)
             self._listened_s = own_time.look(pause_s)
             if answered:
                 self._last_answer_s = self._listened_s
@@ -150,76 +142,13 @@ def grace_s(
     return min(max(_USER_GRACE_S, ran_s), _LONGEST_USER_GRACE_S)
 
 
-class RayPoller:
-    """Hears what became of calls of Ray actors, and knows the time."""
-
-    @property
-    def is_running(self) -> bool:
-        """True if there is still a cluster to listen to."""
-        import ray
-
-        return bool(ray.is_initialized())
-
-    def now(self) -> float:
-        """Seconds, on a clock that only goes forward."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Waits."""
-        time.sleep(seconds)
-
-    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Those of `references` that came to an end; waits for the first one, or until the time is over.
-
-        Answers come together, or many one after the other, and each look costs: it may wait a moment for all.
-        """
-        # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
-        together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
-        done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
-        if not done and (timeout_s is None or timeout_s > together_s):
-            left_s = None if timeout_s is None else timeout_s - together_s
-            done = call_lines.wait(references, 1, left_s)
-        return list(done)
-
-    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Those of `references` that came to an end; waits until all have, or the time is over."""
-        return call_lines.wait(references, len(references), timeout_s)
-
-    def _value(self, reference: Any) -> Any:
-        import ray
-
-        if not isinstance(reference, LineCall):
-            return ray.get(reference, timeout=0)
-        return reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
-
-    def outcome(self, rank: int, reference: Any) -> Outcome:
-        """Return what is known of one call right now."""
-        import ray
-
-        try:
-            value = self._value(reference)
-            return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
-        except ray.exceptions.GetTimeoutError:
-            return Outcome(rank, answered=False)
-        except WorkerFailed as carrier:  # Ray raises a class derived from ours
-            return Outcome(rank, failure=_carried(carrier))
-        except (
-            ray.exceptions.RayTaskError
-        ) as error:  # the worker could not even word its failure, or Ray could not run it
-            return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
-        except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
-            return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
-        except ray.exceptions.RayError as error:
-            return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
-
-
 def roll_call(
-    poller: RayPoller, references: Mapping[int, Any], num_others: int, heartbeat_s: float
+    platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
     """Wait for each rank to answer whether it lives; return the outcomes, also those of ranks that stayed silent.
 
     Args:
-        poller: Hears them.
+        platform: Hears them.
         references: The questions, by rank.
         num_others: How many more of the group are known to live.
         heartbeat_s: What a worker that gives no sign of life gets.
@@ -227,45 +156,25 @@ def roll_call(
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
     answered_after_s: list[float] = []
-    waited_s, own_time = 0.0, OwnTime(poller.now)
+    waited_s, own_time = 0.0, OwnTime(platform.now)
     while ranks and waited_s < max_silence_s(answered_after_s, len(ranks), num_others, heartbeat_s):
-        ready = poller.ready(ranks.keys(), _POLL_S)
+        ready = platform.ready(ranks.keys(), _POLL_S)
         waited_s = own_time.look()
-        polled = [poller.outcome(ranks.pop(reference), reference) for reference in ready]
+        polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
         answered_after_s += [waited_s for found in polled if found.ok]  # the dead tell nothing of the living
     return outcomes
 
 
-def await_all(poller: RayPoller, references: Collection[Any], timeout_s: float) -> None:
+def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
     """Waits until all of these came to an end, or for so long; seconds in which this process stood still do not count.
 
     Args:
-        poller: Hears them.
+        platform: Hears them.
         references: The calls.
         timeout_s: How long, on a machine that does not stall.
     """
-    own_time = OwnTime(poller.now)
+    own_time = OwnTime(platform.now)
     while own_time.look() < timeout_s:
-        if len(poller.ready(references, _POLL_S)) == len(references):
+        if len(platform.ready(references, _POLL_S)) == len(references):
             return
-
-
-def _carried(carrier: Any) -> Failure:
-    cause = getattr(carrier, "cause", carrier)
-    failure: Failure = cause.failure
-    return failure
-
-
-def _cause_of(error: Any) -> BaseException:
-    """Return what was wrong with a call. If Ray could not unpickle its arguments, only the reason's text is left."""
-    import ray
-
-    cause: BaseException = error.cause or error
-    missing = _MISSING_MODULE.search(str(cause)) if isinstance(cause, ray.exceptions.RaySystemError) else None
-    return cannot_import(missing[1]) if missing else cause
-
-
-def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
-    first_line = str(error).strip().partition("\n")[0]
-    return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from ray.cloudpickle import dumps
 
+from raysgd.engine import worker
+from raysgd.engine.call_lines import LARGEST, Line, LineCall
 from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import worker
-from raysgd.engine.processes.call_lines import LARGEST, Line, LineCall
-from raysgd.engine.processes.worker import RemoteWorker
 from raysgd.engine.shared.types import GroupReport, Resources
+from raysgd.engine.worker import RemoteWorker
 from tests.helpers.fakes import CountingReplica, NullConnection
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.processes.outliving import CallNumber, Keeper
-from raysgd.engine.processes.worker import WorkerAnswer, WorkerFailed, WorkerProcess, pack
+from raysgd.engine.keeper import CallNumber, Keeper
 from raysgd.engine.shared.call import Call
+from raysgd.engine.worker import WorkerAnswer, WorkerFailed, WorkerProcess, pack
 from tests.helpers.fakes import NullConnection
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.processes.gathering import Listener, RayPoller, await_all, grace_s
+from raysgd.engine.gathering import Listener, await_all, grace_s
+from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import Failure, FailureKind, Outcome
 from raysgd.exceptions import WorkerFault
 
@@ -86,13 +87,13 @@ class AnsweredInTurn:
 def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[], None] | None) -> float:
     """How often each of so many calls is looked at."""
 
-    class Answered(RayPoller):
+    class Answered(Platform):
         def outcome(self, rank: int, reference: Any) -> Outcome:
             return Outcome(rank, "an answer")
 
     calls = AnsweredInTurn(0.0003)
     monkeypatch.setattr("ray.wait", calls.wait)
-    outcomes = Listener(dict(enumerate(range(num_calls))), calls=Answered()).listen(on_wait)
+    outcomes = Listener(dict(enumerate(range(num_calls))), platform=Answered()).listen(on_wait)
     assert [outcomes[rank].value for rank in range(num_calls)] == ["an answer"] * num_calls
     return calls.num_looked_at / num_calls
 
@@ -114,7 +115,7 @@ def test_what_a_listener_looks_at_may_end_once_the_listener_was_stopped() -> Non
         assert calls.has_slept.wait(60), "nobody waits for the look at the group"
         told.append("has looked")
 
-    listener = Listener({0: "a call"}, calls=calls)
+    listener = Listener({0: "a call"}, platform=calls)
     thread = threading.Thread(target=listener.listen, args=(on_wait,))
     thread.start()
     assert is_inside.wait(60)
@@ -126,7 +127,7 @@ def test_what_a_listener_looks_at_may_end_once_the_listener_was_stopped() -> Non
 
 def test_a_stopped_listener_looks_at_nothing_any_more() -> None:
     calls, told = Silent(), []
-    listener = Listener({0: "a call"}, calls=calls)
+    listener = Listener({0: "a call"}, platform=calls)
     calls.at_look = listener.stop
     outcomes = listener.listen(lambda: told.append("looks"))
     assert (outcomes[0].answered, told) == (False, [])
@@ -160,7 +161,7 @@ class Timed(Silent):
 @pytest.mark.parametrize(("late_s", "is_heard"), [(7.9, True), (8.1, False)])
 def test_a_rank_that_comes_to_the_same_exception_later_is_waited_for(late_s: float, is_heard: bool) -> None:
     calls = Timed(early=4.0, late=late_s)
-    outcomes = Listener({0: "early", 1: "late"}, calls=calls).listen()
+    outcomes = Listener({0: "early", 1: "late"}, platform=calls).listen()
     assert [outcomes[rank].failure is not None for rank in (0, 1)] == [True, is_heard]
     assert calls.now() == pytest.approx(min(late_s, 8.0))
 
@@ -233,7 +234,7 @@ def test_after_a_failure_of_the_driver_itself_others_are_listened_to_as_after_on
 
 def test_what_the_driver_itself_has_left_counts_from_the_failure_too() -> None:
     calls = Timed(early=4.0, late=60.0)
-    listener = Listener({1: "early", 2: "late"}, calls=calls)
+    listener = Listener({1: "early", 2: "late"}, platform=calls)
     outcomes = listener.listen()
     assert calls.now() == pytest.approx(8.0)
     assert listener.left_s(outcomes) == pytest.approx(0.0)
@@ -242,4 +243,4 @@ def test_what_the_driver_itself_has_left_counts_from_the_failure_too() -> None:
 def test_time_in_which_the_driver_stood_still_is_no_time_to_answer_in() -> None:
     calls = Timed(early=0.0, late=60.4)
     calls.stalls_s = 60.0
-    assert Listener({1: "early", 2: "late"}, calls=calls).listen()[2].failure is not None
+    assert Listener({1: "early", 2: "late"}, platform=calls).listen()[2].failure is not None
