@@ -18,12 +18,12 @@ from typing import Any
 from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.platform import Platform
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection, NoConnection
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import TimeSpent
 from raysgd.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World

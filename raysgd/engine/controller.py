@@ -30,16 +30,15 @@ from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, 
 from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.decisions.silence import quiet_s
-from raysgd.engine.group.group_hooks import GroupHooks
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.loans import Loan
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import CallNumber, keeper
 from raysgd.engine.placement import cluster_view
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
+from raysgd.engine.startup import Loan
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
 

@@ -14,8 +14,8 @@ from ray.cloudpickle import dumps
 
 from raysgd.engine import worker
 from raysgd.engine.call_lines import LARGEST, Line, LineCall
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources
 from raysgd.engine.worker import RemoteWorker
 from tests.helpers.fakes import CountingReplica, NullConnection
@@ -81,7 +81,7 @@ def lines(group: WorkerGroup) -> list[Line]:
 
 
 def workers(group: WorkerGroup) -> list[RemoteWorker]:
-    return [each for each in group._members.workers if isinstance(each, RemoteWorker)]
+    return [each for each in group.workers if isinstance(each, RemoteWorker)]
 
 
 def test_a_line_serves_one_call_after_the_other_until_ray_has_one(group: WorkerGroup) -> None:

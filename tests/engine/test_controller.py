@@ -17,8 +17,8 @@ import pytest
 
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, World
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.helpers.fakes import (

@@ -22,10 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.engine import placement
 from raysgd.engine.decisions.policies import capacity
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.startup import Startup
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client, watch_process
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
@@ -307,7 +306,7 @@ def wait_for(path: Path) -> None:
 
 def start_with_slow_hook(found: Path) -> bool:
     """The hook is not over before all workers were found to have room."""
-    await_placement = Startup._await_placement
+    await_placement = WorkerGroup._await_placement
 
     def then_tell(*args: Any) -> None:
         await_placement(*args)
@@ -315,7 +314,7 @@ def start_with_slow_hook(found: Path) -> bool:
 
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, initialization_hook=partial(wait_for, found)), 1)
     try:
-        with mock.patch.object(Startup, "_await_placement", then_tell):
+        with mock.patch.object(WorkerGroup, "_await_placement", then_tell):
             return group.start(60.0).ok
     finally:
         group.kill(10)

@@ -8,9 +8,9 @@ import pytest
 
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.exceptions import WorkerError
 from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
 

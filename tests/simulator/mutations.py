@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller
+from raysgd.engine import controller, startup
 from raysgd.engine.changes import group_former, in_place
 from raysgd.engine.changes.call_monitor import CallMonitor
 from raysgd.engine.changes.group_former import GroupFormer, NextGroup
@@ -21,12 +21,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
 from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
 from raysgd.engine.gathering import Listener
-from raysgd.engine.group import standby
-from raysgd.engine.group.loans import Loan
-from raysgd.engine.group.members import Members
-from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
-from raysgd.engine.group.survivors import Survivors
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Slots
 from raysgd.engine.processes import snapshots
 from raysgd.engine.processes.snapshots import SnapshotKeeper
@@ -34,6 +29,7 @@ from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.tensor_copies import TensorCopies
 from raysgd.torch.step.undo_log import UndoLog
@@ -243,7 +239,7 @@ def _waits_for_looks(real: Any) -> Any:
 
 def _kill_politely(real: Any) -> Any:
     def kill_rank(self: WorkerGroup, rank: int) -> None:
-        self._members.workers[rank].kill()
+        self.workers[rank].kill()
 
     return kill_rank
 
@@ -298,7 +294,8 @@ def _as_of(num_steps_more: int) -> Callable[[Any], Any]:
 def _kills_only_handles(real: Any) -> Any:
     def kill(self: WorkerGroup, timeout_s: float = 5.0) -> None:
         self.standby.kill_all()
-        self._members.kill()
+        for worker in self.workers:
+            worker.kill()
 
     return kill
 
@@ -340,14 +337,6 @@ def _leaves_the_driver(real: Any) -> Any:
         return leaving if used - leaving else frozenset()
 
     return leaving_nodes_in_use
-
-
-def _frees_only_others(real: Any) -> Any:
-    def interrupt(self: Members, ranks: Iterable[int]) -> dict[int, Any]:
-        found: dict[int, Any] = real(self, [rank for rank in ranks if not self.workers[rank].is_local])
-        return found
-
-    return interrupt
 
 
 _POISONED = Schedule(
@@ -452,7 +441,7 @@ def _takes_any_number(real: Any) -> Any:
 
 
 def _keeps_silent(real: Any) -> Any:
-    def settle(self: Survivors, *args: Any) -> list[int]:
+    def settle(self: WorkerGroup, *args: Any) -> list[int]:
         return sorted({*real(self, *args), *self.silent})
 
     return settle
@@ -491,7 +480,7 @@ def _infos_reversed(real: Any) -> Any:
 
 
 def _forget_stuck(real: Any) -> Any:
-    def let_finish(self: Survivors, *args: Any) -> set[int]:
+    def let_finish(self: WorkerGroup, *args: Any) -> set[int]:
         lost: set[int] = real(self, *args)
         self.stuck.clear()
         return lost
@@ -529,7 +518,9 @@ def _is_run_once(real: Any) -> Any:
 
 MUTATIONS = (
     Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (1148,)),
-    Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
+    Mutation(
+        "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
+    ),
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (18,)),
@@ -593,7 +584,7 @@ MUTATIONS = (
     Mutation(
         "an answer is waited for of a node that gives none", StartupCheck, "_judge", _waits_for_looks, (), _FROZEN
     ),
-    Mutation("workers may load without an end", standby, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
+    Mutation("workers may load without an end", startup, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
@@ -616,7 +607,7 @@ MUTATIONS = (
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
     ),
-    Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (189,)),
+    Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
     Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
     Mutation(
         "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
@@ -626,7 +617,7 @@ MUTATIONS = (
     Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
     Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
-    Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
+    Mutation("where survivors live is mixed up", WorkerGroup, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),
     Mutation(

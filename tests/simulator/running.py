@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.engine.changes.lifecycle import Clock, ElasticRules
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import StateHandover, World
 from raysgd.messages.recovery import Undo
 from tests.simulator.befalling import Befalling

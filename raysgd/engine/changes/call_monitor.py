@@ -14,7 +14,7 @@ from raysgd._text.rank_words import named
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.step_hold import ROOM, StepHold
 from raysgd.engine.decisions.liveness import LivenessCheck
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, Outcome

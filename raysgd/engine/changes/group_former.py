@@ -14,7 +14,7 @@ from raysgd.engine.decisions import ranks
 from raysgd.engine.decisions.failures import classify, words
 from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy, choose_source
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.failures import Diagnosis, classify, words
 from raysgd.engine.decisions.group_events import EventKind
 from raysgd.engine.decisions.policies import GiveUpWaiting, RetryBudget, WaitForWorkers, capacity
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.standby import Replacements
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import explain, session
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
 from raysgd.engine.shared import replica
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport
+from raysgd.engine.startup import Replacements
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.decisions.policies import KeepGroup
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared import replica
 
 _NODES_S = 2.0

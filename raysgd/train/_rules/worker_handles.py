@@ -14,7 +14,7 @@ from raysgd.exceptions import InactiveWorkerGroupError, TrainingWorkerError, wor
 from raysgd.train._worker.function_replica import FunctionReplica
 
 if TYPE_CHECKING:  # workers load this module, and none of the driver's
-    from raysgd.engine.group.worker_group import WorkerGroup
+    from raysgd.engine.group import WorkerGroup
 
 
 @dataclass(frozen=True)

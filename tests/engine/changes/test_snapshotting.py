@@ -11,8 +11,8 @@ import pytest
 
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.exceptions import WorkersLostError
 from tests.helpers.fakes import (

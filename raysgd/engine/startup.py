@@ -1,4 +1,4 @@
-"""Standby workers, which start beside the group or wait to step in; and a check on all workers that start."""
+"""Workers that are being made ready, those that wait to step in, and loans of these."""
 
 from __future__ import annotations
 
@@ -13,18 +13,115 @@ from typing import Any
 from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.gathering import await_all
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.loans import Loan, StandbyWorker
 from raysgd.engine.placement import Slots, note_processes
 from raysgd.engine.platform import Platform
-from raysgd.engine.shared.types import WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, notes_of
+from raysgd.engine.shared import replica
+from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.types import Outcome, WorkerInfo, World
+from raysgd.engine.worker import RemoteWorker, notes_of, pack
 
 logger = logging.getLogger(__name__)
+
+_ROUND_S = 0.5
 _POLL_S = 0.1
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
 _LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
 _MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
+
+
+@dataclass(frozen=True)
+class StandbyWorker:
+    """A worker that is ready to join a group."""
+
+    worker: RemoteWorker
+    info: WorkerInfo
+    facts: Any
+
+
+class Loan:
+    """A standby worker that one thread uses while another one may call it back. It runs one call at most.
+
+    Args:
+        standby_worker: The worker.
+        number: Larger than that of each loan before.
+        platform: What it runs on.
+        spec: Says after which silence a worker is killed, and where its log lines go.
+
+    Attributes:
+        is_recalled: Whether the group needs the worker.
+    """
+
+    def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
+        self.standby_worker = standby_worker
+        self.is_recalled = False
+        self._worker, self._number, self._platform, self._relay = standby_worker.worker, number, platform, spec.relay
+        self._liveness: LivenessCheck[Any] = LivenessCheck(
+            spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
+        )
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._has_ended = False
+
+    def run(
+        self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
+    ) -> Outcome | None:
+        """Runs `function(replica, number, *args)`, which gives up between two batches once it is recalled.
+
+        Args:
+            function: What to run.
+            make_args: Makes the arguments.
+            on_wait: Called now and then; what it or `make_args` raises ends the loan.
+
+        Returns:
+            What it came to; None where the worker was lost or recalled.
+        """
+        try:
+            packed = pack(function, False, None, (self._number, *make_args()))
+            with self._lock:  # what is sent after the recall would change a member of the group
+                if self.is_recalled:
+                    return None
+                self._call = self._worker.submit("on_packed", *packed)
+            found = self._awaited(on_wait)
+        except BaseException:
+            self.recall()
+            raise
+        finally:
+            self._has_ended = True
+        self._relay.tell({"spare": notes_of(found)})
+        is_left = self.is_recalled if not found.ok else found.value.value is None
+        return None if is_left or found.has_died else found
+
+    def _awaited(self, on_wait: Callable[[], None]) -> Outcome:
+        while not self._platform.ready([self._call], _ROUND_S):
+            on_wait()
+            self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+            if self._liveness.poll().silent:
+                self._worker.kill()
+                self._platform.kill_process(self.standby_worker.info)
+        return self._platform.outcome(-1, self._call)
+
+    def recall(self) -> None:
+        """From any thread: lets the call give up, and none begin."""
+        with self._lock:
+            self.is_recalled = True
+            if self._call is not None:
+                self._worker.submit("beside", replica.leave_call, self._number)
+
+    @property
+    def call(self) -> Any:
+        """The call; None where none was begun."""
+        return self._call
+
+    @property
+    def is_over(self) -> bool:
+        """True if no call is running or will begin."""
+        is_free = self._call is None or self._platform.outcome(-1, self._call).answered
+        return is_free and (self._has_ended or self.is_recalled)
+
+    @property
+    def has_died(self) -> bool:
+        """True if the worker died in its call."""
+        return self._call is not None and self._platform.outcome(-1, self._call).has_died
 
 
 class StartupCheck:

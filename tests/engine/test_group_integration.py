@@ -19,12 +19,11 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine import gathering, placement
+from raysgd.engine import gathering, placement, startup
+from raysgd.engine import group as engine_group
 from raysgd.engine.decisions.failures import classify
-from raysgd.engine.group import members, standby
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.startup import Startup
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
 from raysgd.exceptions import worker_error
 from tests.conftest import NUM_CPUS
@@ -273,7 +272,7 @@ def is_not_stopped(info: WorkerInfo) -> Any:
 def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(standby, "_LOADING_S", 0.0)
+    monkeypatch.setattr(startup, "_LOADING_S", 0.0)
     monkeypatch.setattr(placement, "watch_process", is_not_stopped)
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
@@ -288,7 +287,7 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
         raise KeyboardInterrupt
 
     group = make_group()
-    monkeypatch.setattr(Startup, "prepare", interrupt)
+    monkeypatch.setattr(WorkerGroup, "_create", interrupt)
     with pytest.raises(KeyboardInterrupt):
         group.start()
     assert group.is_ended
@@ -300,7 +299,7 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
 def test_a_worker_that_is_busy_is_given_a_moment_to_close_and_then_ended(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "_CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 0.2)
     group.submit(0, "on_replica", follow, False, None, FailurePlan(Path()), FOR_EVER_S)
     pids = [info.pid for info in group.infos]
     group.stop(10)
