@@ -17,10 +17,10 @@ from typing import Any
 
 from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.platform import Platform
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection, NoConnection
 from raysgd.engine.shared.group_spec import GroupSpec

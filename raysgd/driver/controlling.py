@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.placement import draining_nodes
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.messages.replica_maker import ReplicaMaker

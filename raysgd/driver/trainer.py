@@ -27,7 +27,7 @@ from raysgd.driver.trainer_views import in_words, show_options
 from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.resizing import AUTO
+from raysgd.engine.policies import AUTO
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger

@@ -26,16 +26,24 @@ from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
 from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
 from raysgd.engine.changes.turns import PlaceInLine, Turns
-from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
-from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import CallNumber, keeper
+from raysgd.engine.liveness import quiet_s
 from raysgd.engine.placement import cluster_view
+from raysgd.engine.policies import (
+    Decision,
+    Diagnosis,
+    FailurePolicy,
+    RetryBudget,
+    ScalingPolicy,
+    classify,
+    failed_alike,
+    words,
+)
 from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.startup import Loan
@@ -505,11 +513,11 @@ class ElasticController:
         if call.can_rejoin and self._changes.is_short_of_memory(diagnosis):
             return self._is_inside_after(self._changes.wait_for_memory(report, tell))
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
-        if isinstance(decision, RaiseError):
+        if decision in ("raise error", "give up"):
             cause = words(diagnosis, self._changes.lost_behind(diagnosis))
             self._raise(call, diagnosis, report, decision, budget, cause)
         cause = words(diagnosis)
-        if isinstance(decision, Rejoin):
+        if decision == "rejoin":
             failed = self._changes.rejoin(report, budget, tell)
             if failed is None:
                 return True
@@ -517,7 +525,7 @@ class ElasticController:
         if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
             tell()
         if budget.is_spent:
-            self._raise(call, diagnosis, report, RaiseError(lost=True), budget, cause)
+            self._raise(call, diagnosis, report, "give up", budget, cause)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
         renew = partial(self._changes.renew, report, tell) if self._changes.can_renew else None
@@ -552,12 +560,12 @@ class ElasticController:
         call: Call,
         diagnosis: Diagnosis,
         report: GroupReport,
-        decision: RaiseError,
+        decision: Decision,
         budget: RetryBudget,
         cause: str,
     ) -> None:
         """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
-        if not decision.lost:
+        if decision == "raise error":
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
-from raysgd.engine.decisions.own_time import OwnTime
-from raysgd.engine.decisions.silence import max_silence_s
+from raysgd.engine.liveness import OwnTime, max_silence_s
 from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import FailureKind, Outcome
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd.engine.decisions import ranks as rank_rules
-from raysgd.engine.decisions.failures import Diagnosis, classify, words
-from raysgd.engine.decisions.own_time import OwnTime
+from raysgd.engine import ranks as rank_rules
 from raysgd.engine.gathering import Listener, await_all, roll_call
 from raysgd.engine.keeper import CallNumber, KeptGroup
+from raysgd.engine.liveness import OwnTime
 from raysgd.engine.placement import Slots, cluster_view, explain, note_processes
 from raysgd.engine.platform import Platform
+from raysgd.engine.policies import Diagnosis, classify, words
 from raysgd.engine.processes.snapshots import Transfer
 from raysgd.engine.processes.transfers import FetchedParts, PartRelay, SharedValue, StoredPart
 from raysgd.engine.shared.group_spec import GroupSpec

@@ -22,8 +22,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from raysgd.engine.decisions.policies import capacity
 from raysgd.engine.keeper import NAMESPACE, keeper
+from raysgd.engine.policies import capacity
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.decisions.liveness import LivenessCheck
-from raysgd.engine.decisions.silence import quiet_s
 from raysgd.engine.gathering import await_all
+from raysgd.engine.liveness import LivenessCheck, quiet_s
 from raysgd.engine.placement import Slots, note_processes
 from raysgd.engine.platform import Platform
 from raysgd.engine.shared import replica
@@ -95,7 +94,7 @@ class Loan:
         while not self._platform.ready([self._call], _ROUND_S):
             on_wait()
             self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
-            if self._liveness.poll().silent:
+            if self._liveness.poll()[1]:
                 self._worker.kill()
                 self._platform.kill_process(self.standby_worker.info)
         return self._platform.outcome(-1, self._call)
@@ -165,12 +164,12 @@ class StartupCheck:
 
     def poll(self) -> None:
         """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
-        polled = self._liveness.poll()
-        for worker, found in polled.answers:
+        answers, silent = self._liveness.poll()
+        for worker, found in answers:
             self._forget_silence(worker)
             if found.ok:
                 self._infos[worker] = found.value
-        for worker, _ in polled.silent:
+        for worker, _ in silent:
             self._judge(worker)
         for worker, (watch, _) in list(self._watches.items()):
             self._look_at(worker, watch)

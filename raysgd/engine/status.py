@@ -10,8 +10,8 @@ from typing import Any
 
 from raysgd._text.cards import card, folded, grid, two_column_table
 from raysgd._text.rank_words import listed
-from raysgd.engine.decisions.group_events import GroupEvent, GroupHistory
 from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._arguments.checks import check_amount
-from raysgd.engine.decisions.failures import classify
-from raysgd.engine.decisions.policies import num_fitting
 from raysgd.engine.group import WorkerGroup as EngineGroup
+from raysgd.engine.policies import classify, num_fitting
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources

@@ -16,8 +16,8 @@ import ray
 
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine import placement, startup
-from raysgd.engine.decisions.policies import choose_source, takers
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.policies import choose_source, takers
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, StateHandover, World
 from raysgd.exceptions import ReservationTimeoutError

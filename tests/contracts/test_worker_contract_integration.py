@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from raysgd.engine import group as engine_group
-from raysgd.engine.decisions import ranks
+from raysgd.engine import ranks
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture

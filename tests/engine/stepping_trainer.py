@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec
 from tests.helpers.fakes import (

@@ -16,8 +16,8 @@ import pytest
 
 from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.group_spec import GroupSpec

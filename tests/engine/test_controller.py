@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, World

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.gathering import roll_call
 from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.placement import Reservation, Slots
 from raysgd.engine.platform import Platform
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import NoConnection

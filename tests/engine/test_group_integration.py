@@ -21,8 +21,8 @@ from ray.util import placement_group_table
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine import gathering, placement, startup
 from raysgd.engine import group as engine_group
-from raysgd.engine.decisions.failures import classify
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.policies import classify
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
 from raysgd.exceptions import worker_error

@@ -21,9 +21,9 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.engine import placement
-from raysgd.engine.decisions.policies import capacity
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client, watch_process
+from raysgd.engine.policies import capacity
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.group_events import GroupHistory
 from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 from raysgd.engine.status import TrainerStatus, compose, find_straggler

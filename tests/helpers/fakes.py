@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
+from raysgd.engine import ranks
 from raysgd.engine.changes.lifecycle import Clock
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions import ranks
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Slots
 from raysgd.engine.processes.transfers import FetchedParts

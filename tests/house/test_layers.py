@@ -83,8 +83,8 @@ INSIDE = {
     ),
     "connections": ("_compiler _origins gpus mesh", "_gloo group horovod", "tensorflow torch"),
     "engine": (
-        "call_lines keeper shared",
-        "decisions",
+        "call_lines shared",
+        "keeper liveness policies ranks",
         "placement",
         "worker",
         "processes",

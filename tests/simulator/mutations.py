@@ -18,11 +18,11 @@ from raysgd.engine.changes.monitoring import Monitoring
 from raysgd.engine.changes.snapshotting import Snapshotting
 from raysgd.engine.changes.step_hold import StepHold
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
-from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.placement import Slots
+from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.engine.processes import snapshots
 from raysgd.engine.processes.snapshots import SnapshotKeeper
 from raysgd.engine.shared import replica as replica_calls
@@ -118,14 +118,14 @@ def _classify_as_user(real: Any) -> Any:
 def _retry_user_errors(real: Any) -> Any:
     def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
         is_retried = diagnosis.kind == "user" and not budget.is_spent
-        return Rebuild() if is_retried else real(self, diagnosis, budget, can_rejoin)
+        return "rebuild" if is_retried else real(self, diagnosis, budget, can_rejoin)
 
     return decide
 
 
 def _lose_user_errors(real: Any) -> Any:
     def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
-        return RaiseError(lost=True) if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
+        return "give up" if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
 
     return decide
 
@@ -139,8 +139,7 @@ def _decide_without_minimum(real: Any) -> Any:
 
 def _one_too_many(real: Any) -> Any:
     def decide(self: ScalingPolicy, view: Any, need: Any, attempt: int) -> Any:
-        found = real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
-        return Resize(found.num_workers) if isinstance(found, Resize) else found
+        return real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
 
     return decide
 
@@ -200,8 +199,8 @@ def _shifted(real: Any) -> Any:
 
 
 def _none_is_silent(real: Any) -> Any:
-    def poll(self: LivenessCheck[Any]) -> PollResult[Any]:
-        return replace(real(self), silent=[])
+    def poll(self: LivenessCheck[Any]) -> Any:
+        return real(self)[0], []
 
     return poll
 

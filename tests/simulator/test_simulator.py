@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine import keeper as outliving
-from raysgd.engine.decisions.policies import RetryBudget
+from raysgd.engine.policies import RetryBudget
 from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
 from tests.helpers.stories import ROOT

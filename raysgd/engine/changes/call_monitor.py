@@ -13,8 +13,8 @@ from typing import Any
 from raysgd._text.rank_words import named
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.step_hold import ROOM, StepHold
-from raysgd.engine.decisions.liveness import LivenessCheck
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, Outcome
@@ -121,13 +121,13 @@ class CallMonitor:
 
     def _poll(self) -> None:
         self._drop_debts()
-        polled = self._liveness.poll()
-        for rank, found in polled.answers:
+        answers, silent = self._liveness.poll()
+        for rank, found in answers:
             if found.ok and found.value is not None:
                 self._note(rank, found.value)
-        if polled.silent:
-            self._kill_hung(dict(polled.silent))
-        if polled.answers:
+        if silent:
+            self._kill_hung(dict(silent))
+        if answers:
             self._look_for_snapshot()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:

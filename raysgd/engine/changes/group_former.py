@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.engine.decisions import ranks
-from raysgd.engine.decisions.failures import classify, words
-from raysgd.engine.decisions.group_events import EventKind
-from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy, choose_source
+from raysgd.engine import ranks
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.policies import RetryBudget, ScalingPolicy, choose_source, classify, words
+from raysgd.engine.shared.group_events import EventKind
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress
 
 logger = logging.getLogger(__name__)

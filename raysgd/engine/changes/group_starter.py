@@ -10,15 +10,14 @@ from typing import Any
 from raysgd.engine.changes.call_monitor import CallMonitor
 from raysgd.engine.changes.group_former import renew_without_lost
 from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.decisions.failures import Diagnosis, classify, words
-from raysgd.engine.decisions.group_events import EventKind
-from raysgd.engine.decisions.policies import GiveUpWaiting, RetryBudget, WaitForWorkers, capacity
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import explain, session
+from raysgd.engine.policies import Diagnosis, RetryBudget, WaitForWorkers, capacity, classify, words
 from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.processes.transfers import DividedValue, LostPartError
 from raysgd.engine.shared import replica
+from raysgd.engine.shared.group_events import EventKind
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport
 from raysgd.engine.startup import Replacements
@@ -185,18 +184,18 @@ class GroupStarter:
         while attempt < self._scaling.num_attempts:
             view = self._settled_view()
             decision = self._scaling.decide(view, self._spec.resources, attempt)
-            if isinstance(decision, GiveUpWaiting):
-                raise self._starved(decision, view)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
+                if decision.delay_s is None:
+                    raise self._starved(decision.reason, view)
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = self._scaling.min_workers, self._spec.use_local
                 slots = self.make_group(self._spec, needed).slots
                 slots.await_room(needed, decision.delay_s, self._lifecycle.sleep, has_driver=has_driver)
                 continue
-            num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision.num_workers)
+            num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision)
             try:
-                is_restarted = self._try_restart(decision.num_workers, max(0, num_spares))
+                is_restarted = self._try_restart(decision, max(0, num_spares))
             except ReservationTimeoutError as error:  # another program took them, or the node is lost by now
                 logger.warning("%s", str(error).partition("\n")[0])
                 continue
@@ -422,10 +421,10 @@ class GroupStarter:
         found = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         return WorkersLostError(f"{found[0]} {self._snapshots.last_file_in_words}") if found else None
 
-    def _starved(self, decision: GiveUpWaiting, view: ClusterView) -> WorkersLostError:
+    def _starved(self, reason: str, view: ClusterView) -> WorkersLostError:
         table = explain(self._spec.resources, self._scaling.max_workers, view)
         label, advice = self._spec.words.label, self._spec.words.when_starved
-        return WorkersLostError(f"{label}Too few workers can be had: {decision.reason}.\n{table}\n{advice}".rstrip())
+        return WorkersLostError(f"{label}Too few workers can be had: {reason}.\n{table}\n{advice}".rstrip())
 
 
 def _pay_for_start(budget: RetryBudget) -> None:

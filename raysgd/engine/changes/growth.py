@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.decisions.policies import Resize, capacity
+from raysgd.engine.policies import capacity
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.types import ClusterView
 from raysgd.exceptions import ReservationTimeoutError
@@ -38,8 +38,7 @@ class Growth:
 
     def _num_more(self, view: ClusterView, num_slots: int) -> int:
         group = self._lifecycle.running
-        decision = self._scaling.grow(view, self._spec.resources, len(group), num_slots)
-        return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
+        return self._scaling.grow(view, self._spec.resources, len(group), num_slots)
 
     def start_standby(self) -> None:
         """Begins to start the workers that the group lacks, as far as there is room; does not wait for them."""

@@ -15,10 +15,9 @@ from raysgd._text.rank_words import listed
 from raysgd.engine.changes.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer, NextGroup, renew_without_lost
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.decisions.failures import Diagnosis, classify, is_lack_of_memory, words
-from raysgd.engine.decisions.group_events import EventKind
-from raysgd.engine.decisions.policies import RetryBudget, are_alike, takers
+from raysgd.engine.policies import Diagnosis, RetryBudget, are_alike, classify, is_lack_of_memory, takers, words
 from raysgd.engine.shared import replica
+from raysgd.engine.shared.group_events import EventKind
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, StateHandover
 

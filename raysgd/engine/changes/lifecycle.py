@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._text.once import Once
-from raysgd.engine.decisions.group_events import EventKind, GroupHistory
-from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing
 from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import session
+from raysgd.engine.policies import ResizeCheck, Resizing, ScalingPolicy, resizing
 from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_events import EventKind, GroupHistory
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport

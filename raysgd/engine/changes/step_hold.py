@@ -6,11 +6,10 @@ Why all ranks agree on a step before they stop: ADR 10.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.decisions.policies import KeepGroup
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared import replica
 
@@ -19,13 +18,22 @@ _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
 
 ROOM = "there is room for more workers"
+LEAVING = "a node is going away"
 
 
-@dataclass(frozen=True)
-class HoldFacts:
-    """The facts about the group and the cluster at one moment.
+def decide_hold(
+    *,
+    is_leaving: bool = False,
+    may_grow: bool = False,
+    is_growth_due: bool = False,
+    regroups: bool = True,
+    num_more: int = 0,
+    num_ready: int = 0,
+    num_coming: int = 0,
+) -> Literal["leave", "rebuild larger", "step in", "start standby"] | None:
+    """Pure: why the running call has to stop for a change of the group; or to start workers that can step in later.
 
-    Attributes:
+    Args:
         is_leaving: Whether some of the workers are on nodes that are going away.
         may_grow: Whether more workers are wanted, and looked for while a call runs.
         is_growth_due: Whether it is time to look for room again.
@@ -34,42 +42,15 @@ class HoldFacts:
         num_ready: Standby workers that are ready.
         num_coming: Standby workers that are starting.
     """
-
-    is_leaving: bool = False
-    may_grow: bool = False
-    is_growth_due: bool = False
-    regroups: bool = True
-    num_more: int = 0
-    num_ready: int = 0
-    num_coming: int = 0
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Stop at a step boundary, says `reason`; where workers `step_in`, only if they are still alive."""
-
-    reason: str
-    step_in: bool = False
-
-
-@dataclass(frozen=True)
-class StartStandby:
-    """Start workers that can step in later."""
-
-
-def decide_hold(facts: HoldFacts) -> Hold | StartStandby | KeepGroup:
-    """Pure: whether the running call has to stop for a change of the group."""
-    if facts.is_leaving:
-        return Hold("a node is going away")
-    if not facts.may_grow:
-        return KeepGroup()
-    if not facts.regroups:
-        return Hold(ROOM) if facts.num_more else KeepGroup()
-    if facts.is_growth_due:
-        return StartStandby()
-    if facts.num_ready and not facts.num_coming:
-        return Hold(ROOM, step_in=True)
-    return KeepGroup()
+    if is_leaving:
+        return "leave"
+    if not may_grow:
+        return None
+    if not regroups:
+        return "rebuild larger" if num_more else None
+    if is_growth_due:
+        return "start standby"
+    return "step in" if num_ready and not num_coming else None
 
 
 class StepHold:
@@ -90,20 +71,20 @@ class StepHold:
         if group is None or self._is_holding:
             return
         facts = self._facts(group)
-        decision = decide_hold(facts)
-        if isinstance(decision, StartStandby):
+        decision = decide_hold(**facts)
+        if decision == "start standby":
             self._growth.start_standby()
-            decision = decide_hold(_with_standby(replace(facts, is_growth_due=False), group))
-        if not isinstance(decision, Hold):
+            decision = decide_hold(**{**facts, "is_growth_due": False, **_standby_of(group)})
+        if decision is None:
             return
-        self.reason = decision.reason
-        if decision.step_in:
+        self.reason = LEAVING if decision == "leave" else ROOM
+        if decision == "step in":
             group.standby.kill_unresponsive()
             if not group.standby.num_ready:
                 return
         self._agree(group, steps_per_s)
 
-    def _facts(self, group: WorkerGroup) -> HoldFacts:
+    def _facts(self, group: WorkerGroup) -> dict[str, Any]:
         """Return what there is to know; the cluster is asked only when that is due."""
         lifecycle, now = self._lifecycle, self._lifecycle.now()
         is_leaving = False
@@ -112,13 +93,13 @@ class StepHold:
             is_leaving = bool(lifecycle.leaving_nodes_in_use())
         check_s, regroups = lifecycle.resizing.check_s, lifecycle.spec.regroups
         if is_leaving or check_s is None or len(group) >= lifecycle.scaling.max_workers:
-            return HoldFacts(is_leaving)
+            return {"is_leaving": is_leaving}
         is_due = now >= self._next_growth
         if is_due:
             self._next_growth = now + check_s
         num_more = self._growth.find_room() if is_due and not regroups else 0
-        facts = HoldFacts(may_grow=True, is_growth_due=is_due, regroups=regroups, num_more=num_more)
-        return _with_standby(facts, group)
+        room = {"may_grow": True, "is_growth_due": is_due, "regroups": regroups, "num_more": num_more}
+        return {**room, **_standby_of(group)}
 
     def _agree(self, group: WorkerGroup, steps_per_s: float) -> None:
         """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
@@ -136,5 +117,5 @@ class StepHold:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
 
-def _with_standby(facts: HoldFacts, group: WorkerGroup) -> HoldFacts:
-    return replace(facts, num_ready=group.standby.num_ready, num_coming=group.standby.num_coming)
+def _standby_of(group: WorkerGroup) -> dict[str, int]:
+    return {"num_ready": group.standby.num_ready, "num_coming": group.standby.num_coming}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.changes.call_monitor import _reported
-from raysgd.engine.decisions.liveness import LivenessCheck
+from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.changes.group_former import CannotForm, GroupFormer, NextGroup
-from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.shared.types import GroupReport
 from tests.engine.stepping_trainer import Trainer
 from tests.helpers.fakes import Interrupted, Lost

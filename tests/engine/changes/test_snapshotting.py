@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture

@@ -1,27 +1,42 @@
+"""How many workers, what a failure means and what follows it, who goes on from whom."""
+
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
-from raysgd.engine.decisions.failures import Diagnosis
-from raysgd.engine.decisions.policies import (
+from raysgd.engine.policies import (
+    Decision,
+    Diagnosis,
     FailurePolicy,
-    GiveUpWaiting,
-    KeepGroup,
-    RaiseError,
-    Rebuild,
-    Rejoin,
-    Resize,
+    ResizeCheck,
+    Resizing,
     RetryBudget,
     ScalingPolicy,
     WaitForWorkers,
     are_alike,
     capacity,
     choose_source,
+    classify,
+    failed_alike,
+    is_lack_of_memory,
     num_fitting,
+    resizing,
     takers,
+    words,
 )
-from raysgd.engine.shared.types import ClusterView, FailureKind, NodeView, ReplicaProgress, Resources
-from tests.helpers.fakes import fault
+from raysgd.engine.shared.types import (
+    ClusterView,
+    Failure,
+    FailureKind,
+    GroupReport,
+    NodeView,
+    Outcome,
+    ReplicaProgress,
+    Resources,
+)
+from tests.helpers.fakes import failure, fault
 
 
 def view(*free_cpus: float, total: float = 8, **more: float) -> ClusterView:
@@ -79,23 +94,23 @@ def test_capacity_counts_all_there_is_when_asked_to() -> None:
 @pytest.mark.parametrize(
     ("scaling", "free_cpus", "attempt", "expected"),
     [
-        (policy(4), 8, 0, Resize(4)),
-        (policy(4), 3, 0, Resize(3)),
-        (policy(4), 1.9, 0, Resize(1)),
+        (policy(4), 8, 0, 4),
+        (policy(4), 3, 0, 3),
+        (policy(4), 1.9, 0, 1),
         (policy(4), 0, 0, WaitForWorkers(1.0, "0 of at least 1 workers fit")),
         (policy(4), 0, 3, WaitForWorkers(8.0, "0 of at least 1 workers fit")),
         (policy(4), 0.5, 0, WaitForWorkers(1.0, "0 of at least 1 workers fit")),
         (policy(4, min_workers=3), 2, 0, WaitForWorkers(1.0, "2 of at least 3 workers fit")),
-        (policy(4, min_workers=3), 3, 0, Resize(3)),
+        (policy(4, min_workers=3), 3, 0, 3),
         (policy(4, num_attempts=3), 0, 1, WaitForWorkers(2.0, "0 of at least 1 workers fit")),
-        (policy(4), 2, 9, Resize(2)),
-        (policy(4, num_local=1), 0, 0, Resize(1)),
-        (policy(4, num_local=1), 3, 0, Resize(3)),
+        (policy(4), 2, 9, 2),
+        (policy(4, num_local=1), 0, 0, 1),
+        (policy(4, num_local=1), 3, 0, 3),
         (policy(4, num_local=1, min_workers=2), 0, 0, WaitForWorkers(1.0, "1 of at least 2 workers fit")),
     ],
 )
 def test_a_new_group_is_as_large_as_fits_and_never_larger_than_asked_for(
-    scaling: ScalingPolicy, free_cpus: float, attempt: int, expected: Resize | WaitForWorkers
+    scaling: ScalingPolicy, free_cpus: float, attempt: int, expected: int | WaitForWorkers
 ) -> None:
     assert scaling.decide(view(free_cpus), Resources(), attempt) == expected
 
@@ -103,7 +118,8 @@ def test_a_new_group_is_as_large_as_fits_and_never_larger_than_asked_for(
 @pytest.mark.parametrize(("num_attempts", "last"), [(10, 9), (3, 2), (1, 0)])
 def test_the_last_attempt_gives_up_and_says_what_would_fit(num_attempts: int, last: int) -> None:
     decision = policy(4, num_attempts=num_attempts, min_workers=2).decide(view(1), Resources(), last)
-    assert isinstance(decision, GiveUpWaiting)
+    assert isinstance(decision, WaitForWorkers)
+    assert decision.delay_s is None
     assert f"1 of at least 2 workers fit after {num_attempts} attempts" in decision.reason
 
 
@@ -124,23 +140,23 @@ def test_waits_of_two_trainers_differ_by_default() -> None:
 @pytest.mark.parametrize(
     ("free_cpus", "num_workers", "num_reserved", "expected"),
     [
-        (1, 2, 2, Resize(3)),
-        (8, 2, 2, Resize(4)),
-        (0, 2, 2, KeepGroup()),
-        (0.5, 2, 2, KeepGroup()),  # free, but not enough for another one
-        (8, 4, 4, KeepGroup()),
-        (1, 1, 0, KeepGroup()),  # the driver alone holds nothing: one free CPU would be for itself
-        (2, 1, 0, Resize(2)),
+        (1, 2, 2, 1),
+        (8, 2, 2, 2),
+        (0, 2, 2, 0),
+        (0.5, 2, 2, 0),  # free, but not enough for another one
+        (8, 4, 4, 0),
+        (1, 1, 0, 0),  # the driver alone holds nothing: one free CPU would be for itself
+        (2, 1, 0, 1),
     ],
 )
 def test_a_running_group_grows_only_when_it_gains_a_worker(
-    free_cpus: float, num_workers: int, num_reserved: int, expected: Resize | KeepGroup
+    free_cpus: float, num_workers: int, num_reserved: int, expected: int
 ) -> None:
     assert policy(4).grow(view(free_cpus), Resources(), num_workers, num_reserved) == expected
 
 
 def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
-    assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == KeepGroup()
+    assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == 0
 
 
 def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
@@ -154,14 +170,14 @@ def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
 @pytest.mark.parametrize(
     ("kind", "num_restarts", "max_restarts", "expected"),
     [
-        ("died", 0, 3, Rebuild()),
-        ("died", 2, 3, Rebuild()),
-        ("died", 3, 3, RaiseError(lost=True)),
-        ("died", 0, 0, RaiseError(lost=True)),
-        ("disconnected", 0, 1, Rebuild()),
-        ("disconnected", 1, 1, RaiseError(lost=True)),
-        ("user", 0, 3, RaiseError(lost=False)),
-        ("user", 3, 3, RaiseError(lost=False)),
+        ("died", 0, 3, "rebuild"),
+        ("died", 2, 3, "rebuild"),
+        ("died", 3, 3, "give up"),
+        ("died", 0, 0, "give up"),
+        ("disconnected", 0, 1, "rebuild"),
+        ("disconnected", 1, 1, "give up"),
+        ("user", 0, 3, "raise error"),
+        ("user", 3, 3, "raise error"),
     ],
 )
 @pytest.mark.parametrize(("rejoins", "can_rejoin"), [(False, True), (True, False)])
@@ -169,7 +185,7 @@ def test_only_losses_are_retried_and_only_within_the_budget(
     kind: FailureKind,
     num_restarts: int,
     max_restarts: int,
-    expected: Rebuild | RaiseError,
+    expected: Decision,
     rejoins: bool,
     can_rejoin: bool,
 ) -> None:
@@ -180,15 +196,15 @@ def test_only_losses_are_retried_and_only_within_the_budget(
 @pytest.mark.parametrize(
     ("kind", "num_spent", "max_restarts", "expected"),
     [
-        ("died", 0, 3, Rejoin()),
-        ("disconnected", 0, 3, Rejoin()),
-        ("died", 3, 3, Rejoin()),  # it may be free; that is known only when the survivors say how far they are
-        ("died", 0, 0, RaiseError(lost=True)),
-        ("user", 0, 3, RaiseError(lost=False)),
+        ("died", 0, 3, "rejoin"),
+        ("disconnected", 0, 3, "rejoin"),
+        ("died", 3, 3, "rejoin"),  # it may be free; that is known only when the survivors say how far they are
+        ("died", 0, 0, "give up"),
+        ("user", 0, 3, "raise error"),
     ],
 )
 def test_survivors_are_kept_where_they_can_go_on(
-    kind: FailureKind, num_spent: int, max_restarts: int, expected: Rejoin | RaiseError
+    kind: FailureKind, num_spent: int, max_restarts: int, expected: Decision
 ) -> None:
     decision = FailurePolicy(rejoins=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
     assert decision == expected
@@ -196,10 +212,10 @@ def test_survivors_are_kept_where_they_can_go_on(
 
 @pytest.mark.parametrize(
     ("num_spent", "max_restarts", "expected"),
-    [(0, 1, Rebuild()), (1, 1, RaiseError(lost=False)), (0, 0, RaiseError(lost=False)), (9, float("inf"), Rebuild())],
+    [(0, 1, "rebuild"), (1, 1, "raise error"), (0, 0, "raise error"), (9, float("inf"), "rebuild")],
 )
 def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
-    num_spent: int, max_restarts: float, expected: Rebuild | RaiseError
+    num_spent: int, max_restarts: float, expected: Decision
 ) -> None:
     budget = RetryBudget(max_restarts)
     for _ in range(num_spent):
@@ -344,3 +360,168 @@ def test_a_budget_without_end_is_never_spent() -> None:
     for _ in range(100):
         budget.pay_for_rebuild()
     assert (budget.num_spent, budget.is_spent) == (100, False)
+
+
+@pytest.mark.parametrize(
+    ("max_workers", "enough"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (7, 5), (9, 6), (32, 22)]
+)
+def test_survivors_go_on_as_long_as_no_share_grows_by_more_than_a_half(max_workers: int, enough: int) -> None:
+    found = resizing("auto", True, max_workers)
+    assert found == Resizing(60.0, enough, enough, waits_for_memory=True)
+    assert max_workers / found.num_awaited <= 1.5
+    assert enough == 1 or max_workers / (enough - 1) > 1.5
+
+
+@pytest.mark.parametrize(("num_short", "enough"), [(0, 4), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])
+def test_survivors_wait_for_more_than_those_with_whom_memory_ran_out(num_short: int, enough: int) -> None:
+    assert resizing("auto", True, 6, num_short).num_awaited == enough
+
+
+@pytest.mark.parametrize(
+    ("option", "keeps_joint_batch", "expected"),
+    [
+        ("auto", False, Resizing(None, 4, 4)),
+        (None, True, Resizing(None, 4, 4)),
+        (None, False, Resizing(None, 4, 4)),
+        (2.0, True, Resizing(2.0, 1, 4)),
+        (2.0, False, Resizing(2.0, 1, 4)),
+    ],
+)
+def test_where_a_step_would_be_another_one_survivors_wait_unless_a_number_says_that_they_do_not(
+    option: ResizeCheck, keeps_joint_batch: bool, expected: Resizing
+) -> None:
+    assert resizing(option, keeps_joint_batch, 4) == expected
+    assert resizing(option, keeps_joint_batch, 4, num_short=3) == expected
+
+
+def report(*kinds: FailureKind | None) -> GroupReport:
+    return GroupReport(
+        tuple(Outcome(rank, failure=failure(kind, rank) if kind else None) for rank, kind in enumerate(kinds))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected", "ranks"),
+    [
+        ((None, "died"), "died", [1]),
+        (("died", "died", None), "died", [0, 1]),
+        (("disconnected", "died"), "died", [1]),
+        (("user", "died", "disconnected"), "died", [1]),
+        (("user", None), "user", [0]),
+        (("disconnected", "user", "user"), "user", [1, 2]),
+        (("disconnected", None, "disconnected"), "disconnected", [0, 2]),
+    ],
+)
+def test_a_death_outranks_an_exception_and_that_a_lost_connection(
+    kinds: tuple[FailureKind | None, ...], expected: FailureKind, ranks: list[int]
+) -> None:
+    diagnosis = classify(report(*kinds))
+    assert (diagnosis.kind, diagnosis.ranks) == (expected, ranks)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (("a.py:7", "a.py:7"), True),
+        (("a.py:7", "a.py:9"), False),
+        (("a.py:7", None), False),
+        ((None, "a.py:7"), False),
+        (("a.py:7",), True),
+    ],
+)
+def test_ranks_failed_alike_if_all_of_them_raised_at_the_same_line(
+    places: tuple[str | None, ...], expected: bool
+) -> None:
+    failures = [place and Failure("user", fault(rank, location=place)) for rank, place in enumerate(places)]
+    outcomes = tuple(Outcome(rank, failure=found or None) for rank, found in enumerate(failures))
+    assert failed_alike(GroupReport(outcomes)) == expected
+
+
+class OutOfMemoryError(RuntimeError):
+    """As PyTorch's, for devices."""
+
+
+class ResourceExhaustedError(Exception):
+    """As TensorFlow's."""
+
+
+ON_CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([MemoryError()], True),
+        ([type("_ArrayMemoryError", (MemoryError,), {})("Unable to allocate 8 TiB")], True),
+        ([OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")], True),
+        ([RuntimeError("CUDA error: out of memory")], True),
+        ([RuntimeError(ON_CPU)], True),
+        ([ResourceExhaustedError("OOM when allocating tensor")], True),
+        ([MemoryError(), RuntimeError(ON_CPU)], True),
+        ([MemoryError(), ValueError("out of range")], False),
+        ([RuntimeError("the database is out of reach")], False),
+        ([ValueError("out of memory")], False),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_exceptions(errors: list[Exception], expected: bool) -> None:
+    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    assert is_lack_of_memory(classify(GroupReport(tuple(outcomes)))) is expected
+
+
+def test_a_lack_of_memory_is_seen_where_the_exception_could_not_travel_and_not_beside_a_death() -> None:
+    unknown = Failure("user", replace(fault(0), error=None, type_name="OutOfMemoryError"))
+    text_only = Failure("user", replace(fault(1), error=None, type_name="RuntimeError", message=ON_CPU))
+    both = tuple(Outcome(rank, failure=each) for rank, each in enumerate((unknown, text_only)))
+    assert is_lack_of_memory(classify(GroupReport(both)))
+    dead = Outcome(2, failure=failure("died", 2))
+    assert not is_lack_of_memory(classify(GroupReport((*both, dead))))
+
+
+def test_ranks_that_raised_different_exceptions_at_one_line_did_not_fail_alike() -> None:
+    errors = [KeyError("x"), ValueError("x")]
+    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    assert not failed_alike(GroupReport(tuple(outcomes)))
+
+
+def test_silence_is_no_cause() -> None:
+    silent = Outcome(0, answered=False)
+    diagnosis = classify(GroupReport((silent, Outcome(1, failure=failure("user", 1)))))
+    assert diagnosis.ranks == [1]
+
+
+def test_a_report_without_failures_cannot_be_classified() -> None:
+    with pytest.raises(AssertionError, match="at least one failure"):
+        classify(report(None, None))
+
+
+def test_an_exception_beside_a_death_is_told_with_it() -> None:
+    outcomes = [
+        Outcome(0, failure=Failure("user", fault(0, ValueError("bad\nbatch")))),
+        Outcome(1, failure=Failure("died", fault(1))),
+    ]
+    diagnosis = classify(GroupReport(tuple(outcomes)))
+    assert diagnosis.kind == "died"
+    assert words(diagnosis) == "lost rank 1 (RuntimeError: broken); rank 0 raised ValueError: bad"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "text", "expected"),
+    [
+        ("ActorDiedError", "The actor died unexpectedly before finishing this task.", "its process died"),
+        ("ActorDiedError", "The actor died.\n The actor is dead because its node has died.", "its node died"),
+        ("OutOfMemoryError", "Task was killed due to the node running low on memory.", "killed, its node was out of"),
+        ("ActorUnavailableError", "The actor is temporarily unavailable", "out of reach"),
+    ],
+)
+def test_a_death_is_named_in_a_few_words(type_name: str, text: str, expected: str) -> None:
+    died = replace(fault(1, RuntimeError(text)), type_name=type_name)
+    outcomes = (Outcome(0), Outcome(1, failure=Failure("died", died)))
+    assert words(classify(GroupReport(outcomes))).startswith(f"lost rank 1 ({expected}")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "who"),
+    [(("disconnected", None), "rank 0 reports"), (("disconnected", "disconnected"), "ranks 0, 1 report")],
+)
+def test_those_who_lost_a_connection_report_it(kinds: tuple[FailureKind | None, ...], who: str) -> None:
+    assert words(classify(report(*kinds))).startswith(f"{who}: connection to another rank lost (")

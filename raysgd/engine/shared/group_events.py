@@ -10,6 +10,7 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
+
 EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung", "lost", "ended"]
 
 # What repeats work or changes the number of workers is shown where the user set up no logging.

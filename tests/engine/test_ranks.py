@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.decisions import ranks
+from raysgd.engine import ranks
 from raysgd.engine.shared.types import WorkerInfo, World
 
 

@@ -1,4 +1,4 @@
-"""Pure: where the workers live -> who is who."""
+"""Where the workers live -> who is who."""
 
 from __future__ import annotations
 
