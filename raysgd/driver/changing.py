@@ -18,10 +18,10 @@ from typing import Any
 from raysgd._arguments import checks
 from raysgd.driver.calls import asked
 from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entry
-from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import Snapshot
 from raysgd.exceptions import UnpicklableError
 from raysgd.messages.range_test import Loss, LrCurve, RangeTest
 from raysgd.messages.settings import ReplicaSettings

@@ -26,9 +26,9 @@ from raysgd.driver.validating.validators import ValidatingSpares, Validation, Va
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.keeper import Keeper
-from raysgd.engine.processes.snapshots import NewestSnapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import NoDataError, UnpicklableError
 from raysgd.history.history import History, Kind

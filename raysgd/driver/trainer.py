@@ -28,9 +28,9 @@ from raysgd.driver.validating.validators import ValidatingSpares, Validators, se
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import AUTO
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError

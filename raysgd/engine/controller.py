@@ -24,7 +24,6 @@ from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.in_place import InPlaceChanges
 from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
-from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
 from raysgd.engine.changes.turns import PlaceInLine, Turns
 from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import CallNumber, keeper
@@ -40,14 +39,14 @@ from raysgd.engine.policies import (
     failed_alike,
     words,
 )
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
-from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.engine.startup import Loan
 from raysgd.engine.status import TrainerStatus, compose
+from raysgd.engine.transfers import DividedValue
 from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ logger = logging.getLogger(__name__)
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
+_NUM_COPIES = 4
 
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
@@ -91,10 +91,10 @@ class ElasticController:
     ) -> None:
         self._spec = spec
         self._failures = failures or FailurePolicy()
-        self.snapshots: SnapshotKeeper[Call] = SnapshotKeeper()
         self._lifecycle = Lifecycle(
-            spec, scaling, self.snapshots, clock, release_timeout_s, rules or ElasticRules(), hooks or GroupHooks()
+            spec, scaling, clock, release_timeout_s, rules or ElasticRules(), hooks or GroupHooks()
         )
+        self.snapshots = self._lifecycle.snapshots
         self._view = view
         _OF_THIS_PROGRAM.add(self)
         self.starter = GroupStarter(self._lifecycle, make_group, view, start_budget, self._make_room)
@@ -102,7 +102,6 @@ class ElasticController:
         self._monitoring = Monitoring(self._lifecycle, self._growth)
         self._changes = InPlaceChanges(self._lifecycle, self._growth, self._monitoring.poll)
         self._turns = Turns(self._lifecycle)
-        self._copies = Snapshotting(self._lifecycle, self._monitoring)
         self._nodes_due = float("-inf")
 
     @property
@@ -358,20 +357,41 @@ class ElasticController:
         self._turns.interrupt_running()
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
+        """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
+
+        Raises:
+            WorkersLostError: It was lost on its way again and again.
+        """
         with self._turns.take():
             try:
-                return self._copies.current(self.run)
+                for _ in range(_NUM_COPIES):
+                    self._monitoring.await_snapshot()
+                    landed = self.snapshots.landed
+                    if landed is not None and self._is_known:
+                        return landed
+                    self.run(copy_call())
             finally:
                 self._monitoring.end()
+        raise WorkersLostError(
+            f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
+            "too little memory in Ray's object store is a frequent one."
+        )
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
         with self._turns.take():
             try:
-                return self._copies.newest(self.run)
+                self.snapshots.poll()
+                if not self._is_known:
+                    self._monitoring.await_snapshot()
+                    self.run(copy_call())
+                return self.snapshots.newest()
             finally:
                 self._monitoring.end()
+
+    @property
+    def _is_known(self) -> bool:
+        return self.snapshots.is_known(has_group=self._lifecycle.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
@@ -416,7 +436,7 @@ class ElasticController:
             samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self.snapshots,
-            pace=self._copies.pace if self._spec.captures else None,
+            pace=self.snapshots.pace if self._spec.captures else None,
             has_session_ended=self.has_session_ended,
         )
 
@@ -425,10 +445,10 @@ class ElasticController:
 
         Where only workers have the state, it is copied first, unless those that survive a loss could continue the call.
         """
-        if not call.can_rejoin and self._lifecycle.group is not None and self.starter.has_only_workers_state:
+        if not call.can_rejoin and self._lifecycle.group is not None and self.snapshots.is_only_in_workers:
             self._run(copy_call(), budget)
         values = self._run(call, budget)
-        if self._copies.is_overdue:
+        if self.snapshots.is_overdue:
             self._run(copy_call(), budget)
         return values
 
@@ -443,22 +463,22 @@ class ElasticController:
             try:
                 report = self._attempt(group, call, function, args, number)
             except UnpicklableError:  # nothing was sent: the group is kept
-                self._copies.note_broken_off(call)
+                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
                 self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self._copies.note_broken_off(call)
+                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             if report.ok and not _is_held(report):
                 return [answer.value for answer in report.values]
             try:
                 is_inside = self._go_on(call, report, budget)
             except WorkerError:  # the group is kept where all its ranks are at the same place
-                self._copies.note_broken_off(call)
+                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             except BaseException as error:  # Ctrl-C, or one in the driver: some ranks may have completed the call
                 self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self._copies.note_broken_off(call)
+                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
@@ -481,7 +501,7 @@ class ElasticController:
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
-            capture=self._copies.is_due_after(call),
+            capture=self.snapshots.is_due_after(call),
             landed=self.snapshots.landed_token,
             number=number,
             on_wait=self._waiting_for(call),
@@ -489,7 +509,7 @@ class ElasticController:
         )
         if report.ok and not _is_held(report):
             self._check(call, report)
-            self._copies.note(call, report, self._lifecycle.now() - began)
+            self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
         return report
 
     def _check(self, call: Call, report: GroupReport) -> None:
@@ -539,7 +559,7 @@ class ElasticController:
         leaving = self._lifecycle.leaving_nodes_in_use()
         parts = [] if self._spec.runs_on else [answer.value.part for answer in report.values]
         if parts:
-            self._lifecycle.take_parts(parts)
+            self.snapshots.take_from(self._lifecycle.running, parts)
         return self._is_inside_after(self._changes.change(leaving, monitor.reason, parts))
 
     def _is_inside_after(self, failed: CannotForm | None) -> bool:
@@ -599,7 +619,7 @@ class ElasticController:
             return ""
         return (
             "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
-            f"{self._lifecycle.restored_from()}."
+            f"{self.snapshots.restored_from()}."
         )
 
     def _has_failed_alike(self, report: GroupReport) -> bool:

@@ -19,11 +19,10 @@ from raysgd.engine.liveness import OwnTime
 from raysgd.engine.placement import Slots, cluster_view, explain, note_processes
 from raysgd.engine.platform import Platform
 from raysgd.engine.policies import Diagnosis, classify, words
-from raysgd.engine.processes.snapshots import Transfer
-from raysgd.engine.processes.transfers import FetchedParts, PartRelay, SharedValue, StoredPart
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
 from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
+from raysgd.engine.transfers import FetchedParts, SharedValue, StoredPart, Transfer
 from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
@@ -379,9 +378,9 @@ class WorkerGroup:
         relays = {rank: self._relay(keeper, parts[rank]) for rank, keeper in keepers.items()}
         return FetchedParts(parts, [info.node_id for info in self.infos], relays)
 
-    def _relay(self, keeper: int, part: Any) -> PartRelay:
+    def _relay(self, keeper: int, part: Any) -> tuple[Transfer, StoredPart]:
         arrival, copy = self.submit(keeper, "relay", [part.reference])
-        return PartRelay(self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy))
+        return self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from raysgd.engine import call_lines, placement
+from raysgd.engine import call_lines, placement, transfers
 from raysgd.engine.call_lines import LineCall
 from raysgd.engine.placement import Reservation, Slot
-from raysgd.engine.processes import transfers
-from raysgd.engine.processes.snapshots import Transfer
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import Failure, Outcome, WorkerInfo
+from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 

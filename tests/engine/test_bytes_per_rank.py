@@ -18,10 +18,10 @@ from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.worker import WorkerAnswer
 from tests.helpers.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from raysgd.engine.processes.transfers import LostPartError
+from raysgd.engine.transfers import LostPartError
 from raysgd.exceptions import WorkerError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.helpers.fakes import Event, Interrupted, Lost, Raised

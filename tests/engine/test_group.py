@@ -15,12 +15,12 @@ from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.placement import Reservation, Slots
 from raysgd.engine.platform import Platform
 from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.startup import StandbyWorkers
+from raysgd.engine.transfers import SharedValue
 from raysgd.engine.worker import LocalWorker
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
 from tests.helpers.fakes import (

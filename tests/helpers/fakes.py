@@ -20,7 +20,6 @@ from raysgd.engine.changes.lifecycle import Clock
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.placement import Slots
-from raysgd.engine.processes.transfers import FetchedParts
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.shared.replica import Capture
@@ -39,7 +38,9 @@ from raysgd.engine.shared.types import (
     WorkerInfo,
     World,
 )
+from raysgd.engine.snapshots import Snapshots
 from raysgd.engine.startup import Replacements, StandbyWorkers
+from raysgd.engine.transfers import FetchedParts
 from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
@@ -795,3 +796,8 @@ class Stopper:
 def raise_from_compiled_code(kind: type[Exception], text: str) -> None:
     """Raises as libraries do whose code is compiled: without a `raise` in Python."""
     ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())
+
+
+def no_snapshots() -> Snapshots:
+    """What a trainer knows of snapshots before there is one."""
+    return Snapshots(GroupSpec(NullConnection(), CountingReplica))

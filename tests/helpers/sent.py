@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raysgd.engine import group
-from raysgd.engine.processes import transfers
+from raysgd.engine import group, transfers
 from tests.helpers.doors import controller_of
 
 

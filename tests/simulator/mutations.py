@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, startup
+from raysgd.engine import controller, snapshots, startup
 from raysgd.engine.changes import group_former, in_place
 from raysgd.engine.changes.call_monitor import CallMonitor
 from raysgd.engine.changes.group_former import GroupFormer, NextGroup
 from raysgd.engine.changes.group_starter import GroupStarter
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.monitoring import Monitoring
-from raysgd.engine.changes.snapshotting import Snapshotting
 from raysgd.engine.changes.step_hold import StepHold
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
@@ -23,12 +22,10 @@ from raysgd.engine.group import WorkerGroup
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.placement import Slots
 from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.engine.processes import snapshots
-from raysgd.engine.processes.snapshots import SnapshotKeeper
 from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.tensor_copies import TensorCopies
@@ -168,9 +165,9 @@ def _give_back_twice(real: Any) -> Any:
     return give_back
 
 
-def _land(num_covered: Callable[[SnapshotKeeper[Any], int], int]) -> Callable[[Any], Any]:
+def _land(num_covered: Callable[[Snapshots, int], int]) -> Callable[[Any], Any]:
     def make(real: Any) -> Any:
-        def land(self: SnapshotKeeper[Any], snapshot: Any, token: int | None, covered: int) -> None:
+        def land(self: Snapshots, snapshot: Any, token: int | None, covered: int) -> None:
             real(self, snapshot, token, num_covered(self, covered))
 
         return land
@@ -179,7 +176,7 @@ def _land(num_covered: Callable[[SnapshotKeeper[Any], int], int]) -> Callable[[A
 
 
 def _take_reversed(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         own = [capture.rank_state for capture in captures][::-1]
         mixed = [replace(capture, rank_state=state) for capture, state in zip(captures, own, strict=True)]
         real(self, mixed, fetch, is_first=is_first)
@@ -188,7 +185,7 @@ def _take_reversed(real: Any) -> Any:
 
 
 def _as_first(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         real(self, captures, fetch, is_first=True)
 
     return take
@@ -307,7 +304,7 @@ def _one_secret(real: Any) -> Any:
 
 
 def _as_if_repeatable(real: Any) -> Any:
-    def is_due_after(self: Snapshotting, call: Call) -> bool:
+    def is_due_after(self: Snapshots, call: Call) -> bool:
         due: bool = real(self, replace(call, is_repeatable=True))
         return due
 
@@ -315,7 +312,7 @@ def _as_if_repeatable(real: Any) -> Any:
 
 
 def _expects_without_the_call(real: Any) -> Any:
-    def expect(self: SnapshotKeeper[Any], transfer: Any, rank_states: Any, call: Any) -> None:
+    def expect(self: Snapshots, transfer: Any, rank_states: Any, call: Any) -> None:
         real(self, transfer, rank_states, call)
         del self._calls[-1], self._call_s[-1]
         self._num_covered -= 1
@@ -447,7 +444,7 @@ def _keeps_silent(real: Any) -> Any:
 
 
 def _keeps_token(real: Any) -> Any:
-    def drop(self: SnapshotKeeper[Any]) -> None:
+    def drop(self: Snapshots) -> None:
         token = self.landed_token
         real(self)
         self.landed_token = token
@@ -456,14 +453,14 @@ def _keeps_token(real: Any) -> Any:
 
 
 def _keeps_incoming(real: Any) -> Any:
-    def drop(self: SnapshotKeeper[Any]) -> None:
+    def drop(self: Snapshots) -> None:
         self.landed_token = None
 
     return drop
 
 
 def _covers_one_less_inside(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         last = self._calls[-1:] if captures[0].progress is not None else []
         real(self, captures, fetch, is_first=is_first)
         if last and captures[0].token is not None:
@@ -557,15 +554,15 @@ MUTATIONS = (
     ),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
-    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (31,)),
-    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (6,)),
-    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (6,)),
-    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (25,)),
-    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (0,)),
+    Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
+    Mutation("a snapshot covers calls after it", Snapshots, "_land", _land(lambda keeper, covered: 99), (6,)),
+    Mutation("completed calls are not remembered", Snapshots, "completed", nothing, (6,)),
+    Mutation("every snapshot counts as the first", Snapshots, "take", _as_first, (25,)),
+    Mutation("ranks get each other's states", Snapshots, "take", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
     Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
     Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (0,)),
-    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (6,)),
+    Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", controller, "_is_held", always(False), (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
@@ -591,31 +588,29 @@ MUTATIONS = (
     Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
-    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (33,)),
+    Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation(
         "a load whose state could not be stored is not repeated",
-        SnapshotKeeper,
+        Snapshots,
         "expect",
         _expects_without_the_call,
         (16,),
     ),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
-    Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (308,)),
+    Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
     Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (653,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
     ),
     Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
-    Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
-    Mutation(
-        "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
-    ),
+    Mutation("a token is kept though another process is rank 0", Snapshots, "drop_incoming", _keeps_token, (5,)),
+    Mutation("a snapshot is awaited of a rank 0 that was lost", Snapshots, "drop_incoming", _keeps_incoming, (156,)),
     Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (2053,)),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
-    Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
+    Mutation("a call that broke off goes on from inside", Snapshots, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
-    Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
+    Mutation("a snapshot inside a call covers one call less", Snapshots, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", WorkerGroup, "give_ranks", _infos_reversed, (22,)),
     Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),

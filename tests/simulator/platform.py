@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.placement import Reservation, Slot
-from raysgd.engine.processes.snapshots import Transfer
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
+from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel

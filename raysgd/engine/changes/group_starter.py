@@ -14,13 +14,13 @@ from raysgd.engine.group import WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import explain, session
 from raysgd.engine.policies import Diagnosis, RetryBudget, WaitForWorkers, capacity, classify, words
-from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.processes.transfers import DividedValue, LostPartError
 from raysgd.engine.shared import replica
 from raysgd.engine.shared.group_events import EventKind
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport
+from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.startup import Replacements
+from raysgd.engine.transfers import DividedValue, LostPartError
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class GroupStarter:
         self._snapshots.drop_incoming()
         num_kept = self._try_renew(renew) if renew is not None else None
         if num_kept is not None:
-            self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from(), num_kept)
+            self._lifecycle.record(kind, old_size, began, cause, self._snapshots.restored_from(), num_kept)
             return
         self._lifecycle.kill_group()
         self._refuse_if_lost(cause)
@@ -200,7 +200,7 @@ class GroupStarter:
                 logger.warning("%s", str(error).partition("\n")[0])
                 continue
             if is_restarted:
-                self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from())
+                self._lifecycle.record(kind, old_size, began, cause, self._snapshots.restored_from())
                 return
             if self._start_budget is not None:
                 _pay_for_start(self._start_budget)
@@ -214,7 +214,7 @@ class GroupStarter:
         Returns:
             How many ranks were in the group before.
         """
-        if self._is_state_lost or not self._snapshots.has_any:
+        if self._snapshots.is_lost or not self._snapshots.has_any:
             return None
         before = set(self._lifecycle.running.infos)
         report = renew()
@@ -225,20 +225,9 @@ class GroupStarter:
             return None
         return len(before & set(self._lifecycle.running.infos))
 
-    @property
-    def has_only_workers_state(self) -> bool:
-        """True if calls changed the state, and no snapshot was ever taken of it, as one would be."""
-        return self._is_state_lost and not self._spec.loses_state
-
-    @property
-    def _is_state_lost(self) -> bool:
-        """True if calls changed the state that no snapshot and no replay brings back."""
-        is_nowhere = self._spec.captures and not self._snapshots.has_any
-        return self._snapshots.has_gap and (self._spec.loses_state or is_nowhere)
-
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
-        if not self._is_state_lost:
+        if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
             raise WorkersLostError(
@@ -289,7 +278,9 @@ class GroupStarter:
         self._lifecycle.group = group
         self._take_answers(report)
         if not self._snapshots.has_any:
-            self._lifecycle.take_snapshot(report, is_first=True)
+            copies = [answer.capture for answer in report.values if answer.capture is not None]
+            if copies:
+                self._snapshots.take_from(group, copies, is_first=True)
         if num_spares and not self._spec.runs_on:  # else they are told what runs when it does
             group.standby.start(num_spares, num_workers)
         return True
@@ -389,7 +380,7 @@ class GroupStarter:
                 return report
         is_inside = self._snapshots.is_inside
         if self._snapshots.calls_since:
-            logger.info("running again what the last snapshot does not cover: %s", self._lifecycle.restored_from())
+            logger.info("running again what the last snapshot does not cover: %s", self._snapshots.restored_from())
         for call in self._snapshots.calls_since:
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False

@@ -13,14 +13,9 @@ from raysgd.engine.group import GroupHooks, WorkerGroup
 from raysgd.engine.keeper import keeper
 from raysgd.engine.placement import session
 from raysgd.engine.policies import ResizeCheck, Resizing, ScalingPolicy, resizing
-from raysgd.engine.processes.snapshots import SnapshotKeeper, Transfer
-from raysgd.engine.shared import replica
-from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_events import EventKind, GroupHistory
 from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import GroupReport
-from raysgd.engine.worker import WorkerAnswer
+from raysgd.engine.snapshots import Snapshots
 from raysgd.exceptions import TrainerShutdownError
 
 _SUSPICION_S = 60.0
@@ -64,13 +59,13 @@ class Lifecycle:
     Args:
         spec: What a group is started from.
         scaling: Decides the number of workers.
-        snapshots: The retry point.
         clock: Time; by default a wait ends when the trainer is stopped.
         release_timeout_s: How long to wait until Ray has taken the reservation back.
         rules: How the group follows the cluster.
         hooks: What the front end does when a group starts and ends.
 
     Attributes:
+        snapshots: The retry point.
         group: The group; None before the first start, and after it was killed.
         starting: A group that is being started.
         clock: Time.
@@ -85,7 +80,6 @@ class Lifecycle:
         self,
         spec: GroupSpec,
         scaling: ScalingPolicy,
-        snapshots: SnapshotKeeper[Call],
         clock: Clock | None,
         release_timeout_s: float,
         rules: ElasticRules,
@@ -93,10 +87,10 @@ class Lifecycle:
     ) -> None:
         self.spec = spec
         self.scaling = scaling
-        self.snapshots = snapshots
         self._stopped = threading.Event()
         self.clock = clock or Clock(sleep=self._stopped.wait)
         self.release_timeout_s = release_timeout_s
+        self.snapshots = Snapshots(spec, self.now)
         self.rules = rules
         self.hooks = hooks
         self.history = GroupHistory(label=spec.words.label)
@@ -263,35 +257,6 @@ class Lifecycle:
         silent = {group.infos[rank].node_id for rank in group.silent}
         until = self.now() + _SUSPICION_S
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
-
-    def take_parts(self, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Takes over what the ranks copied of their state; what rank 0 kept is fetched, or each rank's part."""
-        group = self.running
-
-        def fetch(wanted: int | Sequence[int]) -> Transfer:
-            if isinstance(wanted, int):
-                return group.fetch(0, replica.fetch, wanted)
-            return group.fetch_parts(replica.fetch, wanted)
-
-        self.snapshots.take(parts, fetch, is_first=is_first)
-
-    def take_snapshot(self, report: GroupReport, *, is_first: bool = False) -> None:
-        """Takes over the copies of the state that came with the answers."""
-        answers: list[WorkerAnswer] = report.values
-        captures = [answer.capture for answer in answers if answer.capture is not None]
-        if captures:
-            self.take_parts(captures, is_first=is_first)
-
-    def restored_from(self) -> str:
-        """Return which state the next workers go on from, in words."""
-        snapshot = self.snapshots.landed
-        num_calls = len(self.snapshots.calls_since)
-        if num_calls:
-            calls = "1 completed call" if num_calls == 1 else f"{num_calls} completed calls"
-            return f"from the last snapshot, with {calls} since run again"
-        if snapshot is None or snapshot.progress is None:
-            return self.spec.words.restart_point
-        return f"from a snapshot inside the call, {snapshot.progress[0]}"
 
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0

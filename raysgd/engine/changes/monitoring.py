@@ -90,7 +90,7 @@ class Monitoring:
         self._snapshots.poll()
         if self._snapshots.is_coming:
             return False
-        self._lifecycle.take_parts(parts)
+        self._snapshots.take_from(self._lifecycle.running, parts)
         return True
 
 

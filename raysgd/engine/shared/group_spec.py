@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._text.log_lines import LogRelay
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.replica import ReplicaFactory
-from raysgd.engine.shared.snapshot_pace import EverySeconds
 from raysgd.engine.shared.types import Resources
+
+EverySeconds = float | Literal["auto"] | None
+"""The setting of users for snapshots: seconds; "auto"; None for none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class GroupSpec:
         initialization_hook: Run once in each worker process before anything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
-        snapshot_every_s: After which of these calls; see `SnapshotRule`.
+        snapshot_every_s: After which of these calls; see `is_due` of `snapshots`.
         snapshots_inside: Whether workers copy their state inside calls, too.
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
         runs_on: Whether replicas run on by themselves over changes of the group, also between calls, and keep their

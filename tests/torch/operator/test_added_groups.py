@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from raysgd._state.state_codec import StateEncoder
-from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.types import World
+from raysgd.engine.transfers import DividedValue
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.divided_snapshot import DividedSnapshot, content_of
 from raysgd.torch.operator.settings import TorchSettings

@@ -12,12 +12,18 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd.engine.placement import session
-from raysgd.engine.processes.snapshots import Transfer
 from raysgd.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
+
+
+class Transfer(Protocol):
+    """A value on its way from a worker to the driver."""
+
+    def result(self, timeout_s: float | None) -> Any:
+        """The value; raises `TimeoutError` while it is on its way, anything else when it is lost."""
 
 
 @dataclass(frozen=True)
@@ -149,30 +155,21 @@ class LostPartError(WorkersLostError):
     """A part of a snapshot was lost, and its copy too."""
 
 
-@dataclass(frozen=True)
-class PartRelay:
-    """A part on its way to a partner, which keeps a copy.
-
-    Attributes:
-        arrival: Has a result when the partner has the copy; its value is of no interest.
-        place: Where the copy will be.
-    """
-
-    arrival: Transfer
-    place: StoredPart
-
-
 class FetchedParts:
     """The parts of all ranks, on their way to the driver's node or to partners.
 
     Args:
         transfers: The part of each rank.
         nodes: The node of each rank.
-        relays: By rank: those that partners keep. They do not come to the driver's node.
+        relays: By rank: of those that partners keep, what has a result when the copy is there, and its place. They do
+            not come to the driver's node.
     """
 
     def __init__(
-        self, transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, PartRelay] | None = None
+        self,
+        transfers: Sequence[Transfer],
+        nodes: Sequence[str],
+        relays: Mapping[int, tuple[Transfer, StoredPart]] | None = None,
     ) -> None:
         self._transfers, self._nodes, self._relays = transfers, nodes, relays or {}
 
@@ -185,7 +182,7 @@ class FetchedParts:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         values = []
         for rank, each in enumerate(self._transfers):
-            awaited = self._relays[rank].arrival if rank in self._relays else each
+            awaited = self._relays[rank][0] if rank in self._relays else each
             value = awaited.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
             values.append(None if rank in self._relays else value)
         return DividedValue(tuple(values), tuple(map(self._places, range(len(values)))))
@@ -194,7 +191,7 @@ class FetchedParts:
         reference = getattr(self._transfers[rank], "reference", None)
         if reference is None:
             return ()
-        copies = (self._relays[rank].place,) if rank in self._relays else ()
+        copies = (self._relays[rank][1],) if rank in self._relays else ()
         return StoredPart(self._nodes[rank], reference), *copies
 
 

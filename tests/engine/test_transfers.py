@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.processes import transfers
-from raysgd.engine.processes.transfers import (
+from raysgd.engine import transfers
+from raysgd.engine.transfers import (
     DividedValue,
     FetchedParts,
     LostPartError,
-    PartRelay,
     SharedValue,
     StoredPart,
     StoringTransfer,
@@ -99,7 +98,7 @@ def test_parts_travel_as_references_but_for_those_that_have_none() -> None:
 def test_a_part_is_there_when_its_partner_has_a_copy() -> None:
     sent, arrival = Slow(), Slow()
     sent.value = "never asked for"
-    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: PartRelay(arrival, StoredPart("b", "copy"))})
+    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: (arrival, StoredPart("b", "copy"))})
     with pytest.raises(TimeoutError):
         fetched.result(0.0)
     arrival.value = "has arrived"
