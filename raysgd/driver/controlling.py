@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import draining_nodes
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.connection import Connection

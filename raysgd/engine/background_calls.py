@@ -8,8 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
-from raysgd.engine.changes.turns import PlaceInLine
-from raysgd.engine.controller import ElasticController
+from raysgd.engine.controller import ElasticController, PlaceInLine
 from raysgd.engine.shared.call_handle import CallHandle
 
 S = TypeVar("S")

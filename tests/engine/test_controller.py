@@ -1,6 +1,6 @@
 """The controller with a scripted group, without Ray.
 
-Covers `raysgd.engine.changes.lifecycle` and `raysgd.engine.changes.group_starter`: a scripted group shows what they do.
+Covers `raysgd.engine.lifecycle` and `raysgd.engine.recovery`: a scripted group shows what they do.
 """
 
 from __future__ import annotations
@@ -1119,7 +1119,7 @@ def test_a_reservation_error_is_a_timeout_error() -> None:
 
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
     trainer = started()
-    trainer.controller._lifecycle.session = "one that has ended"
+    trainer.controller._lifecycle._session = "one that has ended"
     functions = list(trainer.group.functions)
     for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
         with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):

@@ -16,9 +16,9 @@ from threading import Thread
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.engine.changes.lifecycle import Clock
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.lifecycle import Clock
 from raysgd.engine.placement import Slots
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec

@@ -93,9 +93,11 @@ INSIDE = {
         "group",
         "snapshots",
         "status",
-        "changes",
+        "lifecycle",
+        "monitor",
+        "recovery",
         "controller",
-        "background_calls renewal",
+        "background_calls",
     ),
     "tf": (
         "objects tf_dataset",
@@ -567,7 +569,9 @@ def needed_at_import(name: str) -> set[str]:
 
 DRIVER = (
     "raysgd.driver",
-    "raysgd.engine.changes",
+    "raysgd.engine.lifecycle",
+    "raysgd.engine.monitor",
+    "raysgd.engine.recovery",
     "raysgd.engine.controller",
     "raysgd.engine.group",
     "raysgd.engine.snapshots",

@@ -11,18 +11,16 @@ _OWN_PROCESS = "its test runs it in a process of its own, without the edit"
 _SCHEDULE = "a schedule of its own in `test_simulator` finds it"
 
 EXPLAINED = {
-    "call_monitor.CallMonitor.__init__: `False` -> `True`": _PACE,
-    "call_monitor.CallMonitor._next_round_s: `group is not None` -> `group is None`": _PACE,
-    "call_monitor.CallMonitor._next_round_s: `self._hold is not None` -> `self._hold is None`": _PACE,
-    "call_monitor.CallMonitor._num_asked: `0` -> `1`": _PACE,
+    "monitor.Monitor._next_round_s: `group is not None` -> `group is None`": _PACE,
+    "monitor.Monitor._num_asked: `0` -> `1`": _PACE,
     "faults._picklable: `_is_plain(error) or _survives(error)` -> `_is_plain(error) and _survives(error)`": "what survives as it is also survives as the copy that is made else",
     "worker._drop: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
     "platform._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
     "group.WorkerGroup._must_kill: `True` -> `False`": _SCHEDULE,
     "group._ranked: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
-    "growth.Growth.start_spares: `group is None or not self._spec.num_spares` -> `group is None and (not self._spec.num_spares)`": "the callers have a group, and without spares none are missing",
-    "in_place.InPlaceChanges.are_possible: `False` -> `True`": "the change in place fails for the same exception, and a rebuild follows either way",
+    "lifecycle.Lifecycle.start_spares: `group is None or not self.spec.num_spares` -> `group is None and (not self.spec.num_spares)`": "the callers have a group, and without spares none are missing",
+    "recovery.Recovery.can_change: `False` -> `True`": "the change in place fails for the same exception, and a rebuild follows either way",
     "group.WorkerGroup.stop: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
     "placement.guard: `0` -> `1`": _RAY,
     "placement.Reservation._await_removal: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,

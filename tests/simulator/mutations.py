@@ -8,20 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, snapshots, startup
-from raysgd.engine.changes import group_former, in_place
-from raysgd.engine.changes.call_monitor import CallMonitor
-from raysgd.engine.changes.group_former import GroupFormer, NextGroup
-from raysgd.engine.changes.group_starter import GroupStarter
-from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.changes.monitoring import Monitoring
-from raysgd.engine.changes.step_hold import StepHold
+from raysgd.engine import controller, recovery, snapshots, startup
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.monitor import Monitor
 from raysgd.engine.placement import Slots
 from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.recovery import NextGroup, Recovery
 from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -142,8 +138,13 @@ def _one_too_many(real: Any) -> Any:
 
 
 def _form_without_minimum(real: Any) -> Any:
-    def form(self: GroupFormer, staying: Sequence[int]) -> NextGroup:
-        return real(replace(self, scaling=replace(self.scaling, min_workers=1)), staying)
+    def form(self: Recovery, *args: Any) -> NextGroup:
+        before, self._scaling = self._scaling, replace(self._scaling, min_workers=1)
+        try:
+            formed: NextGroup = real(self, *args)
+            return formed
+        finally:
+            self._scaling = before
 
     return form
 
@@ -241,10 +242,10 @@ def _kill_politely(real: Any) -> Any:
 
 
 def _leave_with_the_dead(real: Any) -> Any:
-    def leave(self: GroupFormer, survivors: Sequence[int]) -> NextGroup:
+    def leave(self: Recovery, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
         ranks = list(survivors)
         while True:
-            report = self.group.leave_group(ranks, self.on_wait)
+            report = self._lifecycle.running.leave_group(ranks, self._monitor.poll)
             if report.ok:
                 return NextGroup(ranks, report.values, [])
 
@@ -329,7 +330,7 @@ def _leaves_the_driver(real: Any) -> Any:
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
-        leaving = self.rules.leaving_nodes() & used
+        leaving = self._rules.leaving_nodes() & used
         return leaving if used - leaving else frozenset()
 
     return leaving_nodes_in_use
@@ -425,10 +426,18 @@ class _Agreeing:
 
 
 def _agrees_with_all(real: Any) -> Any:
-    def agree(self: StepHold, group: Any, steps_per_s: float) -> None:
-        real(self, _Agreeing(group), steps_per_s)
+    def agree(self: Monitor, group: Any) -> None:
+        real(self, _Agreeing(group))
 
     return agree
+
+
+def _expects_old_answers(real: Any) -> Any:
+    def expect(self: Monitor) -> None:
+        if not hasattr(self, "_liveness"):
+            real(self)
+
+    return expect
 
 
 def _takes_any_number(real: Any) -> Any:
@@ -485,8 +494,8 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    def form(self: GroupFormer, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
-        formed: NextGroup = real(self, staying)
+    def form(self: Recovery, change: Any, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
+        formed: NextGroup = real(self, change, staying)
         return formed
 
     return form
@@ -513,7 +522,7 @@ def _is_run_once(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (1148,)),
+    Mutation("a newcomer that got no state is the source", Recovery, "form", _form_with_the_stateless, (1148,)),
     Mutation(
         "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
     ),
@@ -525,33 +534,31 @@ MUTATIONS = (
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", recovery, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        group_former,
+        recovery,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", in_place, "takers", always(()), (38,)),
+    Mutation("the last survivor is the source", recovery, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", recovery, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
+    Mutation("a lost connection counts as an error of user code", recovery, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
-    Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
+    Mutation("ranks that failed apart are kept", Recovery, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (1,)),
-    Mutation(
-        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (1,)
-    ),
+    Mutation("too small a group goes on", Recovery, "form", _form_without_minimum, (1,)),
+    Mutation("the dead are asked to leave again and again", Recovery, "_leave_old_group", _leave_with_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
     Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
@@ -560,8 +567,8 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (0,)),
+    Mutation("a restored call begins again", Recovery, "_is_restored_inside", always_is(False), (), _INSIDE),
+    Mutation("a new group is not restored", Recovery, "_restore", nothing, (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", controller, "_is_held", always(False), (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
@@ -585,7 +592,7 @@ MUTATIONS = (
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
-    Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
+    Mutation("the monitor outlives its call", Monitor, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
@@ -598,15 +605,17 @@ MUTATIONS = (
     ),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
-    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (653,)),
+    Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_refuse_if_lost", nothing, (132,)),
+    Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (653,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
     ),
     Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
     Mutation("a token is kept though another process is rank 0", Snapshots, "drop_incoming", _keeps_token, (5,)),
     Mutation("a snapshot is awaited of a rank 0 that was lost", Snapshots, "drop_incoming", _keeps_incoming, (156,)),
-    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (2053,)),
+    Mutation(
+        "a new worker owes the answers of the lost one", Monitor, "_expect_no_answers", _expects_old_answers, (2053,)
+    ),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
     Mutation("a call that broke off goes on from inside", Snapshots, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.changes.lifecycle import Clock, ElasticRules
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.lifecycle import Clock, ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import StateHandover, World

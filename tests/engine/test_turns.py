@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.changes.lifecycle import Clock
-from raysgd.engine.changes.turns import PlaceInLine, Turns
+from raysgd.engine.controller import PlaceInLine, Turns
+from raysgd.engine.lifecycle import Clock
 from raysgd.exceptions import TrainerShutdownError
 
 

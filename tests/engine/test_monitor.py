@@ -1,4 +1,4 @@
-"""What the driver sees and does while a call runs."""
+"""What the driver sees and does while a call runs, and when the call stops at a step boundary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.changes.call_monitor import _reported
 from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.monitor import decide_hold, shown_together
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
@@ -114,11 +114,11 @@ def test_ranks_of_a_group_that_ends_while_they_are_told_of_are_not_ended_again(m
 
 def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
     alike = {"training": list(range(990)), **{f"elsewhere {number}": [990 + number] for number in range(10)}}
-    lines = _reported(alike).splitlines()
+    lines = shown_together(alike).splitlines()
     assert lines[0] == "rank 990: elsewhere 0"
     assert lines[-1] == "992 other ranks are elsewhere"
     assert len(lines) == 9
-    assert _reported({"training": [0, 2], "validating": [1]}) == "ranks 0, 2: training\nrank 1: validating"
+    assert shown_together({"training": [0, 2], "validating": [1]}) == "ranks 0, 2: training\nrank 1: validating"
 
 
 @pytest.mark.parametrize(
@@ -448,3 +448,26 @@ def test_a_snapshot_on_its_way_is_not_overtaken_by_one_from_inside() -> None:
     trainer.during_calls(4, happens)
     trainer.walk(5)
     assert trainer.controller.snapshots.landed is None or not trainer.controller.snapshots.is_inside
+
+
+@pytest.mark.parametrize(
+    ("facts", "decision"),
+    [
+        (dict(), None),
+        (dict(is_leaving=True), "leave"),
+        (dict(is_leaving=True, may_grow=True, is_growth_due=True), "leave"),
+        (dict(is_growth_due=True, num_ready=1), None),
+        (dict(may_grow=True), None),
+        (dict(may_grow=True, is_growth_due=True), "start standby"),
+        (dict(may_grow=True, is_growth_due=True, num_ready=1), "start standby"),
+        (dict(may_grow=True, num_ready=2), "step in"),
+        (dict(may_grow=True, num_ready=2, num_coming=1), None),
+        (dict(may_grow=True, regroups=False), None),
+        (dict(may_grow=True, regroups=False, num_ready=1), None),
+        (dict(may_grow=True, regroups=False, num_more=2), "rebuild larger"),
+    ],
+)
+def test_a_call_stops_for_a_node_that_leaves_and_for_workers_that_are_all_ready(
+    facts: dict[str, Any], decision: str | None
+) -> None:
+    assert decide_hold(**facts) == decision
