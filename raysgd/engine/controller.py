@@ -115,7 +115,11 @@ class Turns:
                         yield
                 finally:
                     self._num_inside -= 1
-                    self._leave_turn()
+                    if not self._num_inside:
+                        self._owner = None
+                        self._lifecycle.end_interrupt()
+                    if self._lifecycle.is_stopped:
+                        self._lifecycle.stop_group(force=True)
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
@@ -128,13 +132,6 @@ class Turns:
                 yield True
         finally:
             self._lock.release()
-
-    def _leave_turn(self) -> None:
-        if not self._num_inside:
-            self._owner = None
-            self._lifecycle.end_interrupt()
-        if self._lifecycle.is_stopped:
-            self._lifecycle.stop_group(force=True)
 
     @contextmanager
     def _kept(self, place: PlaceInLine) -> Iterator[None]:
@@ -194,19 +191,15 @@ class Turns:
         if self._num_inside:
             force = True
             lifecycle.kill_workers()
-        if not self._lock.acquire(timeout=self._timeout_s):
+        # For a call whose workers were killed; one in this process does not end any sooner.
+        is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
+        if not self._lock.acquire(timeout=0.0 if is_driver_only else lifecycle.release_timeout_s):
             logger.warning("a call is running in this process; its worker stops when the call ends")
             return
         try:
             lifecycle.stop_group(force=force)
         finally:
             self._lock.release()
-
-    @property
-    def _timeout_s(self) -> float:
-        """The time to wait for a call whose workers were killed. One in this process does not end any sooner."""
-        group = self._lifecycle.group
-        return 0.0 if group is not None and group.is_driver_only else self._lifecycle.release_timeout_s
 
 
 class ElasticController:
@@ -318,7 +311,7 @@ class ElasticController:
             return group
         with self._turns.take():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
-                self.recovery.rebuild("the last workers were stopped", "restarted")
+                self.recovery.rebuild("restarted", "the last workers were stopped")
             return self._lifecycle.running
 
     def stand_by(self) -> None:
@@ -337,7 +330,7 @@ class ElasticController:
             if self._lifecycle.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
-                self.recovery.rebuild("a new trainer", "started")
+                self.recovery.rebuild("started", "a new trainer")
             else:
                 self._lifecycle.start(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
@@ -619,25 +612,17 @@ class ElasticController:
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
+            kept: type[Exception] = UnpicklableError  # nothing was sent
             try:
                 report = self._attempt(group, call, function, args, number)
-            except UnpicklableError:  # nothing was sent: the group is kept
-                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
-                raise
-            except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
-                self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
-                raise
-            if report.ok and not _is_held(report):
-                return [answer.value for answer in report.values]
-            try:
+                if report.ok and not _is_held(report):
+                    return [answer.value for answer in report.values]
+                kept = WorkerError  # all ranks are at the same place, or recovery has ended them
                 recovery = self.recovery
                 is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
-            except WorkerError:  # the group is kept where all its ranks are at the same place
-                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
-                raise
-            except BaseException as error:  # Ctrl-C, or one in the driver: some ranks may have completed the call
-                self._lifecycle.end_call(type(error).__name__, unless_local=True)
+            except BaseException as error:
+                if not isinstance(error, kept):  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
+                    self._lifecycle.end_call(type(error).__name__, unless_local=True)
                 self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             if number is not None:
@@ -652,6 +637,12 @@ class ElasticController:
         number: CallNumber | None,
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
+
+        def on_wait() -> None:
+            self._monitor.poll()
+            if call.on_wait is not None:
+                call.on_wait()
+
         self.snapshots.poll()
         began = self._lifecycle.now()
         if group.remote_ranks:
@@ -664,31 +655,17 @@ class ElasticController:
             capture=self.snapshots.is_due_after(call),
             landed=self.snapshots.landed_token,
             number=number,
-            on_wait=self._waiting_for(call),
+            on_wait=on_wait if group.remote_ranks else call.on_wait,
             by_line=call.is_short,
         )
         if report.ok and not _is_held(report):
-            self._check(call, report)
+            try:
+                call.check([answer.value for answer in report.values])
+            except Exception:
+                self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+                raise
             self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
         return report
-
-    def _check(self, call: Call, report: GroupReport) -> None:
-        try:
-            call.check([answer.value for answer in report.values])
-        except Exception:
-            self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
-            raise
-
-    def _waiting_for(self, call: Call) -> Callable[[], None] | None:
-        if self.monitor is None:
-            return call.on_wait
-
-        def on_wait() -> None:
-            self._monitor.poll()
-            if call.on_wait is not None:
-                call.on_wait()
-
-        return on_wait
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry.
@@ -718,8 +695,7 @@ class ElasticController:
             self.snapshot()
             failed = "left", LEAVING
         if failed is not None:
-            kind, cause = failed
-            self.recovery.rebuild(cause, kind)
+            self.recovery.rebuild(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
@@ -735,8 +711,7 @@ class ElasticController:
             num_awaited = most if call.resume is None else self._lifecycle.resizing.num_awaited_by_call
             failed = self.recovery.grow(num_awaited, ROOM)
             if failed is not None:
-                kind, cause = failed
-                self.recovery.rebuild(cause, kind)
+                self.recovery.rebuild(*failed)
             return
         num_more = self._lifecycle.find_room()
         if not num_more:
@@ -744,7 +719,7 @@ class ElasticController:
         target = len(group) + num_more
         self.snapshot()
         if self.num_workers < target:  # else a loss came between, and what is free was used already
-            self.recovery.rebuild(f"resources for {target} workers are free", "grown")
+            self.recovery.rebuild("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Makes new replicas in the workers, in the group that they are in. What was trained is dropped.

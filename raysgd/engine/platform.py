@@ -111,24 +111,20 @@ class Platform:
         """Those of `references` that came to an end; waits until all have, or the time is over."""
         return call_lines.wait(references, len(references), timeout_s)
 
-    def _value(self, reference: Any) -> Any:
-        import ray
-
-        if not isinstance(reference, LineCall):
-            return ray.get(reference, timeout=0)
-        return reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
-
     def outcome(self, rank: int, reference: Any) -> Outcome:
         """Return what is known of one call right now."""
         import ray
 
         try:
-            value = self._value(reference)
+            if not isinstance(reference, LineCall):
+                value = ray.get(reference, timeout=0)
+            else:
+                value = reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
             return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Outcome(rank, answered=False)
         except WorkerFailed as carrier:  # Ray raises a class derived from ours
-            return Outcome(rank, failure=_carried(carrier))
+            return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
         except (
             ray.exceptions.RayTaskError
         ) as error:  # the worker could not even word its failure, or Ray could not run it
@@ -137,12 +133,6 @@ class Platform:
             return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
         except ray.exceptions.RayError as error:
             return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
-
-
-def _carried(carrier: Any) -> Failure:
-    cause = getattr(carrier, "cause", carrier)
-    failure: Failure = cause.failure
-    return failure
 
 
 def _cause_of(error: Any) -> BaseException:

@@ -37,7 +37,7 @@ from raysgd.engine.shared import replica
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_events import EventKind
 from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import ClusterView, GroupReport, ReplicaProgress, StateHandover
+from raysgd.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
 from raysgd.engine.startup import StandbyWorker
 from raysgd.engine.transfers import DividedValue, LostPartError
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
@@ -159,7 +159,11 @@ class Recovery:
         if decision == "raise error":
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         if decision == "give up":
-            self._give_up(diagnosis, budget, words(diagnosis, self._lost_behind(diagnosis)))
+            behind = set[int]()
+            if diagnosis.kind == "disconnected":  # some saw only a connection break: who does not answer?
+                everyone = range(len(self._lifecycle.running))
+                behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
+            self._give_up(diagnosis, budget, words(diagnosis, behind))
         cause = words(diagnosis)
         if decision == "rejoin":
             failed = self._rejoin(report, budget)
@@ -172,7 +176,7 @@ class Recovery:
             self._give_up(diagnosis, budget, cause)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
-        self.rebuild(cause, after=report)
+        self.rebuild("rebuilt", cause, after=report)
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
@@ -191,21 +195,13 @@ class Recovery:
         if failed is None:
             return True
         self._monitor.await_snapshot()
-        kind, cause = failed
-        self.rebuild(cause, kind)
+        self.rebuild(*failed)
         return self._is_restored_inside
 
     @property
     def _is_restored_inside(self) -> bool:
         """True if the snapshot that was just restored was taken inside the running call."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
-
-    def _lost_behind(self, diagnosis: Diagnosis) -> set[int]:
-        """After a loss of which some saw only a connection break, and that nothing follows: who does not answer."""
-        if diagnosis.kind != "disconnected":
-            return set()
-        group = self._lifecycle.running
-        return set(range(len(group))) - set(group.answering(range(len(group))))
 
     def _give_up(self, diagnosis: Diagnosis, budget: RetryBudget, cause: str) -> NoReturn:
         """Raises a loss for good."""
@@ -537,12 +533,12 @@ class Recovery:
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 
-    def rebuild(self, cause: str, kind: EventKind = "rebuilt", after: GroupReport | None = None) -> None:
+    def rebuild(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
         """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot.
 
         Args:
-            cause: Why.
             kind: What it is called in the history.
+            cause: Why.
             after: What is known of a failed call; then processes that are left are kept where that can be done.
 
         Raises:
@@ -558,7 +554,7 @@ class Recovery:
             self._snapshots.drop_incoming()
             num_kept = self._try_renew(after) if after is not None else None
             if num_kept is None:
-                self._start_others(cause, kind)
+                self._start_others(kind, cause)
             lifecycle.record(kind, old_size, began, cause, self._snapshots.restored_from(), num_kept or 0)
             lifecycle.end_replacements()
         except BaseException as error:  # Ctrl-C too: a group that is restored half-way must never be used
@@ -604,9 +600,9 @@ class Recovery:
         lifecycle.take_answers(report)
         return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
 
-    def _start_others(self, cause: str, kind: EventKind) -> None:
+    def _start_others(self, kind: EventKind, cause: str) -> None:
         """Starts another group, as soon as it finds room, and restores the last snapshot in it."""
-        lifecycle, scaling = self._lifecycle, self._scaling
+        lifecycle, scaling, label = self._lifecycle, self._scaling, self._spec.words.label
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
         if kind == "restarted":
@@ -618,7 +614,9 @@ class Recovery:
             attempt += 1
             if isinstance(decision, WaitForWorkers):
                 if decision.delay_s is None:
-                    raise self._starved(decision.reason, view)
+                    table = explain(self._spec.resources, scaling.max_workers, view)
+                    few = f"{label}Too few workers can be had: {decision.reason}."
+                    raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = scaling.min_workers, self._spec.use_local
                 slots = lifecycle.make_group(self._spec, needed).slots
@@ -635,8 +633,7 @@ class Recovery:
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
                 attempt -= 1  # this one was paid for
-        label, num_attempts = self._spec.words.label, scaling.num_attempts
-        raise WorkersLostError(f"{label}No group could be started in {num_attempts} attempts after: {cause}.")
+        raise WorkersLostError(f"{label}No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
@@ -652,11 +649,6 @@ class Recovery:
             f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
             "loss costs time only."
         )
-
-    def _starved(self, reason: str, view: ClusterView) -> WorkersLostError:
-        table = explain(self._spec.resources, self._scaling.max_workers, view)
-        label, advice = self._spec.words.label, self._spec.words.when_starved
-        return WorkersLostError(f"{label}Too few workers can be had: {reason}.\n{table}\n{advice}".rstrip())
 
     def _restore_those_left(self) -> bool:
         """Restores the state in all who live through it; False when too few do."""

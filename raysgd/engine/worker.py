@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 from raysgd._imports.named_modules import pickle_modules_by_name
@@ -42,7 +43,7 @@ from raysgd.exceptions import UnpicklableError
 
 logger = logging.getLogger(__name__)
 
-ValueT = TypeVar("ValueT")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _FOLDER = "/dev/fd"
 _RAYLET = "/raylet"  # the name of its socket ends with it
@@ -97,8 +98,9 @@ def packed_bytes(what: str, value: Any) -> bytes:
             pickle_modules_by_name()
             packed = cloudpickle.dumps(value, protocol=5)
     except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise UnpicklableError(
-            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {_in_short(error)}. "
+            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
             "Omit what belongs to this process (locks, open files, connections, generators), and make it there."
         ) from error
     return packed
@@ -144,16 +146,6 @@ def is_sendable(value: Any) -> bool:
     return True
 
 
-def _in_short(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
-
-
-def _timed_capture(replica: Replica, landed: int | None) -> Capture:
-    began = time.perf_counter()
-    part = replica.capture(landed)
-    return replace(part, seconds=part.seconds + time.perf_counter() - began)
-
-
 def pack(
     function: Callable[..., Any],
     capture: bool,
@@ -170,20 +162,31 @@ def pack(
     return packed_bytes("What the call is given", (function, capture, landed, plain, number)), *references
 
 
-def _unpacked(packed: bytes, values: Sequence[Any]) -> tuple[Any, bool, int | None, list[Any], CallNumber | None]:
-    """Return what `pack` was given."""
-    try:
-        function, capture, landed, args, number = pickle.loads(packed)
-    except ModuleNotFoundError as error:
-        raise cannot_import(error.name) from error
-    return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args], number
-
-
 def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
     """The answer to a call; a copy of the state goes with it, if the call is over."""
-    is_over = not isinstance(value, HeldAtStep)
-    part = _timed_capture(replica, landed) if capture and is_over else None
+    if not capture or isinstance(value, HeldAtStep):
+        return WorkerAnswer(value, notes=log_lines.drain())
+    began = time.perf_counter()
+    part = replica.capture(landed)
+    part = replace(part, seconds=part.seconds + time.perf_counter() - began)
     return WorkerAnswer(value, part, log_lines.drain())
+
+
+def _guarded(method: MethodT) -> MethodT:
+    """A method of `WorkerProcess` whose exceptions become failures of its call."""
+
+    @wraps(method)
+    def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
+        self._busy_thread = threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if not self._is_from_call(error):
+                raise
+            failure = self._failure(error)
+        return self._fail(failure)
+
+    return cast(MethodT, guarded)
 
 
 class WorkerProcess:
@@ -207,9 +210,10 @@ class WorkerProcess:
         """Return where this worker lives. Answered beside its work, so it is a sign of life too."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
+    @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
         """Runs the user's hook, then loads the framework. Returns where this worker lives."""
-        return self._guarded(lambda: self._prepare(initialization_hook))
+        return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
         if self._num_threads is not None:
@@ -224,31 +228,25 @@ class WorkerProcess:
             self._connection.load_in_driver()
         return self.describe()
 
+    @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
+        if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
+            self._connection.leave()
+        return self._connection.open_endpoint(host, rank)
 
-        def body() -> int:
-            if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
-                self._connection.leave()
-            return self._connection.open_endpoint(host, rank)
-
-        return self._guarded(body)
-
+    @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
         """Joins the group and builds the replica in it, instead of one that was here before."""
+        self._world = world
+        if self._replica is not None:
+            self._end_replica()
+            gc.collect()  # the next one may need its memory
+        self._connection.join(rendezvous, world)
+        self._replica = make_replica(world)
+        return _answer(self._replica, self._replica.setup(), capture, None)
 
-        def body() -> WorkerAnswer:
-            self._world = world
-            if self._replica is not None:
-                self._end_replica()
-                gc.collect()  # the next one may need its memory
-            self._connection.join(rendezvous, world)
-            self._replica = make_replica(world)
-            facts = self._replica.setup()
-            return WorkerAnswer(facts, _timed_capture(self._replica, None) if capture else None, log_lines.drain())
-
-        return self._guarded(body)
-
+    @_guarded
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
     ) -> WorkerAnswer:
@@ -259,11 +257,8 @@ class WorkerProcess:
         Returns:
             Where it lives, and the replica's facts.
         """
-
-        def body() -> WorkerAnswer:
-            info = self._prepare(hook)
-            if make_replica is None:
-                return WorkerAnswer((info, None), notes=log_lines.drain())
+        info, facts = self._prepare(hook), None
+        if make_replica is not None:
             alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
@@ -271,43 +266,32 @@ class WorkerProcess:
             facts = replica.setup()
             replica.warm_up()
             self._world = World(rank=0, size=1)
-            return WorkerAnswer((info, facts), notes=log_lines.drain())
+        return WorkerAnswer((info, facts), notes=log_lines.drain())
 
-        return self._guarded(body)
-
+    @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
         """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one.
 
         Returns:
             How far the replica is, and the port; None where it has to know its rank to listen.
         """
+        connection, replica = self._connection, self.replica
+        connection.leave_for_another()
+        progress: ReplicaProgress = cast(Any, replica).replica_progress()
+        return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
 
-        def body() -> tuple[ReplicaProgress, int | None]:
-            connection, replica = self._connection, self.replica
-            connection.leave_for_another()
-            progress: ReplicaProgress = cast(Any, replica).replica_progress()
-            return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
-
-        return self._guarded(body)
-
+    @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
         """Joins a new group and continues in it. Returns the replica's facts."""
+        self._world = world
+        self._connection.join(rendezvous, world, even_alone=True)
+        replica: Any = self.replica
+        return replica.regroup(world, handover)
 
-        def body() -> Any:
-            self._world = world
-            self._connection.join(rendezvous, world, even_alone=True)
-            replica: Any = self.replica
-            return replica.regroup(world, handover)
-
-        return self._guarded(body)
-
+    @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
         """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
-
-        def body() -> WorkerAnswer:
-            return _answer(self.replica, function(self.replica, *args), capture, landed)
-
-        return self._guarded(body)
+        return _answer(self.replica, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
         """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them.
@@ -401,18 +385,10 @@ class WorkerProcess:
         self._replica.finish_copies()
         return self._replica
 
-    def _guarded(self, body: Callable[[], ValueT]) -> ValueT:
-        self._busy_thread = threading.get_ident()
-        try:
-            return body()
-        except BaseException as error:
-            if not self._is_from_call(error):
-                raise
-            failure = self._failure(error)
-        return cast(ValueT, self._fail(failure))
-
     def _failure(self, error: BaseException) -> Failure:
-        kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
+        # A worker without others has no group to lose: any connection that it speaks of is the user's own.
+        has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
+        kind: FailureKind = "disconnected" if has_lost_group else "user"
         is_brief = kind == "disconnected"  # all survivors fail like this at the same time
         operator = getattr(self._replica, "operator", None)
         fault = describe_fault(
@@ -431,17 +407,17 @@ class WorkerProcess:
         """Return whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
-    def _has_lost_its_group(self, error: BaseException) -> bool:
-        """A worker without others has no group to lose: any connection it speaks of is the user's own."""
-        return self._world.is_distributed and self._connection.is_connection_error(error)
-
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
     """Run a call. This is no method: users look at these frames, and Ray puts one around each method of an actor."""
     process._busy_thread = threading.get_ident()
     number = None
     try:
-        function, capture, landed, args, number = _unpacked(packed, values)
+        try:
+            function, capture, landed, args, number = pickle.loads(packed)
+        except ModuleNotFoundError as error:
+            raise cannot_import(error.name) from error
+        args = [values[each.index] if isinstance(each, _Room) else each for each in args]
         if number is None or number != process._number:
             process._number = process._number if number is None else number
             reply: Any = _answer(process.replica, function(process.replica, *args), capture, landed)
