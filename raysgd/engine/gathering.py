@@ -73,14 +73,20 @@ class Listener:
 
     def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
         pause_s = None
-        if on_wait or self._is_beside_local():
+        is_beside_local = threading.current_thread() is not threading.main_thread()
+        if on_wait or is_beside_local:
             pause_s = max(_POLL_S, _POLL_S_EACH * len(self._references))
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
         while waiting and not self._is_stopped:
             done = self._platform.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
-                self._call(on_wait)
+                self._is_in_on_wait = True  # before the look at what `stop` sets before it looks at this
+                try:
+                    if not self._is_stopped:
+                        on_wait()
+                finally:
+                    self._is_in_on_wait = False
             for reference in done:
                 found = self._platform.outcome(waiting[reference], reference)
                 if found.failure is not None:
@@ -88,17 +94,6 @@ class Listener:
                 if found.answered:
                     values[waiting.pop(reference)] = found.value
         return None if waiting else [values[rank] for rank in self._references]
-
-    def _call(self, on_wait: Callable[[], None]) -> None:
-        self._is_in_on_wait = True  # before the look at what `stop` sets before it looks at this
-        try:
-            if not self._is_stopped:
-                on_wait()
-        finally:
-            self._is_in_on_wait = False
-
-    def _is_beside_local(self) -> bool:
-        return threading.current_thread() is not threading.main_thread()
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -375,12 +375,12 @@ class WorkerGroup:
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
-        relays = {rank: self._relay(keeper, parts[rank]) for rank, keeper in keepers.items()}
+        relays = {}
+        for rank, keeper in keepers.items():
+            part: Any = parts[rank]
+            arrival, copy = self.submit(keeper, "relay", [part.reference])
+            relays[rank] = self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
         return FetchedParts(parts, [info.node_id for info in self.infos], relays)
-
-    def _relay(self, keeper: int, part: Any) -> tuple[Transfer, StoredPart]:
-        arrival, copy = self.submit(keeper, "relay", [part.reference])
-        return self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
@@ -582,20 +582,16 @@ class WorkerGroup:
                 if isinstance(worker, LocalWorker):
                     worker.kill()
             if remote and self._platform.is_running:
-                self._await_closing(remote)
+                await_all(self._platform, remote, _CLOSE_TIMEOUT_S)
+                found = [self._platform.outcome(-1, call) for call in remote]
+                num_left = sum(not each.answered for each in found)
+                if num_left:
+                    logger.warning("%s workers did not stop within %s s; killing them", num_left, _CLOSE_TIMEOUT_S)
+                for each in found:
+                    if each.failure is not None:
+                        logger.debug("a worker failed to close: %s", each.failure.fault.message)
         finally:
             self.kill(timeout_s)
-
-    def _await_closing(self, calls: Collection[Any]) -> None:
-        await_all(self._platform, calls, _CLOSE_TIMEOUT_S)
-        done = self._platform.ready(calls, 0.0)
-        if len(done) < len(calls):
-            logger.warning(
-                "%s workers did not stop within %s s; killing them", len(calls) - len(done), _CLOSE_TIMEOUT_S
-            )
-        for found in [self._platform.outcome(-1, call) for call in done]:
-            if found.failure is not None:
-                logger.debug("a worker failed to close: %s", found.failure.fault.message)
 
     def kill(self, timeout_s: float = 5.0) -> None:
         """Kills the processes at once and gives the resources back. Safe at any time, also half-started or twice."""

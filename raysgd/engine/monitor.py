@@ -19,7 +19,7 @@ from raysgd.engine.group import WorkerGroup
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.shared import replica
-from raysgd.engine.shared.types import Heartbeat, Outcome
+from raysgd.engine.shared.types import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,10 @@ class Monitor:
         self._snapshot = 0  # the newest inside the call that was taken over
         self._infos: object = None
         self._expect_no_answers()
-        self._next_round = now + self._first_round_s()
+        # A call of few workers is asked soon; many are busy when they begin or go on after a loss.
+        first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
+        is_soon = of_call and first_s <= _FIRST_ROUND_S
+        self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
         self._next_nodes, self._next_growth = now + _NODES_S, now
         self._margin, self._is_holding = _MIN_MARGIN, False
         self.reason = "the process of the host that died had stopped it for that" if can_hold else ROOM
@@ -131,21 +134,13 @@ class Monitor:
 
     def _expect_no_answers(self) -> None:
         lifecycle = self._lifecycle
-        self._liveness: LivenessCheck[int] = LivenessCheck(lifecycle.spec.heartbeat_s, self._poll_rank, lifecycle.now)
-
-    def _poll_rank(self, rank: int, call: Any) -> Outcome:
-        return self._lifecycle.running.poll(rank, call)
+        self._liveness: LivenessCheck[int] = LivenessCheck(
+            lifecycle.spec.heartbeat_s, lambda rank, call: lifecycle.running.poll(rank, call), lifecycle.now
+        )
 
     @property
     def _num_asked(self) -> int:
         return len(self._lifecycle.group) if self._lifecycle.group is not None else 0
-
-    def _first_round_s(self) -> float:
-        """Return when a call of few workers is asked; many are busy when they begin or go on after a loss."""
-        usual_s = self._liveness.round_s(self._num_asked)
-        if not self._is_of_call or self._liveness.round_s(self._num_asked, _FIRST_ROUND_S) > _FIRST_ROUND_S:
-            return usual_s
-        return min(_FIRST_ROUND_S, usual_s)
 
     def _next_round_s(self) -> float:
         group = self._lifecycle.group

@@ -140,22 +140,17 @@ def cluster_view() -> ClusterView:
             tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
         )
     free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
-    nodes = tuple(
-        _node_view(node, free.get(node["NodeID"], {}), groups)
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in leaving
-    )
-    return ClusterView(nodes, _holders(groups))
-
-
-def _node_view(node: Mapping[str, Any], free: Mapping[str, float], groups: Collection[str]) -> NodeView:
-    return NodeView(
-        node["NodeID"],
-        node["NodeManagerAddress"],
-        _plain(node["Resources"]),
-        _plain(free),
-        _is_settling(free, groups),
-    )
+    nodes = []
+    for node in ray.nodes():
+        name = node["NodeID"]
+        if node["Alive"] and name not in leaving:
+            total, left = _plain(node["Resources"]), free.get(name, {})
+            nodes.append(NodeView(name, node["NodeManagerAddress"], total, _plain(left), _is_settling(left, groups)))
+    holders = [
+        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        for identity, entry in groups.items()
+    ]
+    return ClusterView(tuple(nodes), tuple(holders))
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
@@ -181,13 +176,6 @@ def _placement_groups() -> dict[str, Any]:
     """Return what Ray says of each placement group that was not removed, by its id."""
     table = _ray().util.placement_group_table()
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
-
-
-def _holders(groups: Mapping[str, Any]) -> tuple[PlacementGroupHolder, ...]:
-    return tuple(
-        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
-        for identity, entry in groups.items()
-    )
 
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
@@ -398,7 +386,9 @@ class Reservation:
             if waited_s >= timeout_s:
                 if self.is_granted():  # meanwhile: this process, too, may have stood still
                     return
-                raise self._timeout(timeout_s)
+                table = explain(self._need, self._num_workers, cluster_view())
+                message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
+                raise ReservationTimeoutError(f"{message}\n{self._when_not_granted}".rstrip())
 
     def _is_ready(self, group: Any, timeout_s: int) -> bool:
         try:
@@ -426,13 +416,6 @@ class Reservation:
             num_fitting,
             timeout_s,
         )
-
-    def _timeout(self, timeout_s: float) -> ReservationTimeoutError:
-        message = (
-            f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
-            f"{explain(self._need, self._num_workers, cluster_view())}\n{self._when_not_granted}"
-        )
-        return ReservationTimeoutError(message.rstrip())
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """Options that place the actor number `index` into this reservation.

@@ -80,7 +80,13 @@ class Loan:
                 if self.is_recalled:
                     return None
                 self._call = self._worker.submit("on_packed", *packed)
-            found = self._awaited(on_wait)
+            while not self._platform.ready([self._call], _ROUND_S):
+                on_wait()
+                self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+                if self._liveness.poll()[1]:
+                    self._worker.kill()
+                    self._platform.kill_process(self.standby_worker.info)
+            found = self._platform.outcome(-1, self._call)
         except BaseException:
             self.recall()
             raise
@@ -89,15 +95,6 @@ class Loan:
         self._relay.tell({"spare": notes_of(found)})
         is_left = self.is_recalled if not found.ok else found.value.value is None
         return None if is_left or found.has_died else found
-
-    def _awaited(self, on_wait: Callable[[], None]) -> Outcome:
-        while not self._platform.ready([self._call], _ROUND_S):
-            on_wait()
-            self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
-            if self._liveness.poll()[1]:
-                self._worker.kill()
-                self._platform.kill_process(self.standby_worker.info)
-        return self._platform.outcome(-1, self._call)
 
     def recall(self) -> None:
         """From any thread: lets the call give up, and none begin."""

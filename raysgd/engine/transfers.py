@@ -140,15 +140,15 @@ class DividedValue:
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
         """The same parts, to be read from these nodes where that is possible: others may be lost."""
-        found = [self._best_on(nodes, rank) for rank in range(len(self))]
-        return DividedValue(tuple(value for value, _ in found), tuple(places for _, places in found))
-
-    def _best_on(self, nodes: Collection[str], rank: int) -> tuple[Any, tuple[StoredPart, ...]]:
-        value, places, home = self.values[rank], self.places[rank], node_here()[0]
-        if value is not None and places and not any(place.node_id in (*nodes, home) for place in places):
-            stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 108
-            return stored.value, (StoredPart(home, stored.reference),)
-        return value, tuple(sorted(places, key=lambda place: place.node_id not in nodes))
+        home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
+        for value, places_of_part in zip(self.values, self.places, strict=True):
+            best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
+            if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
+                stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 108
+                value, best = stored.value, (StoredPart(home, stored.reference),)
+            values.append(value)
+            places.append(best)
+        return DividedValue(tuple(values), tuple(places))
 
 
 class LostPartError(WorkersLostError):

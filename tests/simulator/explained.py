@@ -32,7 +32,7 @@ EXPLAINED = {
     "placement.cluster_view: `NodeView(f'bundle {index}', 'this reservation', bundle, bundle)` -> `NodeView('this reservation', f'bundle {index}', bundle, bundle)`": _RAY,
     "placement.cluster_view: `free, leaving, groups = (_free_by_node(), draining_nodes(), _placement_groups())` -> `return`": _RAY,
     "placement.outer_group: `ray = _ray()` -> `return`": _RAY,
-    "slots.Slots.__init__: `False` -> `True`": "a default that the group always overrides",
+    "placement.Slots.__init__: `False` -> `True`": "a default that the group always overrides",
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "startup.StandbyWorkers._kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
     "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
@@ -42,7 +42,7 @@ EXPLAINED = {
     "worker.WorkerProcess.relay: `[value] = ray.get(list(references))` -> `return`": _RAY,
     "worker._HostedProcess.__init__: `os.environ['CUDA_VISIBLE_DEVICES'] = ''` -> `pass`": _RAY,
     "worker._actor_class: `_ACTOR_CLASS is None` -> `_ACTOR_CLASS is not None`": _RAY,
-    "group.WorkerGroup._relay: `StoredPart(self.infos[keeper].node_id, copy)` -> `StoredPart(copy, self.infos[keeper].node_id)`": _RAY,
+    "group.WorkerGroup.fetch_parts: `StoredPart(self.infos[keeper].node_id, copy)` -> `StoredPart(copy, self.infos[keeper].node_id)`": _RAY,
     "group.WorkerGroup.kill_rank: `self.workers[rank].kill()` -> `pass`": "the signal of the next line ends the process as well; the first way is for where no other process can be started",
     "group.WorkerGroup.renew: `False` -> `True`": "a copy is made that no one uses",
 }

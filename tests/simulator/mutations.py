@@ -621,7 +621,7 @@ MUTATIONS = (
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
     Mutation("a snapshot inside a call covers one call less", Snapshots, "take", _covers_one_less_inside, (2226,)),
     Mutation("where survivors live is mixed up", WorkerGroup, "give_ranks", _infos_reversed, (22,)),
-    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
+    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (554,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),
     Mutation(
         "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)
