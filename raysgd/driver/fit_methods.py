@@ -26,8 +26,7 @@ from raysgd.driver.validating.validators import ValidatingSpares, Validation, Va
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.keeper import Keeper
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import NoDataError, UnpicklableError

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from raysgd.engine.controller import ElasticController, PlaceInLine
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import CallHandle
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from weakref import finalize
 
 from raysgd.engine.keeper import NAMESPACE, end_workers
 from raysgd.engine.placement import session
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
