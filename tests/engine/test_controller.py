@@ -610,14 +610,6 @@ def test_while_it_waits_it_asks_for_as_many_workers_as_it_needs_and_no_longer() 
     assert trainer.group.slots.num_asked == 1, "for the one that is missing still"
 
 
-def test_waits_are_lengthened_by_what_is_drawn() -> None:
-    drawn = iter([0.0, 0.5, 1.0])
-    trainer = starved(started(num_attempts=4, draw=lambda: next(drawn)))
-    with pytest.raises(WorkersLostError):
-        trainer.add(1)
-    assert trainer.clock.sleeps == pytest.approx([1.0, 2.1, 4.4])
-
-
 def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
     trainer = starved(started(num_attempts=2))
     with pytest.raises(WorkersLostError) as caught:
@@ -1111,10 +1103,6 @@ def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() ->
     assert trainer.controller.num_workers == 3
     shrunk(trainer.start())
     assert trainer.controller.num_workers == 2
-
-
-def test_a_reservation_error_is_a_timeout_error() -> None:
-    assert issubclass(ReservationTimeoutError, TimeoutError)
 
 
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:

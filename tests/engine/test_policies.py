@@ -227,10 +227,6 @@ def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
 # -------------------------------------------------------------------------------------------- the budget
 
 
-def test_rebuilds_spend_the_budget_one_by_one() -> None:
-    assert [spent(2, num_rebuilds).is_spent for num_rebuilds in range(3)] == [False, False, True]
-
-
 NO_STEP = "no step was completed since the survivors went on the last time"
 NOTHING_LEFT = "no retry is left to pay for going on"
 

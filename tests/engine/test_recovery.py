@@ -1,4 +1,6 @@
-"""What survivors of a loss and newcomers do in place, in a scripted group: who forms the next group, and how."""
+"""What follows the loss of workers, in a scripted group: who goes on in place, and what is restored where no one can.
+
+Covers `raysgd.engine.recovery`, through the controller that asks for it."""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.policies import RetryBudget
-from raysgd.engine.recovery import CannotForm, Change, NextGroup, Recovery
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import GroupReport, World
-from raysgd.exceptions import TrainerShutdownError, WorkersLostError
+from raysgd.engine.transfers import LostPartError
+from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.helpers.fakes import (
+    Event,
     Interrupted,
     Lost,
     Raised,
@@ -947,90 +949,170 @@ def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> 
     assert trainer.group.functions == ["restore", "walk"]
 
 
-class Scene:
-    """A group of three, of which rank 1 is lost; `former` gathers who goes on."""
-
-    def __init__(self, min_workers: int = 1, num_slots: int = 3) -> None:
-        self.trainer = Trainer(num_slots=num_slots, min_workers=min_workers)
-        self.recovery: Recovery = self.trainer.controller.recovery
-        self.suspected: list[Sequence[int]] = []
-        self.trainer.controller._lifecycle.suspect = self.suspected.append  # type: ignore[method-assign]
-
-    def former(self, *, num_awaited: int = 3, budget: RetryBudget | None = None) -> NextGroup:
-        change = Change("rejoined", lambda gone: "", [0, 2], self.trainer.clock.monotonic(), num_awaited, budget)
-        return self.recovery.form(change, [0, 2])
-
-    @property
-    def standby(self) -> Any:
-        return self.trainer.group.standby
-
-
-def test_a_new_worker_joins_the_survivors_where_there_is_room() -> None:
-    next_group = Scene().former()
-    assert (next_group.staying, len(next_group.joining), len(next_group.progress_reports)) == ([0, 2], 1, 2)
-
-
-def test_survivors_that_do_not_wait_go_on_without_whoever_is_not_ready() -> None:
-    scene = Scene()
-    scene.trainer.cluster.standby_is_slow = True
-    assert scene.former(num_awaited=0).joining == []
-    assert scene.standby.num_coming == 1, "it is made ready meanwhile"
-
-
-def test_who_is_lost_while_the_others_wait_is_left_out_and_who_came_stays() -> None:
-    scene = Scene()
-    scene.trainer.cluster.standby_is_slow = True
-    scene.trainer.cluster.waits = deque([Lost((0,))])
-    next_group = scene.former()
-    assert next_group.staying == [2]
-    assert len(next_group.joining) == 2, "the one that was waited for, and one for rank 0"
-    assert scene.suspected == [[2]]
-
-
-def test_too_few_form_no_group_and_the_standby_workers_are_killed() -> None:
-    scene = Scene(min_workers=3)
-    scene.trainer.cluster.stands = deque([Lost((0,))])
-    scene.trainer.cluster.num_slots = 2
-    with pytest.raises(CannotForm, match="2 of at least 3 workers are left") as raised:
-        scene.former()
-    assert raised.value.staying == [2]
-    assert len(scene.standby.killed_standby) == 1
-
-
-def test_an_interrupt_while_they_wait_kills_the_standby_workers() -> None:
-    scene = Scene()
-    scene.trainer.cluster.standby_is_slow = True
-    scene.trainer.cluster.waits = deque([Lost((0,))])
-    scene.trainer.cluster.stands = deque([None, Interrupted()])
-    with pytest.raises(KeyboardInterrupt):
-        scene.former()
-    assert len(scene.standby.killed_standby) == 1
-
-
 def test_a_survivor_that_answers_later_than_another_ones_death_is_heard_of_stays() -> None:
-    scene = Scene()
-    scene.trainer.cluster.stands = deque([Lost((0,))])
-    leave = scene.trainer.group.leave_group
+    trainer = Trainer()
+    trainer.cluster.stands = deque([Lost((0,))])
+    leave, last = trainer.group.leave_group, trainer.group.infos[2]
 
     def leave_late(survivors: Sequence[int], on_wait: Any = None) -> GroupReport:
         report = leave(survivors)
         late = (replace(found, answered=report.ok or found.failure is not None) for found in report.outcomes)
         return GroupReport(tuple(late))
 
-    scene.trainer.group.leave_group = leave_late  # type: ignore[method-assign]
-    assert scene.former().staying == [2]
+    trainer.group.leave_group = leave_late  # type: ignore[method-assign]
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert (trainer.kinds, last in trainer.group.infos) == (["rejoined"], True)
 
 
-def test_nobody_left_needs_no_words() -> None:
-    scene = Scene()
-    scene.trainer.cluster.stands = deque([Lost((0, 2))])
-    with pytest.raises(CannotForm, match=r"^$") as raised:
-        scene.former()
-    assert list(raised.value.staying) == []
+def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    before, kept = trainer.group.replicas, [trainer.group.infos[rank] for rank in (0, 2)]
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3})) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.group.infos[:2]) == (1, kept)
+    assert not any(replica in before for replica in trainer.group.replicas), "what they were is of no use"
+    assert trainer.group.functions == ["walk", "walk", "restore", "walk"]
+    assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    event = trainer.controller.history.events[-1]
+    assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("rebuilt", 3, 3, 2)
+    assert trainer.walk(1) == [8, 8, 8]
 
 
-def test_going_on_has_to_be_paid_for() -> None:
-    scene = Scene()
-    with pytest.raises(CannotForm, match="no retry is left") as raised:
-        scene.former(budget=RetryBudget(0))
-    assert raised.value.staying == [0, 2]
+def test_without_room_fewer_go_on() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.num_slots = 2
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [7, 7]
+    event = trainer.controller.history.events[-1]
+    assert str(event).startswith(
+        "lost rank 1 (RuntimeError: the process is gone); kept 2 processes and resumed with 2 instead of 3 workers"
+    )
+
+
+def test_a_place_on_a_node_that_is_gone_is_no_room_to_grow() -> None:
+    trainer = Trainer(renews=True)
+    trainer.cluster.num_slots = 2
+    trainer.walk(5, Lost((1,)))
+    assert len(trainer.group.slots) == 3
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.kinds == ["rebuilt"]
+    trainer.cluster.num_slots = 3
+    assert trainer.walk(1) == [7, 7, 7]
+    assert trainer.kinds == ["rebuilt", "grown"]
+
+
+def test_a_lost_connection_of_all_keeps_all_processes() -> None:
+    trainer = Trainer(renews=True)
+    assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]
+    assert (len(trainer.cluster.groups), trainer.controller.history.events[-1].num_kept) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("lost", "then"),
+    [
+        ((0, 1, 2), []),
+        ((1,), [Lost((0, 1, 2))] * 4),
+        ((1,), [Raised(0, ValueError("`setup` does not run twice in a process"))]),
+    ],
+    ids=["no one is left", "all die, and so do those in their place", "set-up fails"],
+)
+def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: list[Event]) -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.regroups = deque(then)
+    assert trainer.walk(5, Lost(lost)) == [7, 7, 7]
+    first, second = trainer.cluster.groups
+    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
+    assert trainer.controller.history.events[-1].num_kept == 0
+
+
+@pytest.mark.parametrize("moment", ["regroups", "restores"])
+def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_given_the_state(moment: str) -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    setattr(trainer.cluster, moment, deque([Lost((0,))]))
+    trainer.cluster.standby_is_slow = True
+    assert trainer.walk(5, Lost((1,))) == [7, 7]
+    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
+    assert trainer.walk(1) == [8, 8, 8], "the next call grows"
+
+
+@pytest.mark.parametrize(("num_times", "num_groups"), [(1, 1), (3, 1), (4, 2)])
+def test_where_all_die_while_they_are_given_the_state_others_start_in_their_place(
+    num_times: int, num_groups: int
+) -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.restores = deque([Lost((0, 1, 2))] * num_times)
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.kinds) == (num_groups, ["rebuilt"])
+    assert trainer.controller.history.events[-1].num_kept == 0
+    assert trainer.group.standby.replacements.num_left == 0, "those who start later are replaced before the next call"
+
+
+def test_replicas_made_while_calls_are_run_again_are_not_asked_for_copies_of_those_before_them() -> None:
+    trainer = Trainer(is_large=True)
+    trainer.cluster.transfer_s = 1000.0
+    trainer.cluster.standby_is_slow = True
+    trainer.walk(2)
+    assert trainer.walk(5, Lost((0, 1, 2)), Lost((1,))) == [7, 7]
+    assert trainer.group.replicas[0].landed_tokens == [None], "a copy was taken as if there were none on its way"
+
+
+def test_a_part_that_no_node_has_any_more_is_told_with_the_last_file() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.controller.snapshots.last_file = "`epoch-2`"
+    trainer.cluster.restores = deque([Raised(1, LostPartError("The last snapshot is lost."))])
+    with pytest.raises(WorkersLostError, match=r"is lost\. The last file is `epoch-2`: `load` it into") as caught:
+        trainer.walk(5, Lost((1,)))
+    assert not isinstance(caught.value, WorkerError), "it is no exception of the user's code"
+
+
+def test_too_few_survivors_wait_for_room_as_new_workers_do() -> None:
+    trainer = Trainer(renews=True, min_workers=3)
+    trainer.walk(2)
+    trainer.cluster.num_slots = 2
+
+    def make_room(seconds: float) -> None:
+        trainer.cluster.num_slots = 3
+
+    trainer.clock.at_sleep = make_room
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert trainer.kinds == ["rebuilt"]
+    assert not trainer.cluster.groups[0].is_alive
+
+
+def test_going_back_costs_a_retry() -> None:
+    trainer = Trainer(renews=True)
+    assert trainer.walk(5, Lost((1,)), max_retries=1) == [5, 5, 5]
+    with pytest.raises(WorkersLostError, match="1 allowed retries"):
+        trainer.walk(5, Lost((1,)), Lost((1,)), max_retries=1)
+
+
+def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> None:
+    trainer = Trainer(renews=True, snapshot_every_s=None)
+    trainer.walk(2)
+    trainer.controller.snapshot()
+    trainer.walk(1)
+    with pytest.raises(WorkersLostError, match="snapshot_every_s=None"):
+        trainer.walk(5, Lost((1,)))
+
+
+def test_a_rank_that_froze_is_ended_for_sure_where_only_standby_workers_are_kept() -> None:
+    """Its place is given to another worker at once, so nothing else would end it."""
+    trainer = Trainer(rejoins=False, num_slots=4, num_spares=1)
+    trainer.walk(2)
+    trainer.cluster.silent = {0}
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.group.killed_ranks) == (1, [0])
+
+
+def test_a_group_that_is_formed_half_way_is_never_used() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.regroups = deque([Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.walk(5, Lost((1,)))
+    assert not trainer.group.is_alive
+    assert trainer.walk(1) == [3, 3, 3]

@@ -74,11 +74,6 @@ def keeper_with_landed_state() -> Snapshots:
     return keeper
 
 
-def test_starts_with_nothing() -> None:
-    keeper = no_snapshots()
-    assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
-
-
 def test_a_small_state_lands_at_once_with_what_each_rank_had() -> None:
     keeper = no_snapshots()
     keeper.completed("call")
@@ -482,13 +477,6 @@ def test_copies_take_two_percent_of_the_time() -> None:
     assert trainer.group.functions == ["add"] * 21
 
 
-def test_a_copy_that_takes_longer_than_silence_is_allowed_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    Trainer(heartbeat_s=0.2).add(1)
-    assert "shorter than a copy" not in caplog.text
-    Trainer(heartbeat_s=0.05).add(1)
-    assert "`heartbeat_s=0.05` is shorter than a copy of the state, which took 0.1 s" in caplog.text
-
-
 def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so() -> None:
     trainer = Trainer()
     for amount in (1, 10, 100):
@@ -631,7 +619,3 @@ def test_without_snapshots_the_end_of_workers_that_are_apart_is_told() -> None:
     trainer.cluster.calls = deque([Raised(1, ValueError("mine"), others_answered=False)])
     with pytest.raises(ValueError, match=r"their state is lost: `snapshot_every_s=None`"):
         trainer.add(10)
-
-
-def test_without_snapshots_status_says_so() -> None:
-    assert "switched off" in str(Trainer(None).controller.glance({}, None))
