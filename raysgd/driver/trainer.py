@@ -337,7 +337,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     def _interrupt(self) -> None:
         """From another thread: ends the running call as Ctrl-C does, unless it runs in the driver alone."""
         if not self._group_settings.is_driver_only:
-            self._controller.interrupt_running()
+            self._controller.turns.interrupt_running()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self

@@ -74,7 +74,7 @@ class BackgroundCalls:
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
-        place = self._controller.reserve_turn()
+        place = self._controller.turns.reserve()
 
         def run() -> T:
             with self._controller.turn(place):
@@ -95,14 +95,14 @@ class BackgroundCalls:
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
-        place = self._controller.reserve_turn()
+        place = self._controller.turns.reserve()
         places = [(self._controller, place)]
 
         def run() -> T:
             with self._controller.turn(place):
                 begun = work()
                 if controller is not None:
-                    places.append((controller, controller.reserve_turn()))
+                    places.append((controller, controller.turns.reserve()))
             with controller.turn(places[1][1]) if controller is not None else nullcontext():
                 return rest(begun, place.check_wanted)
 
@@ -121,7 +121,7 @@ class BackgroundCalls:
 
         def interrupt() -> None:
             for controller, place in places:
-                controller.interrupt(place)
+                controller.turns.interrupt(place)
 
         if self._at_once:
             run()

@@ -248,7 +248,7 @@ class ElasticController:
         self.snapshots = self._lifecycle.snapshots
         self._monitor = Monitor(self._lifecycle)
         self.recovery = Recovery(self._lifecycle, self._monitor, failures or FailurePolicy(), start_budget)
-        self._turns = Turns(self._lifecycle)
+        self.turns = Turns(self._lifecycle)
         self._nodes_due = float("-inf")
 
     @property
@@ -309,14 +309,14 @@ class ElasticController:
         group = self.group
         if group is not None:
             return group
-        with self._turns.take():
+        with self.turns.take():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
                 self.recovery.rebuild("restarted", "the last workers were stopped")
             return self._lifecycle.running
 
     def stand_by(self) -> None:
         """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
-        with self._turns.take():
+        with self.turns.take():
             self._lifecycle.start_spares()
             self._lifecycle.start_standby()
 
@@ -326,7 +326,7 @@ class ElasticController:
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
-        with self._turns.take():
+        with self.turns.take():
             if self._lifecycle.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
@@ -344,7 +344,7 @@ class ElasticController:
         Args:
             force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
         """
-        self._turns.stop(force)
+        self.turns.stop(force)
 
     def _make_room(self) -> str:
         """Where room is missing, frees trainers that nothing refers to any more, and lets idle ones give way.
@@ -384,7 +384,7 @@ class ElasticController:
         spec = self._spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
             return False
-        with self._turns.take_if_free() as is_free:
+        with self.turns.take_if_free() as is_free:
             if not is_free:
                 return False
             try:
@@ -410,7 +410,7 @@ class ElasticController:
             WorkersLostError: When the retries are spent or too few workers can be had.
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
         """
-        with self._turns.take():
+        with self.turns.take():
             try:
                 self._adapt(call)
                 values = self._run_to_end(call, budget or RetryBudget(max_retries))
@@ -424,7 +424,7 @@ class ElasticController:
 
     def lend_spare(self) -> Loan | None:
         """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
-        with self._turns.take():
+        with self.turns.take():
             loan = self.ensure_group().standby.lend()
             if loan is None:
                 self._lifecycle.start_spares()
@@ -475,7 +475,7 @@ class ElasticController:
                     f"{num_died} spares have died in this call, one after the other. Ray's log of the worker "
                     "(`worker-*.err`) may name the cause; too little memory is a frequent one."
                 )
-            with self._turns.take(self._turns.reserve()):
+            with self.turns.take(self.turns.reserve()):
                 loan = self.lend_spare()
                 if loan is None and not self.has_spares:
                     raise WorkersLostError(
@@ -488,25 +488,13 @@ class ElasticController:
         """A block in which no call of another thread comes between those of this one.
 
         Args:
-            place: What `reserve_turn` returned, for this thread.
+            place: What `turns.reserve` returned, for this thread.
 
         Raises:
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
             KeyboardInterrupt: After `interrupt` for this place.
         """
-        return self._turns.take(place)
-
-    def reserve_turn(self) -> PlaceInLine:
-        """A place in the line of calls for another thread: calls that are made from now on come after its own."""
-        return self._turns.reserve()
-
-    def interrupt(self, place: PlaceInLine) -> None:
-        """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
-        self._turns.interrupt(place)
-
-    def interrupt_running(self) -> None:
-        """From another thread: does the same with the call that is running, if one is."""
-        self._turns.interrupt_running()
+        return self.turns.take(place)
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
@@ -514,7 +502,7 @@ class ElasticController:
         Raises:
             WorkersLostError: It was lost on its way again and again.
         """
-        with self._turns.take():
+        with self.turns.take():
             try:
                 for _ in range(_NUM_COPIES):
                     self._monitor.await_snapshot()
@@ -531,7 +519,7 @@ class ElasticController:
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
-        with self._turns.take():
+        with self.turns.take():
             try:
                 self.snapshots.poll()
                 if not self._is_known:
@@ -547,7 +535,7 @@ class ElasticController:
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
-        with self._turns.take():
+        with self.turns.take():
             try:
                 self._monitor.await_snapshot()
             finally:

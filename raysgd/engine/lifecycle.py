@@ -160,15 +160,13 @@ class Lifecycle:
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:
-        """Records what happened to the group, and logs it."""
-        now = self.now()
-        if kind != "started":
+        """Records what happened to the group, and logs it. After its end there are no workers any more."""
+        now, num_workers = self.now(), self.num_workers
+        if kind in ("lost", "ended"):
+            num_workers, detail = 0, self.spec.words.after_end
+        elif kind != "started":
             self.history.last_resize = now
-        self.history.record(kind, old_size, self.num_workers, now - began, cause, detail, num_kept)
-
-    def record_end(self, kind: EventKind, old_size: int, began: float, cause: str) -> None:
-        """Records that there are no workers any more."""
-        self.history.record(kind, old_size, 0, self.now() - began, cause, self.spec.words.after_end)
+        self.history.record(kind, old_size, num_workers, now - began, cause, detail, num_kept)
 
     # ------------------------------------------------------------------------------------------------ starts
 
@@ -514,7 +512,7 @@ class Lifecycle:
         began, group = self.now(), self.group
         self.kill_group(unless_local)
         if group is not None and self.group is None:
-            self.record_end(kind, len(group), began, cause)
+            self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
         """Stops the group and drops all snapshots, for good; with `force`, without letting the workers close."""

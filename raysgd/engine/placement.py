@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -19,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from raysgd.engine.keeper import NAMESPACE, keeper
@@ -34,7 +31,6 @@ _GUARD_POLL_S = 2.0
 _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
-_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
 _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
@@ -198,71 +194,6 @@ def drain_deadlines() -> dict[str, int]:
         return dict(importlib.import_module("ray._private.state").state.get_draining_nodes())
     except (ImportError, AttributeError):
         return {}
-
-
-def find_process(actor: Any) -> WorkerInfo | None:
-    """Return where an actor's process is that has not answered yet; None while there is none.
-
-    Ray keeps this query private; where it is missing, no process is found.
-    """
-    try:
-        entry = importlib.import_module("ray._private.state").actors(actor._actor_id.hex())
-        pid, place = entry.get("Pid"), entry.get("Address", {})
-    except (ImportError, AttributeError):
-        return None
-    return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
-
-
-def kill_process(info: WorkerInfo) -> None:
-    """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
-    if info.node_id == _ray().get_runtime_context().get_node_id():
-        _sigkill(info.pid)
-    else:
-        _run_beside(info, _sigkill)
-
-
-def watch_process(info: WorkerInfo) -> Any:
-    """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
-
-    Returns:
-        Ray's reference to the answer, which takes some seconds where it is no.
-    """
-    return _run_beside(info, _works)
-
-
-def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Calls a function with the number of a process on the node of that process, in another one."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    options = {
-        "num_cpus": 0,
-        "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
-    }
-    return _ray().remote(**options)(function).remote(info.pid)
-
-
-def _sigkill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _works(pid: int) -> bool:
-    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
-    try:
-        before = _processor_ticks(pid)
-        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
-            time.sleep(_POLL_S)
-            if _processor_ticks(pid) > before:
-                return True
-    except OSError:
-        pass
-    return False
-
-
-def _processor_ticks(pid: int) -> int:
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:

@@ -6,10 +6,15 @@ Why the engine reaches Ray through one class: ADR 96.
 from __future__ import annotations
 
 import copy
+import importlib
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from raysgd.engine import call_lines, placement, transfers
@@ -21,6 +26,8 @@ from raysgd.engine.transfers import SharedValue, Transfer
 from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
 from raysgd.exceptions import WorkerFault
 
+_TICK_S = 0.01
+_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
 _TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
@@ -60,16 +67,31 @@ class Platform:
         return threading.Event()
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
-        """The process of a worker that has not answered yet; None while there is none."""
-        return placement.find_process(worker.actor)
+        """The process of a worker that has not answered yet; None while there is none.
+
+        Ray keeps this query private; where it is missing, no process is found.
+        """
+        try:
+            entry = importlib.import_module("ray._private.state").actors(worker.actor._actor_id.hex())
+            pid, place = entry.get("Pid"), entry.get("Address", {})
+        except (ImportError, AttributeError):
+            return None
+        return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def watch_process(self, info: WorkerInfo) -> Any:
-        """Asks whether a process works that does not answer; a call."""
-        return placement.watch_process(info)
+        """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
+
+        Returns:
+            Ray's reference to the answer, which takes some seconds where it is no.
+        """
+        return _run_beside(info, _works)
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """Ends a process, also one that is stopped and cannot answer. Does not wait."""
-        placement.kill_process(info)
+        """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+        if info.node_id == self.home:
+            _sigkill(info.pid)
+        else:
+            _run_beside(info, _sigkill)
 
     def transfer(self, call: Any) -> Transfer:
         """Return what a call will return, on its way."""
@@ -147,3 +169,39 @@ def _cause_of(error: Any) -> BaseException:
 def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
     first_line = str(error).strip().partition("\n")[0]
     return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
+
+
+def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
+    """Calls a function with the number of a process on the node of that process, in another one."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
+    }
+    return ray.remote(**options)(function).remote(info.pid)
+
+
+def _sigkill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _works(pid: int) -> bool:
+    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
+    try:
+        before = _processor_ticks(pid)
+        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
+            time.sleep(_TICK_S)
+            if _processor_ticks(pid) > before:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _processor_ticks(pid: int) -> int:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel

@@ -562,7 +562,7 @@ class Recovery:
             if kind != "started":
                 is_loss = isinstance(error, WorkersLostError)
                 why = "no other group could be had" if is_loss else type(error).__name__
-                lifecycle.record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
+                lifecycle.record("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
             raise
 
     def _try_renew(self, after: GroupReport) -> int | None:

@@ -19,9 +19,10 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine import gathering, placement, startup
+from raysgd.engine import gathering, startup
 from raysgd.engine import group as engine_group
 from raysgd.engine.group import WorkerGroup
+from raysgd.engine.platform import Platform
 from raysgd.engine.policies import classify
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
@@ -264,7 +265,7 @@ class FreezingReplica(CountingReplica):
         return super().setup()
 
 
-def is_not_stopped(info: WorkerInfo) -> Any:
+def is_not_stopped(self: Platform, info: WorkerInfo) -> Any:
     """Stands for the watch on a worker: one that lives has not been slow for too long, however busy the machine is."""
     return ray.put(not is_stopped(info.pid))
 
@@ -273,7 +274,7 @@ def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(startup, "_LOADING_S", 0.0)
-    monkeypatch.setattr(placement, "watch_process", is_not_stopped)
+    monkeypatch.setattr(Platform, "watch_process", is_not_stopped)
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
     assert kinds(report)[1] == "died"

@@ -22,7 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.engine import placement
 from raysgd.engine.group import WorkerGroup
-from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client, watch_process
+from raysgd.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client
+from raysgd.engine.platform import Platform
 from raysgd.engine.policies import capacity
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources, WorkerInfo
@@ -376,11 +377,11 @@ def test_a_process_that_loads_is_told_from_one_that_is_frozen(ray_cluster: None)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         info = WorkerInfo(node_id, "127.0.0.1", busy.pid)
-        assert ray.get(watch_process(info))
+        assert ray.get(Platform().watch_process(info))
         busy.send_signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(busy.pid))
-        assert not ray.get(watch_process(info))
+        assert not ray.get(Platform().watch_process(info))
     finally:
         busy.kill()
         busy.wait()
-    assert not ray.get(watch_process(info)), "it is gone"
+    assert not ray.get(Platform().watch_process(info)), "it is gone"

@@ -24,10 +24,10 @@ from tests.simulator.surviving import results_of
 WANTED = (
     "snapshots.own_states: `num_ranks - len(rank_states)` -> `num_ranks + len(rank_states)`",
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`",
-    "placement._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`",
+    "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`",
     "time_spent.TimeLedger.largest_avoidable: `if not inside:` -> `return`",
 )
-edits = [edit for module in ("snapshots", "placement", "time_spent") for edit in edits_of(module)]
+edits = [edit for module in ("snapshots", "platform", "time_spent") for edit in edits_of(module)]
 chosen = [next(edit for edit in edits if str(edit) == words) for words in WANTED]
 print(json.dumps([asdict(result) for result in results_of(chosen, num_schedules=30, num_traced=10)]))
 """
