@@ -311,9 +311,9 @@ class WorkerProcess:
             message: bytes | None = packed
             while message is not None:
                 reply = _reply_of(self, message)
+                self._busy_thread = _NO_THREAD  # before the driver has the answer, and asks what is running
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
-                self._busy_thread = _NO_THREAD
                 message = line.next()
             return None
         finally:
