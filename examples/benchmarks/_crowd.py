@@ -17,18 +17,17 @@ from typing import Any
 
 from raysgd._numbers.results import WorkerMetrics
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.platform import RayPlatform
-from raysgd.engine.processes.resources import Reservation
-from raysgd.engine.processes.slots import Slot
-from raysgd.engine.processes.worker import RemoteWorker, WorkerAnswer, WorkerProcess
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.placement import Reservation, Slot
+from raysgd.engine.platform import Platform
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection, NoConnection
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import TimeSpent
 from raysgd.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
+from raysgd.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 
 NUM_HOSTS = 2
@@ -137,7 +136,7 @@ class NoReservation(Reservation):
     def close(self, timeout_s: float) -> None: ...
 
 
-class CrowdPlatform(RayPlatform):
+class CrowdPlatform(Platform):
     """Ray, with many workers in each process.
 
     Args:

@@ -17,7 +17,7 @@ from raysgd.storage.opening import make_new
 if TYPE_CHECKING:
     from raysgd._numbers.call_progress import CallProgress
     from raysgd.callbacks.worker_callback import WorkerCallback
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from raysgd.history import readable
 
 if TYPE_CHECKING:
     from raysgd._numbers.call_progress import CallProgress
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from raysgd.callbacks.display.page import RunFacts, page_of
 from raysgd.writers.failing import FailureWarnings
 
 if TYPE_CHECKING:
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")

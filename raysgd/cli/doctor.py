@@ -20,7 +20,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from raysgd._imports.optional import install_command
-from raysgd.engine.processes.resources import init_ray
+from raysgd.engine.placement import init_ray
 
 Level = Literal["ok", "note", "problem"]
 

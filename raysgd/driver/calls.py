@@ -12,10 +12,10 @@ from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.driver.sharing import DataSharing, Requests, for_each_rank
 from raysgd.driver.throughput import Throughput
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.transfers import SharedValue
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 
 

@@ -18,10 +18,9 @@ from typing import Any
 from raysgd._arguments import checks
 from raysgd.driver.calls import asked
 from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entry
-from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.renewal import renew, restart
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import Snapshot
 from raysgd.exceptions import UnpicklableError
 from raysgd.messages.range_test import Loss, LrCurve, RangeTest
 from raysgd.messages.settings import ReplicaSettings
@@ -149,7 +148,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
             self._controller.kill_group()
             self._controller.ensure_group()
         else:
-            self._controller.take_facts(facts)
+            self._controller.facts = facts
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:
@@ -265,9 +264,9 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
     def _renew(self) -> None:
         """Makes new operators, from the present settings."""
         if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
-            restart(self._controller)
+            self._controller.restart()
         else:
-            renew(self._controller, self._runner_cls.renew, self._replicas.settings)
+            self._controller.renew(self._runner_cls.renew, self._replicas.settings)
 
 
 @contextmanager

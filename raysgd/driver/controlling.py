@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
-from raysgd.engine.processes.resources import draining_nodes
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.placement import draining_nodes
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings
 

@@ -25,11 +25,10 @@ from raysgd.driver.sharing import DataSharing
 from raysgd.driver.validating.validators import ValidatingSpares, Validation, Validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.outliving import Keeper
-from raysgd.engine.processes.snapshots import NewestSnapshot
-from raysgd.engine.processes.worker import is_sendable
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.keeper import Keeper
+from raysgd.engine.shared.call import Call, CallHandle
+from raysgd.engine.snapshots import NewestSnapshot
+from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import NoDataError, UnpicklableError
 from raysgd.history.history import History, Kind
 from raysgd.history.recording import CallRecorder, RecordBeside, as_test, recorded

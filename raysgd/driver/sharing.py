@@ -10,8 +10,8 @@ from typing import Any
 from raysgd.arrays.ray_batches import RayBatches, RayShare, ray_batches
 from raysgd.arrays.ray_data import are_cpus_free
 from raysgd.arrays.whole_data import DataPosition, WholeShare, is_creator
-from raysgd.engine.processes.worker import identity, packed_bytes
 from raysgd.engine.shared.types import World
+from raysgd.engine.worker import identity, packed_bytes
 from raysgd.messages.batching import config_for_worker
 from raysgd.messages.epochs import EpochRequest
 

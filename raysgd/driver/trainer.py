@@ -27,12 +27,12 @@ from raysgd.driver.trainer_views import in_words, show_options
 from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.resizing import AUTO
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
-from raysgd.engine.processes.worker import is_sendable
+from raysgd.engine.policies import AUTO
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.time_spent import TimeLedger
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
+from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.history.recording import CallRecorder
 from raysgd.messages import replica_calls
@@ -337,7 +337,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     def _interrupt(self) -> None:
         """From another thread: ends the running call as Ctrl-C does, unless it runs in the driver alone."""
         if not self._group_settings.is_driver_only:
-            self._controller.interrupt_running()
+            self._controller.turns.interrupt_running()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self

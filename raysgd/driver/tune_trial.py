@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from raysgd._imports.named_modules import pickle_modules_by_name
 from raysgd._imports.optional import require
 from raysgd._numbers.results import as_number
-from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import MissingTuneError, UnpicklableError
 
 Bundles = Sequence[Mapping[str, float]]

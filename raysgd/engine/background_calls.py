@@ -8,9 +8,8 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
-from raysgd.engine.changes.turns import PlaceInLine
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.controller import ElasticController, PlaceInLine
+from raysgd.engine.shared.call import CallHandle
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class BackgroundCalls:
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
-        place = self._controller.reserve_turn()
+        place = self._controller.turns.reserve()
 
         def run() -> T:
             with self._controller.turn(place):
@@ -96,14 +95,14 @@ class BackgroundCalls:
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
-        place = self._controller.reserve_turn()
+        place = self._controller.turns.reserve()
         places = [(self._controller, place)]
 
         def run() -> T:
             with self._controller.turn(place):
                 begun = work()
                 if controller is not None:
-                    places.append((controller, controller.reserve_turn()))
+                    places.append((controller, controller.turns.reserve()))
             with controller.turn(places[1][1]) if controller is not None else nullcontext():
                 return rest(begun, place.check_wanted)
 
@@ -122,7 +121,7 @@ class BackgroundCalls:
 
         def interrupt() -> None:
             for controller, place in places:
-                controller.interrupt(place)
+                controller.turns.interrupt(place)
 
         if self._at_once:
             run()

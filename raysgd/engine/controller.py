@@ -1,55 +1,205 @@
-"""Keeps the workers alive. The only place in raysgd where a call is retried or a group is resized.
+"""Keeps the workers alive and runs calls on them. The only place in raysgd where a call is run again.
 
-It runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be tried.
-
-Why survivors go on instead of starting over: ADR 9. When a snapshot is taken: ADR 4.
+It runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be tried. What
+follows a loss of workers: `recovery`. When a snapshot is taken: ADR 4.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from raysgd._text.rank_words import listed
-from raysgd.engine.changes.call_monitor import CallMonitor, ask_heartbeats
-from raysgd.engine.changes.group_former import CannotForm
-from raysgd.engine.changes.group_starter import GroupStarter
-from raysgd.engine.changes.growth import Growth
-from raysgd.engine.changes.in_place import InPlaceChanges
-from raysgd.engine.changes.lifecycle import Clock, ElasticRules, Lifecycle
-from raysgd.engine.changes.monitoring import Monitoring, tell_stuck
-from raysgd.engine.changes.snapshotting import Snapshotting, copy_call
-from raysgd.engine.changes.turns import PlaceInLine, Turns
-from raysgd.engine.decisions.failures import Diagnosis, classify, failed_alike, words
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rejoin, RetryBudget, ScalingPolicy
-from raysgd.engine.decisions.silence import quiet_s
-from raysgd.engine.group.group_hooks import GroupHooks
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.loans import Loan
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.outliving import CallNumber, keeper
-from raysgd.engine.processes.resources import cluster_view
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
-from raysgd.engine.processes.transfers import DividedValue
+from raysgd.engine.group import GroupHooks, WorkerGroup
+from raysgd.engine.keeper import CallNumber, keeper
+from raysgd.engine.lifecycle import START_ATTEMPTS, Clock, ElasticRules, Lifecycle
+from raysgd.engine.liveness import quiet_s
+from raysgd.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
+from raysgd.engine.placement import cluster_view
+from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.recovery import Recovery
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_events import GroupHistory
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot, copy_call
+from raysgd.engine.startup import Loan
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
+from raysgd.engine.transfers import DividedValue
+from raysgd.exceptions import (
+    TrainerShutdownError,
+    UnpicklableError,
+    WorkerError,
+    WorkersLostError,
+    worker_error,
+)
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
+_NUM_COPIES = 4
 
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
+
+
+class PlaceInLine:
+    """A place in the line of calls, kept for a thread that takes its turn later.
+
+    Attributes:
+        thread: The thread that has it, once it runs.
+        is_interrupted: Whether its call is not to go on.
+    """
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self.is_interrupted = False
+
+    def check_wanted(self) -> None:
+        """Raises `KeyboardInterrupt` where its call is not to go on."""
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+
+
+class Turns:
+    """Gives each thread its turn with the group of a lifecycle."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._lock = lifecycle.clock.make_lock()
+        self._num_inside = 0
+        self._owner: int | None = None
+        self._line: list[PlaceInLine] = []
+        self._line_moves = lifecycle.clock.make_condition()
+
+    def reserve(self) -> PlaceInLine:
+        """A place ahead of all calls that are made from now on.
+
+        Raises:
+            TrainerShutdownError: After `stop`.
+        """
+        self._lifecycle.check_active()
+        place = PlaceInLine()
+        self._line.append(place)
+        return place
+
+    @contextmanager
+    def take(self, place: PlaceInLine | None = None) -> Iterator[None]:
+        """One thread after the other. What fails after `stop` fails because of that, and the group ends here.
+
+        Args:
+            place: The place of this thread in the line, which is free afterwards; behind all others unless given.
+
+        Raises:
+            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
+            KeyboardInterrupt: After `interrupt` for this place.
+        """
+        with self._kept(place) if place is not None else nullcontext():
+            self._wait_in_line(place)
+            if place is not None:
+                place.check_wanted()
+            with self._lock:
+                self._num_inside += 1
+                self._owner = threading.get_ident()
+                try:
+                    self._lifecycle.check_active()
+                    if place is not None:
+                        place.check_wanted()
+                    with self._telling_of_shutdown():
+                        yield
+                finally:
+                    self._num_inside -= 1
+                    if not self._num_inside:
+                        self._owner = None
+                        self._lifecycle.end_interrupt()
+                    if self._lifecycle.is_stopped:
+                        self._lifecycle.stop_group(force=True)
+
+    @contextmanager
+    def take_if_free(self) -> Iterator[bool]:
+        """A turn if no call runs or waits, which yields True; else False at once."""
+        if self._line or self._num_inside or not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            with self.take():
+                yield True
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _kept(self, place: PlaceInLine) -> Iterator[None]:
+        place.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._line_moves:
+                self._line.remove(place)
+                self._line_moves.notify_all()
+
+    def _wait_in_line(self, place: PlaceInLine | None) -> None:
+        """Waits for the calls whose places are ahead, unless this thread is inside a call already."""
+        if self._owner == threading.get_ident():
+            return
+        with self._line_moves:
+            ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
+            while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
+                self._line_moves.wait()
+
+    def interrupt(self, place: PlaceInLine) -> None:
+        """From another thread: ends the call of a place, whether it runs or waits, as Ctrl-C inside it would."""
+        with self._line_moves:
+            place.is_interrupted = True
+            self._line_moves.notify_all()
+        if place.thread is not None and self._owner == place.thread:
+            self._lifecycle.interrupt(place.thread)
+
+    def interrupt_running(self) -> None:
+        """From another thread: does the same with the call that is running, if one is."""
+        owner = self._owner
+        if owner is not None:
+            self._lifecycle.interrupt(owner)
+
+    @contextmanager
+    def _telling_of_shutdown(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._lifecycle.check_interrupt()
+            if not self._lifecycle.is_stopped:
+                self._lifecycle.check_active()  # perhaps it fails because of the end of the Ray session
+                raise
+            message = (
+                "The trainer was shut down while this call was running, so the call did not finish. "
+                f"{self._lifecycle.spec.words.when_interrupted}"
+            )
+            cause = error if not isinstance(error, TrainerShutdownError) else None
+            raise TrainerShutdownError(message.rstrip()) from cause
+
+    def stop(self, force: bool) -> None:
+        """Stops everything, from any thread; a call that is running then raises. A second time it does nothing."""
+        lifecycle = self._lifecycle
+        if lifecycle.is_stopped:
+            return
+        lifecycle.refuse_starts()
+        if self._num_inside:
+            force = True
+            lifecycle.kill_workers()
+        # For a call whose workers were killed; one in this process does not end any sooner.
+        is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
+        if not self._lock.acquire(timeout=0.0 if is_driver_only else lifecycle.release_timeout_s):
+            logger.warning("a call is running in this process; its worker stops when the call ends")
+            return
+        try:
+            lifecycle.stop_group(force=force)
+        finally:
+            self._lock.release()
 
 
 class ElasticController:
@@ -82,20 +232,23 @@ class ElasticController:
         start_budget: RetryBudget | None = None,
         hooks: GroupHooks | None = None,
     ) -> None:
-        self._spec = spec
-        self._failures = failures or FailurePolicy()
-        self.snapshots: SnapshotKeeper[Call] = SnapshotKeeper()
-        self._lifecycle = Lifecycle(
-            spec, scaling, self.snapshots, clock, release_timeout_s, rules or ElasticRules(), hooks or GroupHooks()
-        )
-        self._view = view
+        self._spec, self._view, self._start_budget = spec, view, start_budget
         _OF_THIS_PROGRAM.add(self)
-        self.starter = GroupStarter(self._lifecycle, make_group, view, start_budget, self._make_room)
-        self._growth = Growth(self._lifecycle, view)
-        self._monitoring = Monitoring(self._lifecycle, self._growth)
-        self._changes = InPlaceChanges(self._lifecycle, self._growth, self._monitoring.poll)
-        self._turns = Turns(self._lifecycle)
-        self._copies = Snapshotting(self._lifecycle, self._monitoring)
+        self._lifecycle = Lifecycle(
+            spec,
+            scaling,
+            make_group,
+            view,
+            clock,
+            release_timeout_s,
+            rules or ElasticRules(),
+            hooks or GroupHooks(),
+            self._make_room,
+        )
+        self.snapshots = self._lifecycle.snapshots
+        self._monitor = Monitor(self._lifecycle)
+        self.recovery = Recovery(self._lifecycle, self._monitor, failures or FailurePolicy(), start_budget)
+        self.turns = Turns(self._lifecycle)
         self._nodes_due = float("-inf")
 
     @property
@@ -118,8 +271,8 @@ class ElasticController:
         """The facts that the replicas told of themselves when they were set up, by rank."""
         return self._lifecycle.facts
 
-    def take_facts(self, facts: list[Any]) -> None:
-        """Notes what new replicas say of themselves."""
+    @facts.setter
+    def facts(self, facts: list[Any]) -> None:
         self._lifecycle.facts = facts
 
     @property
@@ -128,13 +281,13 @@ class ElasticController:
         return self._lifecycle.history
 
     @property
-    def monitor(self) -> CallMonitor | None:
+    def monitor(self) -> Monitor | None:
         """Watches the call that is running; None between calls."""
-        return self._monitoring.monitor
+        return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
         """Calls `observer` about once a second while a call runs, and when one failed for good."""
-        self._monitoring.observer = observer
+        self._monitor.observer = observer
 
     @property
     def group(self) -> WorkerGroup | None:
@@ -156,25 +309,30 @@ class ElasticController:
         group = self.group
         if group is not None:
             return group
-        with self._turns.take():
+        with self.turns.take():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
-                self.starter.rebuild("the last workers were stopped", "restarted")
+                self.recovery.rebuild("restarted", "the last workers were stopped")
             return self._lifecycle.running
 
     def stand_by(self) -> None:
         """Begins to start spares, and the workers that the group lacks as far as there is room for them."""
-        with self._turns.take():
-            self._growth.start_spares()
-            self._growth.start_standby()
+        with self.turns.take():
+            self._lifecycle.start_spares()
+            self._lifecycle.start_standby()
 
     def admits_others(self) -> bool:
         """Return whether all replicas would let others join where they are. Asks them, beside their work."""
-        return self._lifecycle.group is not None and self._growth.admits_others()
+        return self._lifecycle.group is not None and self._lifecycle.admits_others()
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
-        with self._turns.take():
-            self.starter.start(as_fits=as_fits)
+        with self.turns.take():
+            if self._lifecycle.take_over():
+                self._monitor.settle_last_hold()
+            elif as_fits:
+                self.recovery.rebuild("started", "a new trainer")
+            else:
+                self._lifecycle.start(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def kill_group(self) -> None:
         """Kills the workers, whatever they are doing; the next call starts new ones."""
@@ -186,7 +344,7 @@ class ElasticController:
         Args:
             force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
         """
-        self._turns.stop(force)
+        self.turns.stop(force)
 
     def _make_room(self) -> str:
         """Where room is missing, frees trainers that nothing refers to any more, and lets idle ones give way.
@@ -194,10 +352,10 @@ class ElasticController:
         Returns:
             The trainers of this program that still hold what is missing, in words; empty if there are none.
         """
-        if not self._others() or self.starter.has_room():
+        if not self._others() or self._lifecycle.has_room():
             return ""
         gc.collect()
-        while not self.starter.has_room():
+        while not self._lifecycle.has_room():
             if not any(other.give_way() for other in self._others()):
                 return ", ".join(dict.fromkeys(other._spec.words.name for other in self._others()))
         return ""
@@ -226,7 +384,7 @@ class ElasticController:
         spec = self._spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
             return False
-        with self._turns.take_if_free() as is_free:
+        with self.turns.take_if_free() as is_free:
             if not is_free:
                 return False
             try:
@@ -252,24 +410,24 @@ class ElasticController:
             WorkersLostError: When the retries are spent or too few workers can be had.
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
         """
-        with self._turns.take():
+        with self.turns.take():
             try:
                 self._adapt(call)
                 values = self._run_to_end(call, budget or RetryBudget(max_retries))
-                self._growth.start_owed_spares()
+                self._lifecycle.start_owed_spares()
                 return values
             except BaseException:
-                self._monitoring.observe()
+                self._monitor.observe()
                 raise
             finally:
-                self._monitoring.end()
+                self._monitor.end()
 
     def lend_spare(self) -> Loan | None:
         """A spare for `run_on_spare`, which steps in all the same when it is needed; None where none is ready."""
-        with self._turns.take():
+        with self.turns.take():
             loan = self.ensure_group().standby.lend()
             if loan is None:
-                self._growth.start_spares()
+                self._lifecycle.start_spares()
             return loan
 
     @property
@@ -317,7 +475,7 @@ class ElasticController:
                     f"{num_died} spares have died in this call, one after the other. Ray's log of the worker "
                     "(`worker-*.err`) may name the cause; too little memory is a frequent one."
                 )
-            with self._turns.take(self._turns.reserve()):
+            with self.turns.take(self.turns.reserve()):
                 loan = self.lend_spare()
                 if loan is None and not self.has_spares:
                     raise WorkersLostError(
@@ -330,49 +488,58 @@ class ElasticController:
         """A block in which no call of another thread comes between those of this one.
 
         Args:
-            place: What `reserve_turn` returned, for this thread.
+            place: What `turns.reserve` returned, for this thread.
 
         Raises:
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
             KeyboardInterrupt: After `interrupt` for this place.
         """
-        return self._turns.take(place)
-
-    def reserve_turn(self) -> PlaceInLine:
-        """A place in the line of calls for another thread: calls that are made from now on come after its own."""
-        return self._turns.reserve()
-
-    def interrupt(self, place: PlaceInLine) -> None:
-        """From another thread: ends the call at this place as Ctrl-C inside it would, whether it runs or waits."""
-        self._turns.interrupt(place)
-
-    def interrupt_running(self) -> None:
-        """From another thread: does the same with the call that is running, if one is."""
-        self._turns.interrupt_running()
+        return self.turns.take(place)
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
-        with self._turns.take():
+        """The state as it is now, held by the driver; copied from the workers if the last call was not covered.
+
+        Raises:
+            WorkersLostError: It was lost on its way again and again.
+        """
+        with self.turns.take():
             try:
-                return self._copies.current(self.run)
+                for _ in range(_NUM_COPIES):
+                    self._monitor.await_snapshot()
+                    landed = self.snapshots.landed
+                    if landed is not None and self._is_known:
+                        return landed
+                    self.run(copy_call())
             finally:
-                self._monitoring.end()
+                self._monitor.end()
+        raise WorkersLostError(
+            f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
+            "too little memory in Ray's object store is a frequent one."
+        )
 
     def newest_snapshot(self) -> NewestSnapshot:
         """The same as soon as it is copied: it may be on its way to the driver."""
-        with self._turns.take():
+        with self.turns.take():
             try:
-                return self._copies.newest(self.run)
+                self.snapshots.poll()
+                if not self._is_known:
+                    self._monitor.await_snapshot()
+                    self.run(copy_call())
+                return self.snapshots.newest()
             finally:
-                self._monitoring.end()
+                self._monitor.end()
+
+    @property
+    def _is_known(self) -> bool:
+        return self.snapshots.is_known(has_group=self._lifecycle.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
-        with self._turns.take():
+        with self.turns.take():
             try:
-                self._monitoring.await_snapshot()
+                self._monitor.await_snapshot()
             finally:
-                self._monitoring.end()
+                self._monitor.end()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
@@ -409,7 +576,7 @@ class ElasticController:
             samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self.snapshots,
-            pace=self._copies.pace if self._spec.captures else None,
+            pace=self.snapshots.pace if self._spec.captures else None,
             has_session_ended=self.has_session_ended,
         )
 
@@ -418,10 +585,10 @@ class ElasticController:
 
         Where only workers have the state, it is copied first, unless those that survive a loss could continue the call.
         """
-        if not call.can_rejoin and self._lifecycle.group is not None and self.starter.has_only_workers_state:
+        if not call.can_rejoin and self._lifecycle.group is not None and self.snapshots.is_only_in_workers:
             self._run(copy_call(), budget)
         values = self._run(call, budget)
-        if self._copies.is_overdue:
+        if self.snapshots.is_overdue:
             self._run(copy_call(), budget)
         return values
 
@@ -433,25 +600,18 @@ class ElasticController:
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
+            kept: type[Exception] = UnpicklableError  # nothing was sent
             try:
                 report = self._attempt(group, call, function, args, number)
-            except UnpicklableError:  # nothing was sent: the group is kept
-                self._copies.note_broken_off(call)
-                raise
-            except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
-                self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self._copies.note_broken_off(call)
-                raise
-            if report.ok and not _is_held(report):
-                return [answer.value for answer in report.values]
-            try:
-                is_inside = self._go_on(call, report, budget)
-            except WorkerError:  # the group is kept where all its ranks are at the same place
-                self._copies.note_broken_off(call)
-                raise
-            except BaseException as error:  # Ctrl-C, or one in the driver: some ranks may have completed the call
-                self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self._copies.note_broken_off(call)
+                if report.ok and not _is_held(report):
+                    return [answer.value for answer in report.values]
+                kept = WorkerError  # all ranks are at the same place, or recovery has ended them
+                recovery = self.recovery
+                is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
+            except BaseException as error:
+                if not isinstance(error, kept):  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
+                    self._lifecycle.end_call(type(error).__name__, unless_local=True)
+                self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
@@ -465,149 +625,35 @@ class ElasticController:
         number: CallNumber | None,
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
-        self.snapshots.poll()
-        began = self._lifecycle.now()
-        if group.remote_ranks:
-            self._monitoring.begin_call(can_hold=call.resume is not None)
-        else:
-            self._monitoring.end()
-        report = group.on_replica(
-            function,
-            call.on_its_ranks(args),
-            capture=self._copies.is_due_after(call),
-            landed=self.snapshots.landed_token,
-            number=number,
-            on_wait=self._waiting_for(call),
-            by_line=call.is_short,
-        )
-        if report.ok and not _is_held(report):
-            self._check(call, report)
-            self._copies.note(call, report, self._lifecycle.now() - began)
-        return report
-
-    def _check(self, call: Call, report: GroupReport) -> None:
-        try:
-            call.check([answer.value for answer in report.values])
-        except Exception:
-            self._monitoring.await_snapshot()  # of the call before, while a worker is there that can send it
-            raise
-
-    def _go_on(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Mends or replaces the group after a loss, or changes it where it was held for that.
-
-        Returns:
-            Whether the replicas are inside the call, so that it can continue.
-        """
-        self._lifecycle.check_active()
-        if report.ok:
-            return self._change_held(report)
-        tell = partial(tell_stuck, self._monitoring.renew())
-        diagnosis = classify(report)
-        if call.can_rejoin and self._changes.is_short_of_memory(diagnosis):
-            return self._is_inside_after(self._changes.wait_for_memory(report, tell))
-        decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
-        if isinstance(decision, RaiseError):
-            cause = words(diagnosis, self._changes.lost_behind(diagnosis))
-            self._raise(call, diagnosis, report, decision, budget, cause)
-        cause = words(diagnosis)
-        if isinstance(decision, Rejoin):
-            failed = self._changes.rejoin(report, budget, tell)
-            if failed is None:
-                return True
-            cause = failed.cause
-        if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
-            tell()
-        if budget.is_spent:
-            self._raise(call, diagnosis, report, RaiseError(lost=True), budget, cause)
-        budget.pay_for_rebuild()
-        self._lifecycle.hooks.on_failure(diagnosis)
-        renew = partial(self._changes.renew, report, tell) if self._changes.can_renew else None
-        self.starter.rebuild(cause, renew=renew)
-        return self._is_restored_inside
-
-    def _change_held(self, report: GroupReport) -> bool:
-        """Changes the group whose ranks were held at a step boundary; returns what `_go_on` does."""
-        monitor = self._monitoring.renew()
-        assert monitor is not None, "nothing else asks the ranks to stop"
-        leaving = self._lifecycle.leaving_nodes_in_use()
-        parts = [] if self._spec.runs_on else [answer.value.part for answer in report.values]
-        if parts:
-            self._lifecycle.take_parts(parts)
-        return self._is_inside_after(self._changes.change(leaving, monitor.reason, parts))
-
-    def _is_inside_after(self, failed: CannotForm | None) -> bool:
-        """After a change that costs no retry: rebuilds where only that is left, and returns what `_go_on` does."""
-        if failed is None:
-            return True
-        self._monitoring.await_snapshot()
-        self.starter.rebuild(failed.cause, failed.kind)
-        return self._is_restored_inside
-
-    @property
-    def _is_restored_inside(self) -> bool:
-        """True if the snapshot that was just restored was taken inside the running call."""
-        return self.snapshots.is_inside and not self.snapshots.calls_since
-
-    def _raise(
-        self,
-        call: Call,
-        diagnosis: Diagnosis,
-        report: GroupReport,
-        decision: RaiseError,
-        budget: RetryBudget,
-        cause: str,
-    ) -> None:
-        """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
-        if not decision.lost:
-            raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
-        self._lifecycle.end_call(cause, "lost")
-        budget.refuse()
-        hint = (
-            "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
-            "the ranks called with different sizes. "
-        )
-        message = (
-            f"{self._spec.words.label}{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
-            f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
-        )
-        raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
-
-    def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code: kills a group whose ranks are not at the same place, and says so."""
-        group = self._lifecycle.running
-        if not report.all_answered:  # why these cannot be kept: ADR 7
-            parted = "others were inside the call"
-        elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
-            parted = "others were elsewhere"
-            self._monitoring.await_snapshot()  # of the call before, while a worker is there that can send it
-        else:
-            return ""
-        self._lifecycle.end_call(
-            f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}"
-        )
-        if self._spec.loses_state and self.snapshots.has_gap:
-            words = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
-            return f"{words} {self.snapshots.last_file_in_words}"
-        if not self.snapshots.has_any:
-            return ""
-        return (
-            "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
-            f"{self._lifecycle.restored_from()}."
-        )
-
-    def _has_failed_alike(self, report: GroupReport) -> bool:
-        return failed_alike(report) and self._changes.are_replicas_alike()
-
-    def _waiting_for(self, call: Call) -> Callable[[], None] | None:
-        if self.monitor is None:
-            return call.on_wait
 
         def on_wait() -> None:
-            self._monitoring.poll()
+            self._monitor.poll()
             if call.on_wait is not None:
                 call.on_wait()
 
-        return on_wait
+        self.snapshots.poll()
+        began = self._lifecycle.now()
+        if group.remote_ranks:
+            self._monitor.begin(of_call=True, can_hold=call.resume is not None)
+        else:
+            self._monitor.end()
+        report = group.on_replica(
+            function,
+            call.on_its_ranks(args),
+            capture=self.snapshots.is_due_after(call),
+            landed=self.snapshots.landed_token,
+            number=number,
+            on_wait=on_wait if group.remote_ranks else call.on_wait,
+            by_line=call.is_short,
+        )
+        if report.ok and not _is_held(report):
+            try:
+                call.check([answer.value for answer in report.values])
+            except Exception:
+                self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+                raise
+            self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
+        return report
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry.
@@ -627,42 +673,76 @@ class ElasticController:
 
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
-        self._monitoring.begin()
-        reason = "a node is going away"
-        in_place = self._spec.regroups and self._changes.are_possible()
+        self._monitor.begin()
+        in_place = self.recovery.can_change()
         if in_place is None:  # a loss, which the call will come upon
             return
-        if not in_place:
+        if in_place:
+            failed = self.recovery.change(self._lifecycle.leaving_nodes_in_use(), LEAVING)
+        else:
             self.snapshot()
-            self.starter.rebuild(reason, "left")
-            return
-        failed = self._changes.change(self._lifecycle.leaving_nodes_in_use(), reason)
+            failed = "left", LEAVING
         if failed is not None:
-            self.starter.rebuild(failed.cause, failed.kind)
+            self.recovery.rebuild(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
         group, most = self.ensure_group(), self._lifecycle.scaling.max_workers
-        self._growth.start_spares()
+        self._lifecycle.start_spares()
         if len(group) >= most:
             return
-        self._monitoring.begin()
-        in_place = self._spec.regroups and self._changes.are_possible()
+        self._monitor.begin()
+        in_place = self.recovery.can_change()
         if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
             return
         if in_place:
             num_awaited = most if call.resume is None else self._lifecycle.resizing.num_awaited_by_call
-            failed = self._changes.grow(num_awaited)
+            failed = self.recovery.grow(num_awaited, ROOM)
             if failed is not None:
-                self.starter.rebuild(failed.cause, failed.kind)
+                self.recovery.rebuild(*failed)
             return
-        num_more = self._growth.find_room()
+        num_more = self._lifecycle.find_room()
         if not num_more:
             return
         target = len(group) + num_more
         self.snapshot()
         if self.num_workers < target:  # else a loss came between, and what is free was used already
-            self.starter.rebuild(f"resources for {target} workers are free", "grown")
+            self.recovery.rebuild("grown", f"resources for {target} workers are free")
+
+    def renew(self, function: Callable[..., Any], *args: Any) -> None:
+        """Makes new replicas in the workers, in the group that they are in. What was trained is dropped.
+
+        That is as in new workers, without the time that these take to start. Workers that start later have to be made
+        with the same arguments: see to it before you call this.
+
+        Args:
+            function: Runs on each worker as `function(replica, *args)`, and returns facts as `Replica.setup` does.
+            args: For it.
+
+        Raises:
+            WorkerError: The user's set-up failed. The workers are ended; the next call starts new ones.
+            WorkersLostError: Workers were lost too often.
+            TrainerShutdownError: After `stop`.
+        """
+        group = self.group
+        if group is None:
+            self.restart()
+            return
+        self.landed_snapshot()  # one that is on its way would not find what it is to bring
+        self.snapshots.begin_again()
+        group.standby.kill_all()
+        call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
+        try:
+            self.facts = self.run(call)
+        except BaseException:  # Ctrl-C too: some replicas may be new, and others not
+            self.kill_group()
+            raise
+
+    def restart(self) -> None:
+        """Does the same in new processes, for replicas that leave something behind in theirs."""
+        self.kill_group()
+        self.snapshots.begin_again()
+        self.ensure_group()
 
 
 def _is_held(report: GroupReport) -> bool:

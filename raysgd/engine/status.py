@@ -10,11 +10,10 @@ from typing import Any
 
 from raysgd._text.cards import card, folded, grid, two_column_table
 from raysgd._text.rank_words import listed
-from raysgd.engine.decisions.group_events import GroupEvent, GroupHistory
-from raysgd.engine.processes.snapshots import SnapshotKeeper
-from raysgd.engine.shared.snapshot_pace import SnapshotPace
+from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.engine.snapshots import SnapshotPace, Snapshots
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
 _MOST_ALONE = 16  # workers that are shown one by one
@@ -193,7 +192,7 @@ def compose(
     num_spares: int,
     samples_per_s: float | None,
     history: GroupHistory,
-    snapshots: SnapshotKeeper[Any],
+    snapshots: Snapshots,
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
@@ -219,7 +218,7 @@ def compose(
     )
 
 
-def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
+def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
     if snapshots.landed_at is None:
         return None
     age_s, num_calls = time.monotonic() - snapshots.landed_at, len(snapshots.calls_since)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_
 from raysgd._imports import optional
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history import readable, views
 
 Entry = TypeVar("Entry")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from raysgd._numbers.metric_names import name_in_test
 from raysgd._numbers.results import Metrics
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history.history import CallRecord, History, Kind
 
 RecordBeside = Callable[[Any, float, float], CallRecord]

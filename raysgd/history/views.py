@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd._imports.optional import require
 from raysgd._text import cards
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history import readable
 from raysgd.history.charts import NUM_COLORS, Series, figure
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from raysgd._text import log_lines
 from raysgd._version import __version__
-from raysgd.engine.processes.outliving import NAMESPACE
-from raysgd.engine.processes.resources import init_ray
+from raysgd.engine.keeper import NAMESPACE
+from raysgd.engine.placement import init_ray
 from raysgd.exceptions import HostLostError, UnknownHostError
 from raysgd.host.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
 from raysgd.host.packing import packed_arguments

@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any
 from weakref import finalize
 
-from raysgd.engine.processes.outliving import NAMESPACE, end_workers
-from raysgd.engine.processes.resources import session
-from raysgd.engine.processes.worker import SentData
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.keeper import NAMESPACE, end_workers
+from raysgd.engine.placement import session
+from raysgd.engine.shared.call import CallHandle
+from raysgd.engine.worker import SentData
 from raysgd.exceptions import HostLostError, TrainerShutdownError
 from raysgd.host import output
 from raysgd.host.interface import BESIDE, MAY_GO_ON, STAYS_THERE

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.processes.worker import cannot_import, is_sendable, node_here, packed_bytes
 from raysgd.engine.shared.faults import describe_fault, has_user_code
+from raysgd.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 _NO_RANK = -1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._version import __version__
-from raysgd.engine.processes import outliving
+from raysgd.engine import keeper as outliving
 from raysgd.exceptions import HostLostError
 from raysgd.host.call_log import OF_ITERATORS, CallLog, LoggedCall
 from raysgd.host.journal import Journal, journal_path

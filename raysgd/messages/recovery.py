@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raysgd._arguments import checks
-from raysgd.engine.shared.snapshot_pace import EverySeconds
+from raysgd.engine.shared.group_spec import EverySeconds
 
 Undo = Literal["auto"] | bool
 

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from raysgd._arguments import checks
-from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
+from raysgd.engine.policies import AUTO, ResizeCheck
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.placement import Placement

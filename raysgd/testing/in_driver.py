@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from raysgd.testing.targets import controller_of
 
 if TYPE_CHECKING:
-    from raysgd.engine.group.group_spec import GroupSpec
-    from raysgd.engine.group.worker_group import WorkerGroup
+    from raysgd.engine.group import WorkerGroup
+    from raysgd.engine.shared.group_spec import GroupSpec
     from raysgd.engine.shared.types import World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.engine.group.worker_group import WorkerGroup
+    from raysgd.engine.group import WorkerGroup
 
 
 def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:

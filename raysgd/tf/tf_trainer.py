@@ -23,9 +23,9 @@ from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConne
 from raysgd.driver.changing import ChangingTrainer
 from raysgd.driver.keeping.restoring import load_into_all, load_snapshot_into_all
 from raysgd.driver.keeping.saves import Content
-from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.host.cluster import start
 from raysgd.host.settings import Host

@@ -21,8 +21,8 @@ from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.driver.changing import ChangingTrainer
-from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.host.cluster import start
 from raysgd.host.settings import Host

@@ -11,7 +11,7 @@ from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling.adapters import as_list
 from raysgd.callbacks.calling.dispatcher import Dispatcher
 from raysgd.callbacks.calling.function_calls import FunctionCalls
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.storage import Folder
 from raysgd.train._rules.run_folders import fetch_checkpoints, local_run_dir
 from raysgd.train.constants import ALL_RESERVED_KEYS, BASIC_AUTOFILLED_KEYS, DETAILED_AUTOFILLED_KEYS

@@ -14,11 +14,11 @@ from weakref import WeakMethod, finalize
 
 from raysgd._arguments.checks import check_seconds
 from raysgd.air.reports import PreemptionInfo
-from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.decisions.policies import FailurePolicy
-from raysgd.engine.processes.resources import drain_deadlines, draining_nodes, ensure_ray
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
+from raysgd.engine.policies import FailurePolicy
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,

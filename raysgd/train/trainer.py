@@ -15,8 +15,8 @@ from raysgd._arguments.checks import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.processes.resources import num_gpus
+from raysgd.engine.placement import num_gpus
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.host.cluster import start as start_host
 from raysgd.host.settings import Host
 from raysgd.messages.placement import Placement

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._arguments.checks import check_amount
-from raysgd.engine.decisions.failures import classify
-from raysgd.engine.decisions.policies import num_fitting
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.group import WorkerGroup as EngineGroup
+from raysgd.engine.policies import classify, num_fitting
 from raysgd.engine.shared.connection import NoConnection
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import TrainBackendError, WorkersLostError, worker_error
 from raysgd.train._rules.worker_handles import Worker, WorkerMetadata, WorkerObject, describe, gather, make_objects

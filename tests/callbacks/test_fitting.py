@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from raysgd._numbers.call_progress import CallProgress
 from raysgd._numbers.metric_names import name_in_test
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import CallHandle
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.history import recording
 from raysgd.torch import TorchTrainer

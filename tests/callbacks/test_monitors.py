@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.parallel.options import StepOptions
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator

@@ -18,7 +18,7 @@ from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks.display import bars as bars_module
 from raysgd.callbacks.display.bars import LineBar, TqdmBar, make_bar
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 
 
 class Terminal(io.StringIO):

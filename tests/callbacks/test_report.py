@@ -20,7 +20,7 @@ import pytest
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
 from raysgd.callbacks.display.page import DATA_ID, RunFacts
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.history.history import CallRecord, History
 

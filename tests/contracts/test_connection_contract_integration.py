@@ -24,9 +24,9 @@ from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.mesh.process_sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Rendezvous, Resources, World
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 from tests.helpers.run_if import RunIf

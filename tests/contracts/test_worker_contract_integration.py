@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.engine.decisions import ranks
-from raysgd.engine.group import members
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine import group as engine_group
+from raysgd.engine import ranks
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, Resources, World
 from raysgd.exceptions import worker_error
@@ -505,7 +505,7 @@ def note(path: Path, what: str) -> None:
 def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
     kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "_CLOSE_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 120.0)
     diary = tmp_path / "diary"
     make_replica = partial(FilingReplica, diary, fails)
     group = WorkerGroup(

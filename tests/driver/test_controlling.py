@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from raysgd.driver import controlling
-from raysgd.engine.group.group_spec import GroupSpec
 from raysgd.engine.shared.connection import NoConnection
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery

@@ -13,8 +13,8 @@ import ray
 from raysgd.arrays.ray_batches import RayBatches
 from raysgd.arrays.whole_data import DataPosition, OwnData, creator_of
 from raysgd.driver.sharing import DataSharing
-from raysgd.engine.processes.worker import SentData
 from raysgd.engine.shared.types import World
+from raysgd.engine.worker import SentData
 from raysgd.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
 from tests.arrays.rows import Rows

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.driver import controlling as class_based
-from raysgd.engine.group.group_spec import FrontEndWords
+from raysgd.engine.shared.group_spec import FrontEndWords
 from raysgd.train import Trainer
 from raysgd.train._rules import settings
 from raysgd.train.executor import BackendExecutor

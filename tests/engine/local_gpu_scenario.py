@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.ray_start import patient_ray

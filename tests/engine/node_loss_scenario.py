@@ -17,11 +17,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy, capacity
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.placement import cluster_view
+from raysgd.engine.policies import ScalingPolicy, capacity
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from tests.helpers.fakes import CountingReplica, NullConnection, add
 from tests.helpers.ray_start import patient_ray

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd.engine.changes.lifecycle import ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from tests.helpers.fakes import (
     WORDS,
     Event,

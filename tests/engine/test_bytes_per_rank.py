@@ -16,13 +16,13 @@ import pytest
 
 from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.snapshots import Snapshot
-from raysgd.engine.processes.transfers import SharedValue
-from raysgd.engine.processes.worker import WorkerAnswer
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.transfers import SharedValue
+from raysgd.engine.worker import WorkerAnswer
 from tests.helpers.fakes import WORDS, CountingReplica, FakeClock, FakeCluster, NullConnection
 
 OWN_BYTES = 10_000  # of the random states of a rank
@@ -46,32 +46,27 @@ class LightWorker:
 class LightGroup(WorkerGroup):
     """A group of such workers, all of which answer."""
 
-    def __init__(self, spec: GroupSpec, num_workers: int) -> None:
-        super().__init__(spec, num_workers)
-        self._calls.gather = self._answered  # type: ignore[method-assign]
-        self._calls.connect = self._connected  # type: ignore[method-assign]
-
     def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
         infos = [WorkerInfo(f"node {rank // 8}", "10.0.0.1", rank) for rank in range(self.num_workers)]
-        self._members.give_ranks([LightWorker() for _ in infos], infos)  # type: ignore[misc]
-        return self._answered(dict.fromkeys(range(self.num_workers)))
+        self.give_ranks([LightWorker() for _ in infos], infos)  # type: ignore[misc]
+        return self._gather(dict.fromkeys(range(self.num_workers)))
 
     def store(self, value: Any) -> SharedValue:
         return SharedValue(value, "a reference")
 
     def kill(self, timeout_s: float = 5.0) -> None: ...
 
-    def _answered(self, calls: Any, on_wait: Any = None) -> GroupReport:
+    def _gather(self, calls: Any, on_wait: Any = None) -> GroupReport:
         return GroupReport(tuple(Outcome(rank, WorkerAnswer(None)) for rank in calls))
 
-    def _connected(self, join: Callable[[Rendezvous], Any], on_wait: Any = None) -> GroupReport:
-        addresses = tuple(("10.0.0.1", 40_000) for _ in self._members.workers)
-        return self._answered(join(Rendezvous(addresses, False)))
+    def _connect(self, join: Callable[[Rendezvous], Any], on_wait: Any = None) -> GroupReport:
+        addresses = tuple(("10.0.0.1", 40_000) for _ in self.workers)
+        return self._gather(join(Rendezvous(addresses, False)))
 
     @property
     def received(self) -> list[int]:
         """The bytes of what came last, by rank."""
-        return [worker.num_bytes for worker in self._members.workers]  # type: ignore[union-attr]
+        return [worker.num_bytes for worker in self.workers]  # type: ignore[union-attr]
 
 
 @contextmanager

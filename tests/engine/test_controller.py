@@ -1,6 +1,6 @@
 """The controller with a scripted group, without Ray.
 
-Covers `raysgd.engine.changes.lifecycle` and `raysgd.engine.changes.group_starter`: a scripted group shows what they do.
+Covers `raysgd.engine.lifecycle` and `raysgd.engine.recovery`: a scripted group shows what they do.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, cast
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import RetryBudget, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, World
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.helpers.fakes import (
@@ -610,14 +610,6 @@ def test_while_it_waits_it_asks_for_as_many_workers_as_it_needs_and_no_longer() 
     assert trainer.group.slots.num_asked == 1, "for the one that is missing still"
 
 
-def test_waits_are_lengthened_by_what_is_drawn() -> None:
-    drawn = iter([0.0, 0.5, 1.0])
-    trainer = starved(started(num_attempts=4, draw=lambda: next(drawn)))
-    with pytest.raises(WorkersLostError):
-        trainer.add(1)
-    assert trainer.clock.sleeps == pytest.approx([1.0, 2.1, 4.4])
-
-
 def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
     trainer = starved(started(num_attempts=2))
     with pytest.raises(WorkersLostError) as caught:
@@ -1113,13 +1105,9 @@ def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() ->
     assert trainer.controller.num_workers == 2
 
 
-def test_a_reservation_error_is_a_timeout_error() -> None:
-    assert issubclass(ReservationTimeoutError, TimeoutError)
-
-
 def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_session_alone() -> None:
     trainer = started()
-    trainer.controller._lifecycle.session = "one that has ended"
+    trainer.controller._lifecycle._session = "one that has ended"
     functions = list(trainer.group.functions)
     for use in (trainer.add, lambda _: trainer.controller.ensure_group(), lambda _: trainer.controller.snapshot()):
         with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):

@@ -17,10 +17,10 @@ from ray.util import placement_group, remove_placement_group
 
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.processes.resources import cluster_view
+from raysgd.engine.placement import cluster_view
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, Resources, World
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS

@@ -7,10 +7,9 @@ from collections import deque
 import pytest
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.renewal import renew, restart
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.exceptions import WorkerError
 from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
 
@@ -50,7 +49,7 @@ class Trainer:
 
     def renew(self, begins_at: float) -> None:
         self.begins_at = begins_at
-        renew(self.controller, begin_at, begins_at)
+        self.controller.renew(begin_at, begins_at)
 
 
 def test_all_begin_again_in_the_same_processes() -> None:
@@ -111,6 +110,6 @@ def test_other_replicas_need_other_processes() -> None:
     trainer = Trainer()
     trainer.add(5)
     trainer.begins_at = 100
-    restart(trainer.controller)
+    trainer.controller.restart()
     assert trainer.totals() == [100] * 3
     assert trainer.cluster.sizes == [3, 3]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 from raysgd.engine.status import TrainerStatus, compose, find_straggler
+from tests.helpers.fakes import no_snapshots
 
 LEDGER = DataLedger(2, 100, 60, in_flight=8)
 BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartbeat(3, 17, "training", 540, own_s=2.0)}
@@ -35,7 +35,7 @@ def status(**changes: Any) -> TrainerStatus:
         "num_spares": 1,
         "samples_per_s": 1234.4,
         "history": history,
-        "snapshots": SnapshotKeeper(),
+        "snapshots": no_snapshots(),
         **changes,
     }
     return compose(**values)
@@ -154,7 +154,7 @@ def test_losses_are_counted_by_how_they_ended() -> None:
 
 
 def test_the_age_and_place_of_the_snapshot_are_told() -> None:
-    snapshots: SnapshotKeeper[Any] = SnapshotKeeper()
+    snapshots: Any = no_snapshots()
     assert status(snapshots=snapshots).snapshot is None
     snapshots.take([Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline"))
     found = status(snapshots=snapshots).snapshot
@@ -169,7 +169,7 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
 
 
 def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
-    snapshots: SnapshotKeeper[Any] = SnapshotKeeper()
+    snapshots: Any = no_snapshots()
     snapshots.take([Capture("rng", shared_state="state")], fetch=lambda token: pytest.fail("inline"))
     snapshots.completed("call")
     snapshots.take([Capture("rng", token=1)], fetch=lambda token: OnItsWay())

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
-from raysgd.engine.changes.lifecycle import Clock
+from raysgd.engine import ranks
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions import ranks
-from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
-from raysgd.engine.group.standby import Replacements, StandbyWorkers
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes.slots import Slots
-from raysgd.engine.processes.transfers import FetchedParts
-from raysgd.engine.processes.worker import WorkerAnswer
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.lifecycle import Clock
+from raysgd.engine.placement import Slots
 from raysgd.engine.shared.connection import NoConnection
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import (
     ClusterView,
@@ -41,6 +38,10 @@ from raysgd.engine.shared.types import (
     WorkerInfo,
     World,
 )
+from raysgd.engine.snapshots import Snapshots
+from raysgd.engine.startup import Replacements, StandbyWorkers
+from raysgd.engine.transfers import FetchedParts
+from raysgd.engine.worker import WorkerAnswer
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
 
@@ -373,7 +374,7 @@ class FakeGroup(WorkerGroup):
     """A worker group with replicas in this process.
 
     It is a `WorkerGroup` for type checkers only, so that it cannot drift from what it imitates: nothing of that class
-    runs here, and `tests/engine/group/test_worker_group.py` checks that each of its public methods has a stand-in.
+    runs here, and `tests/engine/test_group.py` checks that each of its public methods has a stand-in.
     """
 
     infos: list[WorkerInfo] = []  # noqa: RUF012 - here and below: instead of properties of the class that it imitates
@@ -795,3 +796,8 @@ class Stopper:
 def raise_from_compiled_code(kind: type[Exception], text: str) -> None:
     """Raises as libraries do whose code is compiled: without a `raise` in Python."""
     ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())
+
+
+def no_snapshots() -> Snapshots:
+    """What a trainer knows of snapshots before there is one."""
+    return Snapshots(GroupSpec(NullConnection(), CountingReplica))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from raysgd.engine.changes import group_former, in_place
-from raysgd.engine.processes import gathering
+from raysgd.engine import gathering, recovery
 
 PATIENCE_S = 150.0
 
@@ -35,8 +34,5 @@ def hearing_all_losses() -> Iterator[None]:
 @contextmanager
 def awaiting_new_workers() -> Iterator[None]:
     """Survivors that wait for a new worker get it, however long its process takes to start."""
-    with (
-        patch.object(group_former, "STANDBY_WAIT_S", PATIENCE_S),
-        patch.object(in_place, "STANDBY_WAIT_S", PATIENCE_S),
-    ):
+    with patch.object(recovery, "STANDBY_WAIT_S", PATIENCE_S):
         yield

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raysgd.engine.group import worker_group
-from raysgd.engine.processes import transfers
+from raysgd.engine import group, transfers
 from tests.helpers.doors import controller_of
 
 
@@ -19,7 +18,7 @@ def sent_by_load(trainer: Any, path: Path, times: int) -> tuple[int, int]:
     Returns:
         The size of the largest message to a single worker, and the bytes of what is stored for all of them.
     """
-    pack, store = worker_group.pack, transfers.store
+    pack, store = group.pack, transfers.store
     messages: list[int] = []
     stored: list[int] = []
 
@@ -37,6 +36,6 @@ def sent_by_load(trainer: Any, path: Path, times: int) -> tuple[int, int]:
     controller.snapshots.adopt(replace(snapshot, rank_states=snapshot.rank_states * times))
     trainer.save(path)
     controller.snapshots.adopt(snapshot)
-    with patch.object(worker_group, "pack", packed), patch.object(transfers, "store", counted):
+    with patch.object(group, "pack", packed), patch.object(transfers, "store", counted):
         trainer.load(path)
     return max(messages), sum(stored)

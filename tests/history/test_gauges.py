@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.group_events import GroupHistory
-from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.history.gauges import Gauges
+from tests.helpers.fakes import no_snapshots
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger 
         num_spares=1,
         samples_per_s=samples_per_s,
         history=history,
-        snapshots=SnapshotKeeper(),
+        snapshots=no_snapshots(),
     )
 
 

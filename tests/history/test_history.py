@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raysgd._numbers.metric_names import name_in_test, validation_name
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history.history import CallRecord, History, Kind, plain
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.history.charts import Series, line_chart, nice_ticks, time_ticks, whole_ticks
 from raysgd.history.history import CallRecord, History
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "fault-tolerance.md").read_text(encoding="utf-8")
-CANNOT_GO_ON = "engine/test_controller_in_place.py::test_where_survivors_cannot_go_on_new_workers_begin_the_call_again"
+CANNOT_GO_ON = "engine/test_recovery.py::test_where_survivors_cannot_go_on_new_workers_begin_the_call_again"
 
 SHOWN_BY = {
     'with [`parallel="fsdp"`]': ["torch/parallel/test_fsdp_integration.py::test_a_lost_worker_is_replaced_and_nothing"],
@@ -32,12 +32,12 @@ SHOWN_BY = {
         "torch/test_chaos_faults_integration.py::test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on",
     ],
     "when workers are lost again": [
-        "engine/test_controller_in_place.py::test_survivors_that_completed_no_step_are_replaced_at_the_next_loss",
+        "engine/test_recovery.py::test_survivors_that_completed_no_step_are_replaced_at_the_next_loss",
     ],
     "in a call that changes the state": [
-        "engine/test_controller_in_place.py::test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the",
+        "engine/test_recovery.py::test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the",
     ],
-    "when fewer than": ["engine/test_controller_in_place.py::test_fewer_than_the_smallest_number_do_not_go_on"],
+    "when fewer than": ["engine/test_recovery.py::test_fewer_than_the_smallest_number_do_not_go_on"],
     "when the rejoin fails": [CANNOT_GO_ON],
 }
 

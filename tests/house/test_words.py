@@ -55,12 +55,12 @@ GOALS = {r"bars?(?=:)|bars?(?= \|)|the bars? (?:is|are) \d+|met": "the figure al
 # Names of the first design, and those that took their place.
 NAMES = {
     r"Party": "NextGroup",
-    r"Muster|assembl(?:e|ing) (?:the )?party": "GroupFormer, form",
+    r"Muster|assembl(?:e|ing) (?:the )?party": "Recovery.form",
     r"Recruits?|Enlisted": "StandbyWorker, standby worker",
     r"Seats?": "Slot",
     r"Pulse|Beat": "Heartbeat",
     r"Standing": "ReplicaProgress",
-    r"Watch": "CallMonitor",
+    r"Watch": "Monitor",
     r"Captures": "PendingCopies",
     r"InsideSnapshots": "MidCallSnapshots",
     r"Parcel": "CheckpointRef",

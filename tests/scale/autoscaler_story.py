@@ -26,9 +26,9 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from tests.helpers.fakes import CountingReplica, NullConnection, add
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from raysgd.engine.decisions import ranks
+from raysgd.engine import ranks
 from raysgd.torch.step.undo_log import UndoLog
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader

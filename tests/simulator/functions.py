@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.engine.decisions import ranks as rank_rules
-from raysgd.engine.decisions.policies import RetryBudget, choose_source, takers
+from raysgd.engine import ranks as rank_rules
+from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._rules.max_retries import LossCounter
 from raysgd.train._run.function_run import FunctionRun

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from raysgd.engine.decisions.failures import Diagnosis, classify
-from raysgd.engine.decisions.group_events import GroupEvent
-from raysgd.engine.decisions.policies import RetryBudget
-from raysgd.engine.group.group_hooks import GroupHooks
+from raysgd.engine.group import GroupHooks
+from raysgd.engine.policies import Diagnosis, RetryBudget, classify
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.engine.shared.types import GroupReport, StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller
-from raysgd.engine.changes import group_former, in_place
-from raysgd.engine.changes.call_monitor import CallMonitor
-from raysgd.engine.changes.group_former import GroupFormer, NextGroup
-from raysgd.engine.changes.group_starter import GroupStarter
-from raysgd.engine.changes.lifecycle import Lifecycle
-from raysgd.engine.changes.monitoring import Monitoring
-from raysgd.engine.changes.snapshotting import Snapshotting
-from raysgd.engine.changes.step_hold import StepHold
+from raysgd.engine import controller, recovery, snapshots, startup
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.liveness import LivenessCheck, PollResult
-from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Resize, RetryBudget, ScalingPolicy
-from raysgd.engine.group import standby
-from raysgd.engine.group.loans import Loan
-from raysgd.engine.group.members import Members
-from raysgd.engine.group.standby import StandbyWorkers, StartupCheck
-from raysgd.engine.group.survivors import Survivors
-from raysgd.engine.group.worker_group import WorkerGroup
-from raysgd.engine.processes import replica_calls, snapshots
-from raysgd.engine.processes.gathering import Listener
-from raysgd.engine.processes.slots import Slots
-from raysgd.engine.processes.snapshots import SnapshotKeeper
+from raysgd.engine.gathering import Listener
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.monitor import Monitor
+from raysgd.engine.placement import Slots
+from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.recovery import NextGroup, Recovery
+from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.snapshot_pace import SnapshotPace
 from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.engine.snapshots import SnapshotPace, Snapshots
+from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.tensor_copies import TensorCopies
 from raysgd.torch.step.undo_log import UndoLog
@@ -121,14 +111,14 @@ def _classify_as_user(real: Any) -> Any:
 def _retry_user_errors(real: Any) -> Any:
     def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
         is_retried = diagnosis.kind == "user" and not budget.is_spent
-        return Rebuild() if is_retried else real(self, diagnosis, budget, can_rejoin)
+        return "rebuild" if is_retried else real(self, diagnosis, budget, can_rejoin)
 
     return decide
 
 
 def _lose_user_errors(real: Any) -> Any:
     def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
-        return RaiseError(lost=True) if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
+        return "give up" if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
 
     return decide
 
@@ -142,15 +132,19 @@ def _decide_without_minimum(real: Any) -> Any:
 
 def _one_too_many(real: Any) -> Any:
     def decide(self: ScalingPolicy, view: Any, need: Any, attempt: int) -> Any:
-        found = real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
-        return Resize(found.num_workers) if isinstance(found, Resize) else found
+        return real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
 
     return decide
 
 
 def _form_without_minimum(real: Any) -> Any:
-    def form(self: GroupFormer, staying: Sequence[int]) -> NextGroup:
-        return real(replace(self, scaling=replace(self.scaling, min_workers=1)), staying)
+    def form(self: Recovery, *args: Any) -> NextGroup:
+        before, self._scaling = self._scaling, replace(self._scaling, min_workers=1)
+        try:
+            formed: NextGroup = real(self, *args)
+            return formed
+        finally:
+            self._scaling = before
 
     return form
 
@@ -172,9 +166,9 @@ def _give_back_twice(real: Any) -> Any:
     return give_back
 
 
-def _land(num_covered: Callable[[SnapshotKeeper[Any], int], int]) -> Callable[[Any], Any]:
+def _land(num_covered: Callable[[Snapshots, int], int]) -> Callable[[Any], Any]:
     def make(real: Any) -> Any:
-        def land(self: SnapshotKeeper[Any], snapshot: Any, token: int | None, covered: int) -> None:
+        def land(self: Snapshots, snapshot: Any, token: int | None, covered: int) -> None:
             real(self, snapshot, token, num_covered(self, covered))
 
         return land
@@ -183,7 +177,7 @@ def _land(num_covered: Callable[[SnapshotKeeper[Any], int], int]) -> Callable[[A
 
 
 def _take_reversed(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         own = [capture.rank_state for capture in captures][::-1]
         mixed = [replace(capture, rank_state=state) for capture, state in zip(captures, own, strict=True)]
         real(self, mixed, fetch, is_first=is_first)
@@ -192,7 +186,7 @@ def _take_reversed(real: Any) -> Any:
 
 
 def _as_first(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         real(self, captures, fetch, is_first=True)
 
     return take
@@ -203,8 +197,8 @@ def _shifted(real: Any) -> Any:
 
 
 def _none_is_silent(real: Any) -> Any:
-    def poll(self: LivenessCheck[Any]) -> PollResult[Any]:
-        return replace(real(self), silent=[])
+    def poll(self: LivenessCheck[Any]) -> Any:
+        return real(self)[0], []
 
     return poll
 
@@ -242,16 +236,16 @@ def _waits_for_looks(real: Any) -> Any:
 
 def _kill_politely(real: Any) -> Any:
     def kill_rank(self: WorkerGroup, rank: int) -> None:
-        self._members.workers[rank].kill()
+        self.workers[rank].kill()
 
     return kill_rank
 
 
 def _leave_with_the_dead(real: Any) -> Any:
-    def leave(self: GroupFormer, survivors: Sequence[int]) -> NextGroup:
+    def leave(self: Recovery, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
         ranks = list(survivors)
         while True:
-            report = self.group.leave_group(ranks, self.on_wait)
+            report = self._lifecycle.running.leave_group(ranks, self._monitor.poll)
             if report.ok:
                 return NextGroup(ranks, report.values, [])
 
@@ -297,7 +291,8 @@ def _as_of(num_steps_more: int) -> Callable[[Any], Any]:
 def _kills_only_handles(real: Any) -> Any:
     def kill(self: WorkerGroup, timeout_s: float = 5.0) -> None:
         self.standby.kill_all()
-        self._members.kill()
+        for worker in self.workers:
+            worker.kill()
 
     return kill
 
@@ -310,7 +305,7 @@ def _one_secret(real: Any) -> Any:
 
 
 def _as_if_repeatable(real: Any) -> Any:
-    def is_due_after(self: Snapshotting, call: Call) -> bool:
+    def is_due_after(self: Snapshots, call: Call) -> bool:
         due: bool = real(self, replace(call, is_repeatable=True))
         return due
 
@@ -318,7 +313,7 @@ def _as_if_repeatable(real: Any) -> Any:
 
 
 def _expects_without_the_call(real: Any) -> Any:
-    def expect(self: SnapshotKeeper[Any], transfer: Any, rank_states: Any, call: Any) -> None:
+    def expect(self: Snapshots, transfer: Any, rank_states: Any, call: Any) -> None:
         real(self, transfer, rank_states, call)
         del self._calls[-1], self._call_s[-1]
         self._num_covered -= 1
@@ -335,18 +330,10 @@ def _leaves_the_driver(real: Any) -> Any:
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
-        leaving = self.rules.leaving_nodes() & used
+        leaving = self._rules.leaving_nodes() & used
         return leaving if used - leaving else frozenset()
 
     return leaving_nodes_in_use
-
-
-def _frees_only_others(real: Any) -> Any:
-    def interrupt(self: Members, ranks: Iterable[int]) -> dict[int, Any]:
-        found: dict[int, Any] = real(self, [rank for rank in ranks if not self.workers[rank].is_local])
-        return found
-
-    return interrupt
 
 
 _POISONED = Schedule(
@@ -439,10 +426,18 @@ class _Agreeing:
 
 
 def _agrees_with_all(real: Any) -> Any:
-    def agree(self: StepHold, group: Any, steps_per_s: float) -> None:
-        real(self, _Agreeing(group), steps_per_s)
+    def agree(self: Monitor, group: Any) -> None:
+        real(self, _Agreeing(group))
 
     return agree
+
+
+def _expects_old_answers(real: Any) -> Any:
+    def expect(self: Monitor) -> None:
+        if not hasattr(self, "_liveness"):
+            real(self)
+
+    return expect
 
 
 def _takes_any_number(real: Any) -> Any:
@@ -451,14 +446,14 @@ def _takes_any_number(real: Any) -> Any:
 
 
 def _keeps_silent(real: Any) -> Any:
-    def settle(self: Survivors, *args: Any) -> list[int]:
+    def settle(self: WorkerGroup, *args: Any) -> list[int]:
         return sorted({*real(self, *args), *self.silent})
 
     return settle
 
 
 def _keeps_token(real: Any) -> Any:
-    def drop(self: SnapshotKeeper[Any]) -> None:
+    def drop(self: Snapshots) -> None:
         token = self.landed_token
         real(self)
         self.landed_token = token
@@ -467,14 +462,14 @@ def _keeps_token(real: Any) -> Any:
 
 
 def _keeps_incoming(real: Any) -> Any:
-    def drop(self: SnapshotKeeper[Any]) -> None:
+    def drop(self: Snapshots) -> None:
         self.landed_token = None
 
     return drop
 
 
 def _covers_one_less_inside(real: Any) -> Any:
-    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+    def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
         last = self._calls[-1:] if captures[0].progress is not None else []
         real(self, captures, fetch, is_first=is_first)
         if last and captures[0].token is not None:
@@ -490,7 +485,7 @@ def _infos_reversed(real: Any) -> Any:
 
 
 def _forget_stuck(real: Any) -> Any:
-    def let_finish(self: Survivors, *args: Any) -> set[int]:
+    def let_finish(self: WorkerGroup, *args: Any) -> set[int]:
         lost: set[int] = real(self, *args)
         self.stuck.clear()
         return lost
@@ -499,8 +494,8 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    def form(self: GroupFormer, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
-        formed: NextGroup = real(self, staying)
+    def form(self: Recovery, change: Any, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
+        formed: NextGroup = real(self, change, staying)
         return formed
 
     return form
@@ -527,8 +522,10 @@ def _is_run_once(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (1148,)),
-    Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
+    Mutation("a newcomer that got no state is the source", Recovery, "form", _form_with_the_stateless, (1148,)),
+    Mutation(
+        "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
+    ),
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (18,)),
@@ -537,44 +534,42 @@ MUTATIONS = (
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", recovery, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        group_former,
+        recovery,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", in_place, "takers", always(()), (38,)),
+    Mutation("the last survivor is the source", recovery, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", recovery, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
+    Mutation("a lost connection counts as an error of user code", recovery, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
-    Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
+    Mutation("ranks that failed apart are kept", Recovery, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (1,)),
-    Mutation(
-        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (1,)
-    ),
+    Mutation("too small a group goes on", Recovery, "form", _form_without_minimum, (1,)),
+    Mutation("the dead are asked to leave again and again", Recovery, "_leave_old_group", _leave_with_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
-    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (31,)),
-    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (6,)),
-    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (6,)),
-    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (25,)),
-    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (0,)),
+    Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
+    Mutation("a snapshot covers calls after it", Snapshots, "_land", _land(lambda keeper, covered: 99), (6,)),
+    Mutation("completed calls are not remembered", Snapshots, "completed", nothing, (6,)),
+    Mutation("every snapshot counts as the first", Snapshots, "take", _as_first, (25,)),
+    Mutation("ranks get each other's states", Snapshots, "take", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (0,)),
-    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (6,)),
+    Mutation("a restored call begins again", Recovery, "_is_restored_inside", always_is(False), (), _INSIDE),
+    Mutation("a new group is not restored", Recovery, "_restore", nothing, (0,)),
+    Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", controller, "_is_held", always(False), (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
@@ -592,41 +587,41 @@ MUTATIONS = (
     Mutation(
         "an answer is waited for of a node that gives none", StartupCheck, "_judge", _waits_for_looks, (), _FROZEN
     ),
-    Mutation("workers may load without an end", standby, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
+    Mutation("workers may load without an end", startup, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
-    Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
+    Mutation("the monitor outlives its call", Monitor, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (60,)),
-    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (33,)),
+    Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation(
         "a load whose state could not be stored is not repeated",
-        SnapshotKeeper,
+        Snapshots,
         "expect",
         _expects_without_the_call,
         (16,),
     ),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
-    Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (132,)),
-    Mutation("a hold is agreed on though ranks disagree", StepHold, "_agree", _agrees_with_all, (653,)),
+    Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
+    Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_refuse_if_lost", nothing, (132,)),
+    Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (653,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
     ),
-    Mutation("silent ranks count as survivors", Survivors, "settle", _keeps_silent, (189,)),
-    Mutation("a token is kept though another process is rank 0", SnapshotKeeper, "drop_incoming", _keeps_token, (5,)),
+    Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
+    Mutation("a token is kept though another process is rank 0", Snapshots, "drop_incoming", _keeps_token, (5,)),
+    Mutation("a snapshot is awaited of a rank 0 that was lost", Snapshots, "drop_incoming", _keeps_incoming, (156,)),
     Mutation(
-        "a snapshot is awaited of a rank 0 that was lost", SnapshotKeeper, "drop_incoming", _keeps_incoming, (156,)
+        "a new worker owes the answers of the lost one", Monitor, "_expect_no_answers", _expects_old_answers, (2053,)
     ),
-    Mutation("a new worker owes the answers of the lost one", CallMonitor, "_drop_debts", nothing, (2053,)),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
-    Mutation("a call that broke off goes on from inside", SnapshotKeeper, "leave_call", nothing, (), _BROKEN_OFF),
+    Mutation("a call that broke off goes on from inside", Snapshots, "leave_call", nothing, (), _BROKEN_OFF),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),
-    Mutation("a snapshot inside a call covers one call less", SnapshotKeeper, "take", _covers_one_less_inside, (2226,)),
-    Mutation("where survivors live is mixed up", Members, "give_ranks", _infos_reversed, (22,)),
-    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (169,)),
+    Mutation("a snapshot inside a call covers one call less", Snapshots, "take", _covers_one_less_inside, (2226,)),
+    Mutation("where survivors live is mixed up", WorkerGroup, "give_ranks", _infos_reversed, (22,)),
+    Mutation("nodes that are going away are not left", Lifecycle, "leaving_nodes_in_use", always(frozenset()), (554,)),
     Mutation("a shutdown waits for workers that are still starting", StandbyWorkers, "cancel", nothing, (237,)),
     Mutation(
         "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)

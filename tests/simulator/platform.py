@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.processes.local_worker import LocalCall, LocalWorker
-from raysgd.engine.processes.resources import Reservation
-from raysgd.engine.processes.slots import Slot
-from raysgd.engine.processes.snapshots import Transfer
-from raysgd.engine.processes.transfers import SharedValue
-from raysgd.engine.processes.worker import RemoteWorker
+from raysgd.engine.placement import Reservation, Slot
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
+from raysgd.engine.transfers import SharedValue, Transfer
+from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process

@@ -9,8 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.engine.processes.outliving import CallNumber
-from raysgd.engine.processes.worker import LeaveAnswer, StandbyReady, WorkerAnswer, WorkerFailed
+from raysgd.engine.keeper import CallNumber
 from raysgd.engine.shared.types import (
     LOOPBACK,
     Failure,
@@ -21,6 +20,7 @@ from raysgd.engine.shared.types import (
     WorkerInfo,
     World,
 )
+from raysgd.engine.worker import WorkerAnswer, WorkerFailed
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -345,7 +345,7 @@ class Process:
         yield from self._point("prepare")
         yield self.host.work_s()
         if make_replica is None:
-            return StandbyReady(self.info, None)
+            return WorkerAnswer((self.info, None))
         alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
@@ -353,7 +353,7 @@ class Process:
         yield from self._point("warm up")
         yield self.host.work_s()
         self.ready_at = self.host.kernel.now
-        return StandbyReady(self.info, facts)
+        return WorkerAnswer((self.info, facts))
 
     def _leave_group(self, host: str) -> Task:
         yield from self._point("leave")
@@ -363,7 +363,7 @@ class Process:
         self.host.check_left(self.replica)
         progress = self.replica.replica_progress()
         self.replica.leave_group()
-        return LeaveAnswer(progress, self.connection.open_endpoint(host, 0))
+        return progress, self.connection.open_endpoint(host, 0)
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Task:
         self.world = world

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.driver.keeping.restoring import load_into_all
 from raysgd.driver.validating.validators import ValidatingSpares
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.engine.shared.call import Call
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Future, Kernel, Stopped

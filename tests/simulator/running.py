@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.changes.lifecycle import Clock, ElasticRules
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import GroupSpec
+from raysgd.engine.lifecycle import Clock, ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import StateHandover, World
 from raysgd.messages.recovery import Undo
 from tests.simulator.befalling import Befalling

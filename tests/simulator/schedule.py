@@ -7,8 +7,8 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.engine.decisions.resizing import AUTO, ResizeCheck
-from raysgd.engine.shared.snapshot_pace import EverySeconds
+from raysgd.engine.policies import AUTO, ResizeCheck
+from raysgd.engine.shared.group_spec import EverySeconds
 from raysgd.messages.recovery import Undo
 
 POINTS = {

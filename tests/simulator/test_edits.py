@@ -103,7 +103,7 @@ def test_a_process_imports_the_engine_with_the_edit(tmp_path: Path) -> None:
 from tests.simulator.edits import edits_of, put_in
 [edit] = [each for each in edits_of("policies") if str(each).startswith("policies.RetryBudget.is_spent: ")]
 put_in(edit)
-from raysgd.engine.decisions.policies import RetryBudget
+from raysgd.engine.policies import RetryBudget
 print(edit, RetryBudget(0).is_spent)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

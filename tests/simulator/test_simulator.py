@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.policies import RetryBudget
-from raysgd.engine.processes import outliving, replica_calls
+from raysgd.engine import keeper as outliving
+from raysgd.engine.policies import RetryBudget
+from raysgd.engine.shared import replica as replica_calls
 from raysgd.engine.shared.call import Call
 from tests.helpers.stories import ROOT
 from tests.simulator.many import report

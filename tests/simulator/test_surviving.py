@@ -23,11 +23,11 @@ from tests.simulator.surviving import results_of
 
 WANTED = (
     "snapshots.own_states: `num_ranks - len(rank_states)` -> `num_ranks + len(rank_states)`",
-    "snapshot_pace.SnapshotRule.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`",
-    "resources._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`",
+    "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`",
+    "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`",
     "time_spent.TimeLedger.largest_avoidable: `if not inside:` -> `return`",
 )
-edits = [edit for module in ("snapshots", "snapshot_pace", "resources", "time_spent") for edit in edits_of(module)]
+edits = [edit for module in ("snapshots", "platform", "time_spent") for edit in edits_of(module)]
 chosen = [next(edit for edit in edits if str(edit) == words) for words in WANTED]
 print(json.dumps([asdict(result) for result in results_of(chosen, num_schedules=30, num_traced=10)]))
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.group.loans import StandbyWorker
-from raysgd.engine.group.standby import StandbyWorkers
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
 from raysgd.engine.shared.types import GroupReport, Outcome
+from raysgd.engine.startup import StandbyWorker, StandbyWorkers
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:
@@ -45,12 +44,12 @@ class WatchedGroup(WorkerGroup):
     def __init__(self, *args: Any, platform: Any, invariants: Invariants) -> None:
         super().__init__(*args, platform=platform)
         self._invariants = invariants
-        self.standby = self._start._standby = WatchedStandby(self._spec, self.slots, platform)
+        self.standby = WatchedStandby(self._spec, self.slots, platform)
         self.standby.invariants = invariants
 
     @property
     def processes(self) -> list[Process]:
-        return [worker.process for worker in self._members.workers]  # type: ignore[union-attr]
+        return [worker.process for worker in self.workers]  # type: ignore[union-attr]
 
     @property
     def known_processes(self) -> list[Process]:
@@ -64,7 +63,7 @@ class WatchedGroup(WorkerGroup):
         return report
 
     def settle(self, report: GroupReport, *args: Any) -> list[int]:
-        unanswered, began = set(self._calls.unanswered), self._platform.now()
+        unanswered, began = set(self._unanswered), self._platform.now()
         survivors = super().settle(report, *args)
         for rank in unanswered.intersection(survivors):
             process = self.processes[rank]
@@ -85,7 +84,7 @@ class WatchedGroup(WorkerGroup):
 
     def kill_rank(self, rank: int) -> None:
         process = self.processes[rank]
-        is_stuck = rank in self._survivors.stuck
+        is_stuck = rank in self.stuck
         is_silent = process.is_dead or process.is_frozen or process.thawed_at > self._platform.now() - _JUST_S
         self._invariants.require(is_stuck or is_silent, f"{process} was ended by force, though it answers")
         super().kill_rank(rank)

@@ -209,8 +209,8 @@ def test_a_worker_that_froze_between_two_calls_is_replaced(
 def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     ray_cluster: None, trainers: list[TorchTrainer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("raysgd.engine.group.survivors._STUCK_S", 1.0)
-    monkeypatch.setattr("raysgd.engine.changes.call_monitor._REPORT_S", 60.0)
+    monkeypatch.setattr("raysgd.engine.group._STUCK_S", 1.0)
+    monkeypatch.setattr("raysgd.engine.monitor._REPORT_S", 60.0)
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, recovery_options=Recovery(settle_timeout_s=3.0))
     trainers.append(trainer)
     trainer.train(num_steps=2)

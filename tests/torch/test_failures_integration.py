@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from raysgd.engine.processes.resources import Reservation
+from raysgd.engine.placement import Reservation
 from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator

@@ -123,7 +123,7 @@ RUNS: dict[str, Callable[..., tuple[Weights, Weights]]] = {
 
 def train_with_kills(program: str, num_kills: int, undo: Undo, num_spares: int, seed: int) -> dict[str, Any]:
     """Runs one program; returns what was seen."""
-    told, logger, began = Told(), logging.getLogger("raysgd.engine.decisions.group_events"), time.time()
+    told, logger, began = Told(), logging.getLogger("raysgd.engine.shared.group_events"), time.time()
     logger.addHandler(told)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

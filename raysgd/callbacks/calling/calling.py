@@ -12,7 +12,7 @@ from raysgd.exceptions import CallbackError
 
 if TYPE_CHECKING:
     from raysgd._numbers.call_progress import CallProgress
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 
 class CallbackCalls(Dispatcher):

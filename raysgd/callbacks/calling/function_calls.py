@@ -12,7 +12,7 @@ from raysgd.callbacks.calling.adapters import TrainAdapter
 from raysgd.callbacks.calling.calling import CallbackCalls
 
 if TYPE_CHECKING:
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 _NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.calling.dispatcher import Dispatcher
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
 
 TUNE_HOOKS = (

@@ -27,7 +27,7 @@ from raysgd.history.history import CallRecord, History
 from raysgd.history.views import grouped_series, shown_events
 
 if TYPE_CHECKING:
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
 
 DATA_ID = "raysgd-run"
 

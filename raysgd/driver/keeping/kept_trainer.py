@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.driver.fit_loop import FitProgress
-from raysgd.engine.processes.outliving import Keeper
+from raysgd.engine.keeper import Keeper
 from raysgd.history.history import BEGINNING
 
 _RECORDS = "records:"

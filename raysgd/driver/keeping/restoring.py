@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import Snapshot, own_states
-from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.engine.transfers import SharedValue
 
 
 def load_into_all(

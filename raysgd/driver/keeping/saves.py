@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, Write
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import CallHandle
 from raysgd.history.history import CallRecord
 from raysgd.history.recording import RecordBeside
 

@@ -11,9 +11,9 @@ from typing import Any
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.sharing import DataSharing
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import NewestSnapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings, ReplicaSettings

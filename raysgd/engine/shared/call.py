@@ -1,12 +1,15 @@
-"""One piece of work for the group."""
+"""One piece of work for the group, and the handle of one that runs while the program goes on."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from raysgd.engine.shared.types import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,23 @@ class Call:
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
         """Of the arguments of all ranks those of the ranks that it runs on."""
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
+
+
+class CallHandle(ABC, Generic[T]):
+    """A call of a trainer that is running, or has ended."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return whether the call has ended, with a result or an error."""
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the call and return what it came to.
+
+        Args:
+            timeout: How many seconds to wait. None waits until the call has ended.
+
+        Raises:
+            TimeoutError: The call is still running. It goes on.
+            Exception: What the call itself has raised.
+        """

@@ -172,6 +172,11 @@ class Outcome:
     def ok(self) -> bool:
         return self.answered and self.failure is None
 
+    @property
+    def has_died(self) -> bool:
+        """True if the worker died in it."""
+        return self.failure is not None and self.failure.kind == "died"
+
 
 @dataclass(frozen=True)
 class ReplicaProgress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd._state.state_codec import decode
-from raysgd.engine.processes.transfers import DividedValue
+from raysgd.engine.transfers import DividedValue
 
 
 def whole(shared_state: Any, copy: bool) -> Any:

@@ -18,7 +18,7 @@ from raysgd._arguments.checks import did_you_mean, is_number, refuse_text
 from raysgd._text.once import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
-from raysgd.engine.processes.resources import num_gpus
+from raysgd.engine.placement import num_gpus
 from raysgd.messages.batching import check_joint_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.torch import constants
@@ -44,7 +44,7 @@ def check_place(num_workers: int, use_local: Any) -> None:
 
 def _check_use_local(num_workers: int) -> None:
     if num_workers > 1:
-        from raysgd.engine.processes.resources import is_ray_client
+        from raysgd.engine.placement import is_ray_client
 
         if is_ray_client():
             raise ValueError(

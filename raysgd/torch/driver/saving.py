@@ -9,9 +9,9 @@ from typing import Any, Literal
 from raysgd._arguments import checks
 from raysgd.driver.keeping.saves import FileSaves
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import Snapshot
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
+from raysgd.engine.snapshots import Snapshot
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
 from raysgd.torch.driver import partial_loading

@@ -13,9 +13,9 @@ from typing import Any
 from raysgd._state.state_codec import EncodedState, lend
 from raysgd.driver.keeping.restoring import load_into_all, load_snapshot_into_all
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.processes.snapshots import Snapshot, own_states
-from raysgd.engine.processes.transfers import DividedValue, StoringTransfer
 from raysgd.engine.shared.call import Call
+from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.engine.transfers import DividedValue, StoringTransfer
 from raysgd.torch.checkpoints import shared_state
 from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.checkpoints.divided_folder import StateInFolder

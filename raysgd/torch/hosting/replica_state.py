@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
-from raysgd.engine.processes.transfers import DividedValue
+from raysgd.engine.transfers import DividedValue
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_index import Path_
 from raysgd.torch.data.feed import TorchFeed

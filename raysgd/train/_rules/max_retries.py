@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raysgd.engine.decisions.failures import Diagnosis
-from raysgd.engine.decisions.policies import FailurePolicy, RaiseError, Rebuild, Rejoin, RetryBudget
+from raysgd.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget
 from raysgd.exceptions import WorkersLostError
 
 RETRY_ADVICE = (
@@ -80,7 +79,7 @@ class RenewingPolicy(FailurePolicy):
 
     take_landing: Callable[[], bool]
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | RaiseError:
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Decision:
         """Return what to do next. Where survivors go on, that does not wait for a checkpoint on its way."""
         is_needed = budget.is_spent or not (self.rejoins and can_rejoin)
         if is_needed and self.take_landing():

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd._arguments.checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
-from raysgd.engine.decisions.failures import Diagnosis
-from raysgd.engine.decisions.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.group.group_spec import FrontEndWords, GroupSpec
+from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.messages.placement import Placement
 from raysgd.train import constants
 from raysgd.train._rules.arrivals import CheckpointTaker

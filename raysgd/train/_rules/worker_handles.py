@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.decisions.failures import classify
-from raysgd.engine.processes.gathering import Listener
+from raysgd.engine.gathering import Listener
+from raysgd.engine.policies import classify
 from raysgd.engine.shared.types import GroupReport
 from raysgd.exceptions import InactiveWorkerGroupError, TrainingWorkerError, worker_error
 from raysgd.train._worker.function_replica import FunctionReplica
 
 if TYPE_CHECKING:  # workers load this module, and none of the driver's
-    from raysgd.engine.group.worker_group import WorkerGroup
+    from raysgd.engine.group import WorkerGroup
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd.engine.processes.worker import packed_bytes
+from raysgd.engine.worker import packed_bytes
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train.checkpoint import CheckpointStrategy, check_strategy, load_checkpoint
 from raysgd.train.utils import without_arguments

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.engine.decisions.failures import Diagnosis
-from raysgd.engine.group.group_hooks import GroupHooks
-from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.group import GroupHooks
+from raysgd.engine.group import WorkerGroup as EngineGroup
+from raysgd.engine.policies import Diagnosis
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo
 from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, describe, make_objects
 from raysgd.train._worker.function_replica import FunctionReplicas

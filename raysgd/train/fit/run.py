@@ -18,8 +18,8 @@ from typing import Any, Literal
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.reports import VALIDATION_KEY, ReportedCheckpoint, ValidationConfig
-from raysgd.engine.decisions.failures import Diagnosis, words
-from raysgd.engine.processes.resources import Reservation, ensure_ray
+from raysgd.engine.placement import Reservation, ensure_ray
+from raysgd.engine.policies import Diagnosis, words
 from raysgd.engine.shared.types import Resources
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.messages.placement import Placement

@@ -26,7 +26,7 @@ from raysgd.train.fit.job import FitJob, FitTrainer, check_is_shared, facts_of
 from raysgd.train.fit.space import merged_arguments
 
 if TYPE_CHECKING:
-    from raysgd.engine.decisions.group_events import GroupEvent
+    from raysgd.engine.shared.group_events import GroupEvent
     from raysgd.storage import Folder
 
 _FOLDER = ".raysgd"

@@ -13,7 +13,7 @@ from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.callbacks.calling.adapters import adapted
 from raysgd.callbacks.calling.function_calls import FunctionCalls
 from raysgd.callbacks.calling.run_callbacks import RunCallbacks
-from raysgd.engine.decisions.group_events import GroupEvent
+from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
 from raysgd.train import TrainingCallback

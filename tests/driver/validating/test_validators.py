@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
-from raysgd.engine.processes.snapshots import NewestSnapshot, Snapshot
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import WorkersLostError
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings, ReplicaSettings

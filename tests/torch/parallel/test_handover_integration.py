@@ -15,8 +15,8 @@ import torch
 
 from raysgd.connections.mesh.mesh import Mesh
 from raysgd.connections.torch import TorchConnection
-from raysgd.engine.group.group_spec import GroupSpec
-from raysgd.engine.group.worker_group import WorkerGroup
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Resources
 from raysgd.torch.parallel import handover
 from tests.helpers.fakes import CountingReplica

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.decisions.policies import RetryBudget
+from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._rules.max_retries import LossCounter
 from raysgd.train._run.function_run import FunctionRun, check_step

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.group.worker_group import WorkerGroup as EngineGroup
+from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Resources
 from raysgd.exceptions import WorkerFault
 from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject

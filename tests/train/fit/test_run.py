@@ -9,8 +9,7 @@ import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air._running import TrialFacts
-from raysgd.engine.decisions.failures import Diagnosis
-from raysgd.engine.decisions.policies import RaiseError, Rebuild, RetryBudget
+from raysgd.engine.policies import Decision, Diagnosis, RetryBudget
 from raysgd.train._rules.arrivals import CheckpointLostError
 from raysgd.train._run.function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
@@ -140,51 +139,51 @@ class Failing:
     def land(self) -> None:
         self.run._checkpoints.add(None, lambda: {"a": 1})
 
-    def fail(self, diagnosis: Diagnosis) -> type[object]:
+    def fail(self, diagnosis: Diagnosis) -> Decision:
         decision = self.policy.decide(diagnosis, self.budget, can_rejoin=False)
-        if isinstance(decision, Rebuild):
+        if decision == "rebuild":
             self.budget.pay_for_rebuild()
             self.run._has_raised = self.run._has_raised or diagnosis.kind == "user"
-        return type(decision)
+        return decision
 
 
 def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 2)
     for _ in range(3):
         failing.land()
-        assert [failing.fail(DEATH) for _ in range(2)] == [Rebuild, Rebuild]
-    assert failing.fail(DEATH) is RaiseError
+        assert [failing.fail(DEATH) for _ in range(2)] == ["rebuild", "rebuild"]
+    assert failing.fail(DEATH) == "give up"
 
 
 def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 1)
-    assert failing.fail(DEATH) is Rebuild
+    assert failing.fail(DEATH) == "rebuild"
     failing.run._checkpoints.add(None, lose)
-    assert failing.fail(DEATH) is RaiseError
+    assert failing.fail(DEATH) == "give up"
     failing.land()
-    assert failing.fail(DEATH) is Rebuild
+    assert failing.fail(DEATH) == "rebuild"
 
 
 def test_a_checkpoint_behind_one_that_has_landed_does_not_hide_it(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 1)
-    assert failing.fail(DEATH) is Rebuild
+    assert failing.fail(DEATH) == "rebuild"
     failing.land()
     failing.run._checkpoints.add(None, lose)
-    assert failing.fail(DEATH) is Rebuild
+    assert failing.fail(DEATH) == "rebuild"
 
 
 def test_an_exception_of_the_function_ends_the_renewal(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 2)
     failing.fail(DEATH), failing.fail(DEATH)
     failing.land()
-    assert failing.fail(EXCEPTION) is Rebuild
+    assert failing.fail(EXCEPTION) == "rebuild"
     failing.land()
-    assert failing.fail(DEATH) is Rebuild
+    assert failing.fail(DEATH) == "rebuild"
     failing.land()
-    assert failing.fail(EXCEPTION) is RaiseError
+    assert failing.fail(EXCEPTION) == "raise error"
 
 
 def test_a_run_that_may_not_fail_may_not_fail_behind_a_checkpoint(tmp_path: Path) -> None:
     failing = Failing(run_of(tmp_path, Seen()), 0)
     failing.land()
-    assert failing.fail(DEATH) is RaiseError
+    assert failing.fail(DEATH) == "give up"

@@ -1,0 +1,645 @@
+"""All workers as one: start them, run a function on all or some, learn who survived a loss, stop them.
+
+Faults of remote workers come back as `Outcome`s; they are never raised from here, and nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raysgd.engine import ranks as rank_rules
+from raysgd.engine.gathering import Listener, await_all, roll_call
+from raysgd.engine.keeper import CallNumber, KeptGroup
+from raysgd.engine.liveness import OwnTime
+from raysgd.engine.placement import Slots, cluster_view, explain, note_processes
+from raysgd.engine.platform import Platform
+from raysgd.engine.policies import Diagnosis, classify, words
+from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
+from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
+from raysgd.engine.transfers import FetchedParts, SharedValue, StoredPart, Transfer
+from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
+
+logger = logging.getLogger(__name__)
+
+_LATE_S = 2.0  # who has not answered within this is left out; nothing is killed for it
+_POLL_S = 0.1
+_STUCK_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class WorkerGroup:
+    """A started set of workers, in rank order. Made by `start` only; `stop` and `kill` are final.
+
+    Attributes:
+        slots: The places that it has in the cluster.
+        standby: The standby workers beside it.
+        workers: The driver's handles, by rank; while they start, in no order yet.
+        infos: The places of the workers, by rank.
+        worlds: The place of each rank among the others.
+        gone: Ranks that were removed, until a new group is formed.
+        silent: Ranks that at the last `settle` neither answered nor were known to be dead.
+        stuck: Ranks that at the last `settle` answered and did not finish what they do. They may have stopped since.
+    """
+
+    def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
+        self._spec = spec
+        self._platform = platform = platform or Platform()
+        self.slots = Slots(
+            spec.resources, spec.packs, spec.within, spec.words.when_not_granted, platform.make_reservation
+        )
+        self.standby = StandbyWorkers(spec, self.slots, platform)
+        self._startup = StartupCheck(platform, spec.heartbeat_s)
+        self._is_cancelled = False
+        self.workers: list[LocalWorker | RemoteWorker] = []
+        self.infos: list[WorkerInfo] = []
+        self.worlds: list[World] = []
+        self.gone: set[int] = set()
+        self.silent: set[int] = set()
+        self.stuck: set[int] = set()
+        self.num_workers = num_workers
+        self.num_spares = spec.num_spares
+        self._unanswered: dict[int, Any] = {}  # of the calls that were gathered last
+        self._listening: dict[Any, tuple[str, int]] = {}
+        self._has_listened = False
+
+    def __len__(self) -> int:
+        return self.num_workers
+
+    @property
+    def is_ended(self) -> bool:
+        """True if there are no processes, any more or yet."""
+        return not self.workers
+
+    @property
+    def remote_ranks(self) -> list[int]:
+        """The ranks that are not the driver itself."""
+        return [rank for rank, worker in enumerate(self.workers) if not worker.is_local]
+
+    @property
+    def is_driver_only(self) -> bool:
+        """True if the only worker is the driver itself, so that no worker can be lost."""
+        return not self.remote_ranks
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """True if all workers are on the same node."""
+        return len({info.node_id for info in self.infos}) == 1
+
+    @property
+    def local_replica(self) -> Any:
+        """The replica in the driver; None when all workers are remote."""
+        worker = self.workers[0]
+        return worker.replica if isinstance(worker, LocalWorker) else None
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
+        """Reserves, creates, connects and builds. Where too few can be made ready, nothing is left behind.
+
+        Workers that die before they are connected are left out, as long as enough are ready. Others start in their
+        place, as far as that is allowed; they are waited for only where fewer are ready, and else step in later.
+
+        Args:
+            reservation_timeout_s: How long to wait for room, unless the spec says it.
+            min_workers: How many have to be ready to connect them; all unless said.
+
+        Returns:
+            The replicas' set-up answers; or the report of the step that failed. Where that is a later one, `renew`
+            may go on with the workers that live.
+
+        Raises:
+            ReservationTimeoutError: When the resources were not granted in time.
+            TrainerShutdownError: After `kill_workers`.
+        """
+        timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
+        try:
+            self._create(timeout_s)
+            report = self._make_ready(timeout_s, self.num_workers if min_workers is None else min_workers)
+            if not report.ok:
+                self.kill()
+                return report
+            # Now that all are there, it is known where they are, and so which rank each gets.
+            order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
+            self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
+            return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _create(self, timeout_s: float) -> None:
+        """Holds room for the workers and the spares, and begins to start the workers."""
+        spec, workers = self._spec, self.workers
+        if spec.use_local:
+            workers.append(self._platform.new_local_worker(spec.connection))
+        if self.num_workers == len(workers):
+            return
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
+        self._platform.ensure_running()
+        num_slots = self.num_workers + self.num_spares  # the driver's share is held too
+        self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
+        slot_of_driver = self.slots.take() if spec.use_local else None
+        for _ in range(len(workers), self.num_workers):
+            worker = self._platform.new_worker(self.slots.take(), spec.connection, spec.num_threads)
+            workers.append(worker)
+            self._startup.add(worker)
+        self._check_wanted()
+        if slot_of_driver is not None:
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+
+    def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
+        """Lets the workers load what they need; returns where those live that are ready, or what failed."""
+        num_workers = len(self.workers)
+        placed = self._submit("describe", ranks=self.remote_ranks)  # answered beside the user's hook
+        calls = self._submit("prepare", self._spec.initialization_hook)
+        if placed and not self.slots.are_own:
+            self._await_placement(list(placed.values()), timeout_s)
+        report = self._gather(calls, self._startup.poll)
+        while not report.ok:
+            dead = {found.rank for found in report.outcomes if found.failure is not None}
+            if classify(report).kind == "user":
+                return report
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            for rank in dead:
+                worker = self._remote(rank)
+                self._startup.remove(worker)
+                worker.kill()
+                self.slots.give_back(worker.slot)
+            self.standby.replace(len(dead), num_workers)
+            calls = {rank: call for rank, call in calls.items() if rank not in dead}
+            if len(calls) + self.standby.num_coming + self.standby.num_ready < min_workers:
+                return report
+            failed, report = report, self._gather(calls, self._startup.poll)
+        joining = self.standby.take_needed(min_workers - len(calls), num_workers - len(calls), self._startup.poll)
+        if joining is None:
+            self._check_wanted()
+            return failed
+        self._look_after(joining)
+        self.workers = [self.workers[rank] for rank in calls] + [each.worker for each in joining]
+        return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
+
+    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
+        """Inside another placement group the actors themselves may have to wait for room: not forever."""
+        import ray
+
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        if waiting:
+            raise ReservationTimeoutError(
+                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                + explain(self._spec.resources, len(references), cluster_view())
+            )
+
+    def _check_wanted(self) -> None:
+        if self._is_cancelled:
+            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
+
+    def _look_after(self, joining: Sequence[StandbyWorker]) -> None:
+        for each in joining:
+            self._startup.add(each.worker)
+
+    def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
+        """Lets all join and make their replicas; returns the calls. With `captures` they copy the state."""
+        make_replica = self._spec.make_replica
+        return {
+            rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
+            for rank, worker in enumerate(self.workers)
+        }
+
+    def _connect(
+        self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
+    ) -> GroupReport:
+        """Lets every rank listen for the others, and then join them where they listen.
+
+        Returns:
+            The answers of `join`. Where a rank could not listen for the others, no other one has answered.
+        """
+        hosts = hosts_of(self.infos)
+        listening, self._listening = self._listening, {}
+        addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
+        # Who was in a group leaves it by listening for the next one.
+        if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
+            addresses.setdefault(0, (hosts[0], 0))
+        opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
+        self._has_listened |= bool(opening)
+        calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
+        opened = self._gather(calls, on_wait)
+        if not opened.ok:  # none was asked to join
+            failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
+            return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
+        addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
+        in_order = tuple(addresses[rank] for rank in range(len(hosts)))
+        return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
+
+    def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
+        """Makes these the group's workers, with the ranks in which they come."""
+        self.workers, self.infos = list(workers), list(infos)
+        note_processes(infos)
+        self.worlds = rank_rules.assign(self.infos)
+        self.num_workers, self.gone = len(self.workers), set()
+
+    def take_over(self, kept: KeptGroup) -> None:
+        """Goes on with workers that have outlived another process."""
+        self.give_ranks(kept.workers, kept.infos)
+        self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
+
+    def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
+        """Return what another process needs to go on with these workers."""
+        return KeptGroup(self.workers, self.infos, self.slots, facts)
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def on_replica(
+        self,
+        function: Callable[..., Any],
+        args_by_rank: Mapping[int, Sequence[Any]],
+        *,
+        capture: bool = False,
+        landed: int | None = None,
+        number: CallNumber | None = None,
+        on_wait: Callable[[], None] | None = None,
+        by_line: bool = False,
+    ) -> GroupReport:
+        """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
+        workers = self.workers
+        packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
+        calls = {}
+        for rank, args in args_by_rank.items():  # all before the first is sent: no rank begins what others cannot join
+            if not workers[rank].is_local and id(args) not in packed:
+                packed[id(args)] = pack(function, capture, landed, args, number)
+        for rank, args in args_by_rank.items():
+            worker: Any = workers[rank]
+            if worker.is_local:
+                calls[rank] = worker.submit("on_replica", function, capture, landed, *args)
+            else:
+                ask = worker.ask if by_line else partial(worker.submit, "on_packed")
+                calls[rank] = ask(*packed[id(args)])
+        return self._gather(calls, on_wait)
+
+    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Starts a method of a remote rank's worker; returns Ray's reference to its result."""
+        return self._remote(rank).submit(method, *args, **kwargs)
+
+    def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """Starts a method of these ranks (all, unless said); returns the calls."""
+        asked = range(len(self.workers)) if ranks is None else ranks
+        return {rank: self.workers[rank].submit(method, *args) for rank in asked}
+
+    def _remote(self, rank: int) -> RemoteWorker:
+        worker = self.workers[rank]
+        assert isinstance(worker, RemoteWorker), "the driver itself is no remote worker"
+        return worker
+
+    def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
+        """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
+        local, remote = _split(calls)
+        listener = Listener(remote, self._spec.keeps_survivors, self._platform)
+        outcomes = self._gather_both(local, bool(remote), listener, on_wait) if local else listener.listen(on_wait)
+        self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
+        self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
+        return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
+
+    def _gather_both(
+        self,
+        local: Mapping[int, LocalCall],
+        has_remote: bool,
+        listener: Listener,
+        on_wait: Callable[[], None] | None,
+    ) -> dict[int, Outcome]:
+        """The local call runs here while a thread listens to the remote ones.
+
+        The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
+        """
+        answers: dict[int, Outcome] = {}
+        is_local_done = self._platform.make_event()
+
+        def listen() -> None:
+            answers.update(listener.listen(on_wait))
+            if self._must_kill(answers, is_local_done, listener.left_s(answers)):
+                self._kill_remote()  # whatever they answered before, they can no longer be counted on
+                answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
+
+        join = self._platform.begin_thread(listen) if has_remote else None
+        outcomes = {}
+        try:
+            for rank, call in local.items():
+                value, failure = call.run()
+                outcomes[rank] = Outcome(rank, value, failure)
+        finally:
+            is_local_done.set()
+            if not all(rank in outcomes and outcomes[rank].ok for rank in local):
+                listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
+        if join is not None:
+            try:
+                join()
+            except BaseException:  # Ctrl-C: the group is ended next, and the thread must not look at it any more
+                listener.stop()
+                raise
+        return {**outcomes, **answers}
+
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
+        """Return whether the remote processes have to end: after their failure the local call does not return."""
+        if all(found.ok for found in answers.values()):
+            return False
+        own_time = OwnTime(self._platform.now)
+        while own_time.look(_POLL_S) < left_s:
+            if is_local_done.wait(_POLL_S):
+                return False
+        if is_local_done.wait(0.0):
+            return False
+        kinds = {found.failure.kind for found in answers.values() if found.failure}
+        if self._spec.keeps_survivors and "user" not in kinds:
+            self._interrupt(range(len(self.workers)))
+            return not is_local_done.wait(self._spec.settle_timeout_s)
+        return True
+
+    # ------------------------------------------------------------------------------------------ beside calls
+
+    def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
+        """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
+        return self._platform.transfer(self.workers[rank].submit("beside", function, *args))
+
+    def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
+        """Does what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
+        return self._platform.transfer(self.workers[rank].submit("send", function, *args))
+
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+        """Does what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
+
+        A part goes to a partner on another node, or where there is none, to the driver.
+        """
+        parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
+        keepers = rank_rules.keepers(self.infos, self._platform.home)
+        relays = {}
+        for rank, keeper in keepers.items():
+            part: Any = parts[rank]
+            arrival, copy = self.submit(keeper, "relay", [part.reference])
+            relays[rank] = self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
+        return FetchedParts(parts, [info.node_id for info in self.infos], relays)
+
+    def ask_beside(
+        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
+    ) -> dict[int, Any]:
+        """Return what ranks (all, unless said) answer to `method` beside their work; without those that are late."""
+        local, remote = _split(self._submit(method, *args, ranks=ranks))
+        if remote:
+            await_all(self._platform, remote.values(), timeout_s)
+        outcomes = [self._platform.outcome(rank, call) for rank, call in remote.items()]
+        answers = {found.rank: found.value for found in outcomes if found.ok}
+        answers.update({rank: call.run()[0] for rank, call in local.items()})
+        return answers
+
+    def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Asks a remote rank beside its work; returns the call, for `poll`."""
+        return self.workers[rank].submit("beside", function, *args)
+
+    def poll(self, rank: int, call: Any) -> Outcome:
+        """Return what became of a call by `submit_beside`, as of now."""
+        return self._platform.outcome(rank, call)
+
+    def store(self, value: Any) -> SharedValue:
+        """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
+        return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
+
+    def share(self, value: Any) -> list[Any]:
+        """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
+        stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
+        if stored.reference is None:  # perhaps it was stored while the driver was alone
+            stored = self.store(stored.value)
+        return [stored.value if worker.is_local else stored.reference for worker in self.workers]
+
+    # --------------------------------------------------------------------------------------------- survivors
+
+    def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+        """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on.
+
+        Args:
+            report: What is known of the call.
+            tell_stuck: Called once if a rank that lives takes long to finish what it does.
+        """
+        unanswered, self._unanswered = self._unanswered, {}
+        lost = {found.rank for found in report.outcomes if found.has_died}
+        waiting = {rank: call for rank, call in unanswered.items() if rank not in lost}
+        freed = self._interrupt(waiting)
+        answers = self._roll_call(freed, len(self.workers) - len(lost) - len(freed))
+        self.silent = {rank for rank, found in answers.items() if not found.answered}
+        lost |= {rank for rank, found in answers.items() if not found.ok}
+        lost |= self._let_finish({rank: call for rank, call in waiting.items() if rank not in lost}, tell_stuck)
+        return [rank for rank in range(len(self.workers)) if rank not in lost]
+
+    def answering(self, ranks: Sequence[int]) -> list[int]:
+        """Of these ranks, which do nothing, those that live and answer; who does neither is noted as silent."""
+        remote = set(self.remote_ranks)
+        calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
+        answers = self._roll_call(calls, len(ranks) - len(calls))
+        self.silent |= {rank for rank, found in answers.items() if not found.answered}
+        return [rank for rank in ranks if rank not in answers or answers[rank].ok]
+
+    def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
+        """Waits until these calls of survivors have finished; returns those that do not, or are dead."""
+        platform, timeout_s = self._platform, self._spec.settle_timeout_s
+        own_time, has_told = OwnTime(platform.now), False
+        while calls and (waited_s := own_time.look()) < timeout_s:
+            if len(platform.ready(calls.values(), _POLL_S)) == len(calls):
+                break
+            if not has_told and waited_s > min(_STUCK_S, timeout_s / 2):
+                tell_stuck()
+                has_told = True
+        outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
+        self.stuck = {found.rank for found in outcomes if not found.answered}
+        if self.stuck and not has_told:  # the driver stood still meanwhile
+            tell_stuck()
+        return self.stuck | {found.rank for found in outcomes if found.has_died}
+
+    def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """Ends what these ranks wait for, without waiting for that; returns the calls of the remote ones."""
+        local, remote = _split(self._submit("interrupt", ranks=ranks))
+        for call in local.values():
+            call.run()
+        return remote
+
+    def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
+        return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
+
+    def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
+        """Lets the survivors leave their group; each tells how far it is.
+
+        They listen for the next group at once, to be asked once less: under the addresses that it has without others.
+        """
+        hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
+        calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
+        report = self._gather(calls, on_wait)
+        ports = {found.rank: found.value[1] for found in report.outcomes if found.ok}
+        self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items() if port is not None}
+        return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
+
+    def remove_workers(self, ranks: Sequence[int]) -> None:
+        """Kills the workers of these ranks, dead or alive; their slots are free for others."""
+        for rank in ranks:
+            worker = self._remote(rank)
+            if rank in self.silent or rank in self.stuck:
+                self.kill_rank(rank)
+            else:
+                worker.kill()
+            self.slots.give_back(worker.slot)
+        self.silent.clear()
+        self.stuck.clear()
+        self.gone |= set(ranks)
+
+    def regroup(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[StandbyWorker],
+        handover: StateHandover,
+        on_wait: Callable[[], None] | None = None,
+        places: Sequence[int] = (),
+    ) -> GroupReport:
+        """Forms a new group of the `survivors` and those that join them.
+
+        Args:
+            survivors: Ranks in the old group, which have left it.
+            joining: Workers from `standby`.
+            handover: Whose state the others take over, by new rank.
+            on_wait: Called now and then while it waits.
+            places: The rank that each of them gets; unless given, they get them in this order.
+
+        Returns:
+            The replicas' facts. On anything but success the group cannot be used any more.
+        """
+        self._give_places(survivors, joining, places)
+        handover = handover.by_node(self.worlds)
+        to_new, new = replace(handover, make_replica=self._spec.make_replica), {each.worker for each in joining}
+
+        def join(rendezvous: Rendezvous) -> dict[int, Any]:
+            return {
+                rank: worker.submit("regroup", self.worlds[rank], rendezvous, to_new if worker in new else handover)
+                for rank, worker in enumerate(self.workers)
+            }
+
+        return self._connect(join, on_wait)
+
+    def renew(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[StandbyWorker],
+        on_wait: Callable[[], None] | None = None,
+        *,
+        captures: bool = False,
+    ) -> GroupReport:
+        """Does what `regroup` does with new replicas in all processes, which have no state yet.
+
+        Args:
+            survivors: As for `regroup`.
+            joining: As for `regroup`.
+            on_wait: Called now and then while it waits; unless given, frozen workers are looked for as in a start.
+            captures: Whether they copy their state.
+
+        Returns:
+            Their set-up answers. On anything but success the group cannot be used any more.
+        """
+        self._look_after(joining)
+        self._give_places(survivors, joining)
+        return self._connect(partial(self._build, captures=captures), on_wait or self._startup.poll)
+
+    def _give_places(
+        self, survivors: Sequence[int], joining: Sequence[StandbyWorker], places: Sequence[int] = ()
+    ) -> None:
+        workers = [self.workers[rank] for rank in survivors] + [each.worker for each in joining]
+        infos = [self.infos[rank] for rank in survivors] + [each.info for each in joining]
+        self.give_ranks(rank_rules.in_places(workers, places), rank_rules.in_places(infos, places))
+
+    # ------------------------------------------------------------------------------------------------- end
+
+    def kill_rank(self, rank: int) -> None:
+        """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
+        self.workers[rank].kill()
+        self._platform.kill_process(self.infos[rank])
+
+    def kill_workers(self) -> None:
+        """From another thread than the one that starts or uses the group: makes that one return, and kill the group."""
+        self._is_cancelled = True
+        self.standby.cancel()
+        self._kill_remote()
+
+    def _kill_remote(self) -> None:
+        """From any thread: kills the remote processes, and frees the driver's own worker if it waits for them."""
+        for worker in tuple(self.workers):
+            if isinstance(worker, RemoteWorker):
+                worker.kill()
+            else:
+                worker.interrupt()
+
+    def stop(self, timeout_s: float) -> None:
+        """Lets every worker close what it has, then kills the processes and gives the resources back."""
+        try:
+            remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
+            for worker in self.workers:
+                if isinstance(worker, LocalWorker):
+                    worker.kill()
+            if remote and self._platform.is_running:
+                await_all(self._platform, remote, _CLOSE_TIMEOUT_S)
+                found = [self._platform.outcome(-1, call) for call in remote]
+                num_left = sum(not each.answered for each in found)
+                if num_left:
+                    logger.warning("%s workers did not stop within %s s; killing them", num_left, _CLOSE_TIMEOUT_S)
+                for each in found:
+                    if each.failure is not None:
+                        logger.debug("a worker failed to close: %s", each.failure.fault.message)
+        finally:
+            self.kill(timeout_s)
+
+    def kill(self, timeout_s: float = 5.0) -> None:
+        """Kills the processes at once and gives the resources back. Safe at any time, also half-started or twice."""
+        try:
+            self.standby.kill_all()
+            workers, self.workers = self.workers, []
+            for worker in sorted(workers, key=lambda w: w.is_local):  # remote first: a local one may wait for them
+                worker.kill()
+        finally:
+            self.slots.close(timeout_s)
+
+
+def _split(calls: Mapping[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
+    """The calls that run in the driver, and the others."""
+    local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
+    return local, {rank: call for rank, call in calls.items() if rank not in local}
+
+
+def _ranked(found: Outcome) -> Outcome:
+    """With the rank filled in where the worker did not know its own yet."""
+    failure = found.failure
+    if failure is None or failure.fault.rank >= 0:
+        return found
+    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
+
+
+class GroupHooks:
+    """Watches the groups of a trainer; by itself it does nothing. The lifecycle calls it, in the driver.
+
+    A hook may use the group that it is given. It must not call the controller, which is waiting for it.
+    """
+
+    def on_start(self, group: WorkerGroup) -> GroupReport | None:
+        """The workers run and are connected; nothing was run on them yet.
+
+        Returns:
+            The report of a call over which a worker died: the start counts as failed then. None if all is well.
+        """
+        return None
+
+    def on_change(self, group: WorkerGroup) -> None:
+        """The group has other members or other ranks than before; those that stayed go on where they are."""
+
+    def on_failure(self, diagnosis: Diagnosis) -> None:
+        """A call failed, and is about to run again on new workers."""
+
+    def on_stop(self, group: WorkerGroup) -> None:
+        """The workers are about to be stopped in an orderly way. Follows `on_end`."""
+
+    def on_end(self, group: WorkerGroup) -> None:
+        """The workers are about to end, in whatever way; also from another thread, and more than once for a group."""

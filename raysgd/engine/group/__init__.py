@@ -1,1 +1,0 @@
-"""The worker group: all workers as one, from its start to the questions that survivors answer."""

@@ -1,0 +1,367 @@
+"""Watches a call while it runs: heartbeats, snapshots taken inside the call, and when to stop for a change.
+
+The driver calls `poll` some ten times a second while it waits for the call. All questions go to the second thread of
+each worker; between two rounds nothing is asked, so a call that takes less than a round costs nothing.
+
+Why all ranks agree on a step before they stop: ADR 10.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from raysgd._text.once import Once
+from raysgd._text.rank_words import named
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.shared import replica
+from raysgd.engine.shared.types import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+_FASTEST_ROUND_S = 0.25  # where snapshots inside the call may come that fast, or workers are about to step in
+_FIRST_ROUND_S = 0.2  # of a call: most are short, and what is known of them comes from the signs of life
+_POLL_S = 0.2
+_MOST_STACKS = 8
+_REPORT_S = 1.0  # for an answer; the report says which ranks gave none
+_NODES_S = 2.0
+_HOLD_AHEAD_S = 0.05
+_MIN_MARGIN = 2
+
+ROOM = "there is room for more workers"
+LEAVING = "a node is going away"
+
+
+class Monitor:
+    """Watches one call after the other, and changes of the group between them.
+
+    Args:
+        lifecycle: Holds the group.
+        is_of_restore: Whether it watches restores only. It takes no snapshots: one taken then would seem to cover all
+            calls that are repeated.
+
+    Attributes:
+        is_on: Whether something is watched.
+        heartbeats: The last sign of life of each rank in what is watched.
+        reason: Why the ranks were asked to stop.
+        observer: Called about once a second while a call runs, and when one failed for good; if it is set.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
+        self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
+        self._is_of_restore = is_of_restore
+        self._num_holds = 0  # stops inside a call that were proposed; each has a number
+        self._once = Once()
+        self.observer: Callable[[], None] | None = None
+        self.begin()
+        self.is_on = is_of_restore
+
+    def begin(self, *, of_call: bool = False, can_hold: bool = False) -> None:
+        """Watches the group from now on, while it changes, or waits.
+
+        Args:
+            of_call: Whether a call runs.
+            can_hold: Whether that can be stopped at a step boundary and continued.
+        """
+        now = self._lifecycle.now()
+        self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self._first: dict[int, Heartbeat] = {}
+        self._steps_per_s = 0.0
+        self._snapshot = 0  # the newest inside the call that was taken over
+        self._infos: object = None
+        self._expect_no_answers()
+        # A call of few workers is asked soon; many are busy when they begin or go on after a loss.
+        first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
+        is_soon = of_call and first_s <= _FIRST_ROUND_S
+        self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
+        self._next_nodes, self._next_growth = now + _NODES_S, now
+        self._margin, self._is_holding = _MIN_MARGIN, False
+        self.reason = "the process of the host that died had stopped it for that" if can_hold else ROOM
+        self._before: dict[int, Heartbeat] = {}
+        if of_call:
+            self._lifecycle.let_step_in()
+
+    def go_on(self) -> None:
+        """Watches what follows the call: a loss, or a change of the ranks that were held for it."""
+        if self.is_on:
+            before = self.heartbeats
+            self.begin()
+            self._before = before
+
+    def end(self) -> None:
+        """Nothing runs any more."""
+        self.is_on = False
+
+    def poll(self) -> None:
+        """Does what is due. To be called now and then while the driver waits."""
+        if not self.is_on:
+            return
+        self._listen()
+        now = self._lifecycle.now()
+        if now >= self._next_round:
+            self._next_round = now + self._next_round_s()
+            self._ask()
+            if self._can_hold:
+                self._hold_where_due()
+            if self._is_of_call:
+                self._lifecycle.start_owed_spares()
+                self._lifecycle.let_step_in()
+            if not self._is_of_restore:
+                self._snapshots.poll()  # Ray brings a snapshot to this node only once somebody asks
+                self.observe()
+        self._liveness.rest()
+
+    def observe(self) -> None:
+        """Tells the observer."""
+        if self.observer is not None and not self._lifecycle.is_stopped:
+            self.observer()
+
+    def await_snapshot(self) -> None:
+        """Waits until no snapshot is on its way any more, for whatever reason."""
+        if not self.is_on:
+            self.begin()
+        self._snapshots.poll()
+        while self._snapshots.is_coming:
+            self._snapshots.poll(timeout_s=_POLL_S)
+            self.poll()
+
+    # ------------------------------------------------------------------------------------------ signs of life
+
+    def _expect_no_answers(self) -> None:
+        lifecycle = self._lifecycle
+        self._liveness: LivenessCheck[int] = LivenessCheck(
+            lifecycle.spec.heartbeat_s, lambda rank, call: lifecycle.running.poll(rank, call), lifecycle.now
+        )
+
+    @property
+    def _num_asked(self) -> int:
+        return len(self._lifecycle.group) if self._lifecycle.group is not None else 0
+
+    def _next_round_s(self) -> float:
+        group = self._lifecycle.group
+        is_awaited = self._can_hold and group is not None and group.standby.num_coming > 0
+        is_fast = is_awaited or self._lifecycle.spec.snapshots_inside
+        return self._liveness.round_s(self._num_asked, *((_FASTEST_ROUND_S,) if is_fast else ()))
+
+    def _ask(self) -> None:
+        group = self._lifecycle.group
+        if group is None:
+            return
+        self._liveness.ask(
+            sorted(set(group.remote_ranks) - group.gone),
+            lambda rank: group.submit_beside(rank, replica.heartbeat),
+        )
+        in_driver = None if group.local_replica is None else replica.heartbeat(group.local_replica)
+        if in_driver is not None:
+            self._note(0, in_driver)
+        group.standby.look_after()
+
+    def _listen(self) -> None:
+        infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
+        if infos is not self._infos:  # what the former worker of a rank owes, its successor does not
+            self._infos = infos
+            self._expect_no_answers()
+        answers, silent = self._liveness.poll()
+        for rank, found in answers:
+            if found.ok and found.value is not None:
+                self._note(rank, found.value)
+        if silent:
+            self._kill_hung(dict(silent))
+        if answers and not self._is_of_restore:
+            self._look_for_snapshot()
+
+    def _note(self, rank: int, heartbeat: Heartbeat) -> None:
+        self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})
+        before = self.heartbeats.get(rank)
+        if before is not None and heartbeat.step > before.step >= 0 and heartbeat.at > before.at:
+            self._steps_per_s = (heartbeat.step - before.step) / (heartbeat.at - before.at)
+        self.heartbeats[rank] = heartbeat
+        if heartbeat.is_training:
+            self._first.setdefault(rank, heartbeat)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the training call since the first signs of life; None where samples are not counted."""
+        group = self._lifecycle.group
+        spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
+        if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
+            return None
+        return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
+
+    def _kill_hung(self, silent: Mapping[int, float]) -> None:
+        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way."""
+        group = self._lifecycle.running
+        silent_s = max(silent.values())
+        cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
+        logger.warning("%s\n%s", cause, self._report())
+        if group.is_ended:  # by Ctrl-C, which ends the wait for the report when it is pressed again and again
+            return
+        self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
+        for rank in silent:
+            group.kill_rank(rank)
+
+    def tell_stuck(self) -> None:
+        """Logs what every rank is doing, so that you can find out why one of them holds the others up."""
+        if self.is_on:
+            logger.warning("workers are not stopping:\n%s", self._report())
+
+    def _report(self) -> str:
+        """Each rank's last step and present stack, as far as it answers. Ranks with the same are shown together."""
+        group = self._lifecycle.group
+        if group is None:
+            return "there is no group"
+        asked = {rank: each for rank, each in ask_heartbeats(group, _REPORT_S).items() if each.step >= 0}
+        heartbeats = {**self.heartbeats, **self._before, **asked}
+        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=_REPORT_S)
+        alike: dict[str, list[int]] = {}
+        for rank in range(len(group)):
+            alike.setdefault(f"{_place(heartbeats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)
+        return shown_together(alike)
+
+    def _look_for_snapshot(self) -> None:
+        """Takes a snapshot from inside the running call, once all ranks have one; not while another is on its way."""
+        group = self._lifecycle.group
+        if group is None or len(self.heartbeats) < len(group):
+            return
+        newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
+        if newest <= self._snapshot:
+            return
+        parts = group.ask_beside("beside", replica.part_of_snapshot, newest)
+        if None in parts.values() and self._once.is_first("snapshots too fast"):
+            logger.warning(
+                "snapshots inside the call come too fast to collect each, so a rebuild may go back further. Use "
+                "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
+            )
+        captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
+        if len(captures) < len(group):
+            return
+        self._snapshots.poll()
+        if not self._snapshots.is_coming:
+            self._snapshots.take_from(group, captures)
+            self._snapshot = newest
+
+    # ------------------------------------------------------------------------------------ stops inside a call
+
+    def _hold_where_due(self) -> None:
+        """Stops the running call at a step boundary, where workers are to leave or can step in."""
+        group = self._lifecycle.group
+        if group is None or self._is_holding:
+            return
+        facts = self._facts(group)
+        decision = decide_hold(**facts)
+        if decision == "start standby":
+            self._lifecycle.start_standby()
+            decision = decide_hold(**{**facts, "is_growth_due": False, **_standby_of(group)})
+        if decision is None:
+            return
+        self.reason = LEAVING if decision == "leave" else ROOM
+        if decision == "step in":
+            group.standby.kill_unresponsive()
+            if not group.standby.num_ready:
+                return
+        self._agree(group)
+
+    def _facts(self, group: WorkerGroup) -> dict[str, Any]:
+        """Return what there is to know; the cluster is asked only when that is due."""
+        lifecycle, now = self._lifecycle, self._lifecycle.now()
+        is_leaving = False
+        if now >= self._next_nodes:
+            self._next_nodes = now + _NODES_S
+            is_leaving = bool(lifecycle.leaving_nodes_in_use())
+        check_s, regroups = lifecycle.resizing.check_s, lifecycle.spec.regroups
+        if is_leaving or check_s is None or len(group) >= lifecycle.scaling.max_workers:
+            return {"is_leaving": is_leaving}
+        is_due = now >= self._next_growth
+        if is_due:
+            self._next_growth = now + check_s
+        num_more = lifecycle.find_room() if is_due and not regroups else 0
+        room = {"may_grow": True, "is_growth_due": is_due, "regroups": regroups, "num_more": num_more}
+        return {**room, **_standby_of(group)}
+
+    def _agree(self, group: WorkerGroup) -> None:
+        """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
+        self._num_holds += 1
+        number = self._num_holds
+        first = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
+        at = first.get(0)
+        answers = {0: at}
+        if at is not None:
+            others = range(1, len(group))
+            answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=others)
+        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
+        group.ask_beside("beside", replica.settle_hold, number, is_agreed)
+        self._is_holding = is_agreed
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+    def settle_last_hold(self) -> None:
+        """Settles the stop that a process that was killed may have left open: ranks wait for that without limit.
+
+        A rank that was told to stop does, so all have to.
+        """
+        group = self._lifecycle.running
+        told = filter(None, group.ask_beside("beside", replica.last_hold).values())
+        self._num_holds, is_agreed = max(told, default=(0, False))
+        if self._num_holds:
+            group.ask_beside("beside", replica.settle_hold, self._num_holds, is_agreed)
+
+
+def decide_hold(
+    *,
+    is_leaving: bool = False,
+    may_grow: bool = False,
+    is_growth_due: bool = False,
+    regroups: bool = True,
+    num_more: int = 0,
+    num_ready: int = 0,
+    num_coming: int = 0,
+) -> Literal["leave", "rebuild larger", "step in", "start standby"] | None:
+    """Pure: why the running call has to stop for a change of the group; or to start workers that can step in later.
+
+    Args:
+        is_leaving: Whether some of the workers are on nodes that are going away.
+        may_grow: Whether more workers are wanted, and looked for while a call runs.
+        is_growth_due: Whether it is time to look for room again.
+        regroups: Whether workers can step in without a rebuild.
+        num_more: How many more workers a rebuild would give; 0 if unknown.
+        num_ready: Standby workers that are ready.
+        num_coming: Standby workers that are starting.
+    """
+    if is_leaving:
+        return "leave"
+    if not may_grow:
+        return None
+    if not regroups:
+        return "rebuild larger" if num_more else None
+    if is_growth_due:
+        return "start standby"
+    return "step in" if num_ready and not num_coming else None
+
+
+def _standby_of(group: WorkerGroup) -> dict[str, int]:
+    return {"num_ready": group.standby.num_ready, "num_coming": group.standby.num_coming}
+
+
+def _place(heartbeat: Heartbeat | None) -> str:
+    if heartbeat is None:
+        return "no answer yet"
+    return f"epoch {heartbeat.epoch}, step {heartbeat.step}, {heartbeat.phase}"
+
+
+def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
+    """A few of the texts, by rank: those of the fewest ranks, who are what the others wait for."""
+    few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
+    lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
+    num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
+    return "\n".join([*lines, f"{num_others} other ranks are elsewhere"] if num_others else lines)
+
+
+def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
+    """A sign of life of each rank that gives one in time."""
+    answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
+    return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -1,0 +1,628 @@
+"""Placement: what the cluster has, what is reserved of it, and the slots of workers there.
+
+The only module that asks Ray what is free, and that creates and removes placement groups of live trainers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from raysgd.engine.keeper import NAMESPACE, keeper
+from raysgd.engine.policies import capacity
+from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
+from raysgd.exceptions import ReservationTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+_GUARD_POLL_S = 2.0
+_LOOK_S = 0.5
+_CLOSE_S = 5.0
+_SLICE_S = 1.0
+_TELL_S = 5.0  # a cluster that is idle grants within a second
+_BUNDLE = "bundle_group_"
+_DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
+
+
+def _ray() -> Any:
+    """Ray. Its own annotations are incomplete, which is nothing to trouble every caller with."""
+    import ray
+
+    return ray
+
+
+def ensure_ray() -> None:
+    """Connects to Ray; starts a local single-node one when nothing is running."""
+    ray = _ray()
+    if not ray.is_initialized():
+        logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
+        init_ray(include_dashboard=False)
+    _quiet_ray()
+
+
+def init_ray(**options: Any) -> None:
+    """Does what `ray.init` does, also in a cluster whose head was started with a token that this user has, too.
+
+    Where `RAY_AUTH_MODE` is not set, Ray goes by the file `~/.ray/auth_token` only if it starts a cluster.
+    """
+    _use_token()
+    _ray().init(**options)
+
+
+def _use_token() -> None:
+    with suppress(ImportError, AttributeError, TypeError):  # older versions have no tokens
+        setup = importlib.import_module("ray._private.authentication.authentication_token_setup")
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+_noted: set[tuple[str, str]] = set()
+
+
+def note_processes(infos: Iterable[WorkerInfo]) -> None:
+    """Remembers where workers are or were: raysgd says itself, in one line, if one of them is lost."""
+    _noted.update((info.node_id, str(info.pid)) for info in infos)
+
+
+def _quiet_ray() -> None:
+    """Keeps Ray from printing 1,200 characters on each such worker, whatever `log_to_driver` is.
+
+    What prints them is private: where it is missing, they are printed.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    show = getattr(worker, "print_to_stdstream", None)
+    if show is None or hasattr(show, "__wrapped__"):
+        return
+
+    @wraps(show)
+    def show_others(data: Any, *args: Any, **options: Any) -> None:
+        died = _DIED.search("".join(data["lines"])) if data.get("pid") == "raylet" else None
+        if died is None or died.groups() not in _noted:
+            show(data, *args, **options)
+
+    worker.print_to_stdstream = show_others
+
+
+def session() -> Any:
+    """Return what tells the session of Ray that this process is in from any other; None outside of one. Starts none."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    if is_ray_client():
+        return ray.util.client.ray.get_context().client_worker
+    context = ray.get_runtime_context()
+    return context.worker.node.session_name, context.get_job_id()
+
+
+def is_ray_client() -> bool:
+    """Return whether this process drives a cluster through a Ray Client connection."""
+    return bool(_ray().util.client.ray.is_connected())
+
+
+def num_gpus() -> float:
+    """Return how many GPUs the nodes have; 0 before there is a connection to Ray."""
+    ray: Any = sys.modules.get("ray")
+    return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
+
+
+def outer_group() -> Any:
+    """The placement group that this process is in and that is meant for what it starts, too; None without one."""
+    ray = _ray()
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
+def cluster_view() -> ClusterView:
+    """The live nodes with their total and free resources, and the placement groups that hold or want some.
+
+    Inside an existing placement group that group is all there is: each bundle counts as a node.
+    """
+    ray = _ray()
+    outer = outer_group()
+    if outer is not None:
+        bundles = enumerate(outer.bundle_specs)
+        return ClusterView(
+            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
+        )
+    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
+    nodes = []
+    for node in ray.nodes():
+        name = node["NodeID"]
+        if node["Alive"] and name not in leaving:
+            total, left = _plain(node["Resources"]), free.get(name, {})
+            nodes.append(NodeView(name, node["NodeManagerAddress"], total, _plain(left), _is_settling(left, groups)))
+    holders = [
+        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        for identity, entry in groups.items()
+    ]
+    return ClusterView(tuple(nodes), tuple(holders))
+
+
+def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
+    """Return whether a node still has bundles of a placement group that is none of `groups`, a list made later.
+
+    Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
+    a busy machine seconds, and in the same moment its bundles are off the node's list.
+    """
+    return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
+
+
+def _free_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Free resources node by node; Ray's public interface has only the sum, which serves for a single node."""
+    ray = _ray()
+    try:
+        return dict(importlib.import_module("ray._private.state").available_resources_per_node())
+    except (ImportError, AttributeError):
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        return {alive[0]: ray.available_resources()} if len(alive) == 1 else {}
+
+
+def _placement_groups() -> dict[str, Any]:
+    """Return what Ray says of each placement group that was not removed, by its id."""
+    table = _ray().util.placement_group_table()
+    return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
+
+
+def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Without the bookkeeping entries that Ray keeps beside the real resources."""
+    hidden = ("node:", "object_store_memory", "memory")
+    return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
+
+
+def draining_nodes() -> frozenset[str]:
+    """The nodes that Ray knows will go away soon."""
+    return frozenset(drain_deadlines())
+
+
+def drain_deadlines() -> dict[str, int]:
+    """Return when each of them goes, in milliseconds of Unix time; 0 where no one said.
+
+    Ray keeps this query private; where it is missing, none are known.
+    """
+    try:
+        return dict(importlib.import_module("ray._private.state").state.get_draining_nodes())
+    except (ImportError, AttributeError):
+        return {}
+
+
+def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
+    """The table for error messages: what was asked, what the cluster has, and what holds it."""
+    where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
+    lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
+    for node in view.nodes:
+        lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
+    for holder in view.holders:
+        how = "held" if holder.state == "CREATED" else "waited for"
+        counts = Counter(str(dict(bundle)) for bundle in holder.bundles)
+        bundles = ", ".join(f"{count} x {bundle}" for bundle, count in counts.items())
+        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {bundles}")
+    held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
+    used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
+    if used - held > 1e-6:
+        lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
+    if need.num_gpus and not any(node.total.get("GPU") for node in view.nodes):
+        lines.append("No node has a GPU. To train on CPUs pass `use_gpu=False`.")
+    return "\n".join(lines)
+
+
+def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
+    """Returns why today's nodes can never hold so many workers, or None if they can once nothing else runs."""
+    most = capacity(view, need, free_only=False)
+    if most >= num_workers:
+        return None
+    found = "No node is large enough for a worker" if most == 0 else f"The nodes have room for {most} workers at most"
+    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}"
+
+
+def _state_of(group: Any) -> str:
+    """Return what Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray answers."""
+    return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
+
+
+class Reservation:
+    """Resources for all workers at once, all or none.
+
+    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on `close`.
+
+    Args:
+        need: What one worker needs.
+        num_workers: How many there are.
+        has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
+            that one, None for none.
+        when_not_granted: What to do where the cluster does not grant them, for the error.
+    """
+
+    def __init__(
+        self,
+        need: Resources,
+        num_workers: int,
+        has_driver: bool = False,
+        packs: bool = False,
+        within: Any = "default",
+        when_not_granted: str = "",
+    ) -> None:
+        ray = _ray()
+        self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
+        self._session = session()
+        self._holder: Any = None
+        self._outer = outer_group() if within == "default" else within
+        self._own: Any = None
+        self._guard: Any = None
+        bundle = need.bundle()
+        if self._outer is None and bundle and num_workers:
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
+            bundles = [bundle] * num_workers
+            if has_driver and need.num_gpus:
+                bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
+            self._guard = guard(name)
+            labels = {"bundle_label_selector": [dict(need.labels)] * num_workers} if need.labels else {}
+            lifetime = None if keeper() is None else "detached"
+            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, lifetime, **labels)
+
+    def __len__(self) -> int:
+        return self._num_workers
+
+    @property
+    def is_own(self) -> bool:
+        """True if it holds resources itself, so that the actors of the workers find their place at once."""
+        return self._own is not None
+
+    def is_granted(self) -> bool:
+        """Return whether the resources are there, as of now."""
+        group = self._own or self._outer
+        return group is None or _state_of(group) == "CREATED"
+
+    def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
+
+        Args:
+            timeout_s: How long to wait.
+            check: Called now and then while it waits; may raise.
+
+        Raises:
+            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation.
+        """
+        group = self._own or self._outer
+        if group is None:
+            return
+        try:
+            self._await(group, timeout_s, check)
+        except BaseException:
+            self.close(timeout_s=5.0)
+            raise
+
+    def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
+        began = time.monotonic()
+        words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
+        waited_s = 0.0
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
+            time.sleep(_POLL_S)
+            check()
+            waited_s = time.monotonic() - began
+            while words and waited_s >= words[-1][0]:
+                words.pop()[1](timeout_s)
+            if waited_s >= timeout_s:
+                if self.is_granted():  # meanwhile: this process, too, may have stood still
+                    return
+                table = explain(self._need, self._num_workers, cluster_view())
+                message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
+                raise ReservationTimeoutError(f"{message}\n{self._when_not_granted}".rstrip())
+
+    def _is_ready(self, group: Any, timeout_s: int) -> bool:
+        try:
+            return bool(group.wait(timeout_s))
+        except Exception as error:  # Ray raises a bare one
+            if _state_of(group) != "REMOVED":
+                raise
+            raise ReservationTimeoutError(
+                f"Ray has removed the reservation of {self._num_workers} workers before it was granted. It does so if "
+                "the raylet on the node of this process dies, for example because `/dev/shm` is full: look into "
+                "`raylet.err` in the folder of Ray's logs, and start Ray again."
+            ) from error
+
+    def _tell_impossible(self, timeout_s: float) -> None:
+        reason = impossibility(self._need, self._num_workers, cluster_view())
+        if reason is not None:
+            logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
+
+    def _tell_missing(self, timeout_s: float) -> None:
+        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        logger.warning(
+            "waiting for resources: %s workers with %s each, there is room for %s now; giving up after %g s",
+            self._num_workers,
+            self._need.bundle(),
+            num_fitting,
+            timeout_s,
+        )
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Options that place the actor number `index` into this reservation.
+
+        Its tasks find a place as those of this process do: our bundles are full. In a trial of Tune they go into
+        the trial's placement group, which may have a bundle for them.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
+        if self._need.custom:
+            options["resources"] = dict(self._need.custom)
+        if self._need.runtime_env:
+            options["runtime_env"] = dict(self._need.runtime_env)
+        group = self._own or self._outer
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=index if self._own is not None else -1,
+            )
+        return options
+
+    def nodes(self) -> list[str | None]:
+        """Returns the live node that holds each bundle now, or None; Ray moves the bundles of a lost node."""
+        ray = _ray()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if self._own is None:
+            return [next(iter(alive), None)] * self._num_workers
+        holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
+        return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
+
+    def gpus_of_driver(self) -> list[str]:
+        """Takes the GPUs of the first worker for this very process, and returns their ids.
+
+        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `close`. Inside a worker or
+        somebody else's placement group nothing is taken: what this process may use was decided there.
+        """
+        if self._own is None or not self._need.num_gpus:
+            return []
+        ray = _ray()
+        options = {**self.actor_options(0), "num_cpus": 0}
+        self._holder = ray.remote(_GPUHolder).options(**options).remote()
+        ids: list[str] = ray.get(self._holder.gpu_ids.remote())
+        return ids
+
+    def close(self, timeout_s: float) -> None:
+        """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
+        if self._own is None:
+            return
+        ray = _ray()
+        group, self._own = self._own, None
+        holder, self._holder = self._holder, None
+        if session() != self._session:
+            return
+        if holder is not None:
+            ray.kill(holder)
+        ray.util.remove_placement_group(group)
+        if self._guard is not None:
+            ray.kill(self._guard)
+        self._await_removal(group, timeout_s)
+
+    def _await_removal(self, group: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while _state_of(group) != "REMOVED":
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "the reservation of %s workers was not removed within %s s", self._num_workers, timeout_s
+                )
+                return
+            time.sleep(_POLL_S)
+
+
+class _GPUHolder:
+    """An actor that holds GPUs for a process that is not an actor."""
+
+    def gpu_ids(self) -> list[str]:
+        """Return which GPUs Ray gave it."""
+        return [str(identity) for identity in _ray().get_gpu_ids()]
+
+
+def guard(name: str) -> Any:
+    """Return an actor that removes the placement group of this name once this process is dead; None if Ray does that.
+
+    Kill the actor when you have removed the group yourself. Make it before the group, so that no moment is unguarded.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
+    if not _is_alive(*maker):  # a driver, whose groups end with its job, or a Ray that does not tell
+        return None
+    return (
+        ray.remote(ReservationGuard)
+        .options(num_cpus=0, lifetime="detached", namespace=NAMESPACE, name=name, max_restarts=-1)
+        .remote(name, *maker)
+    )
+
+
+def _is_alive(maker: str, node_id: str | None) -> bool:
+    """Return whether a process of a task or an actor lives; without a node, whether an actor does or will again.
+
+    Ray keeps these queries private; without them, none does.
+    """
+    import ray
+
+    try:
+        state = importlib.import_module("ray._private.state")
+        if node_id is None:
+            return bool(state.actors(maker).get("State", "DEAD") != "DEAD")
+        workers = state.workers()
+    except (ImportError, AttributeError):
+        return False
+    return maker in workers and any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+
+
+class ReservationGuard:
+    """Waits in a thread until a process is dead, removes its placement group, and ends.
+
+    It belongs to no other actor, so it outlives the process, and Ray starts it again elsewhere if its node is lost.
+    """
+
+    def __init__(self, name: str, maker: str, node_id: str | None) -> None:
+        threading.Thread(target=self._watch, args=(name, maker, node_id), daemon=True).start()
+
+    def _watch(self, name: str, maker: str, node_id: str | None) -> None:
+        import ray
+
+        while _is_alive(maker, node_id):
+            time.sleep(_GUARD_POLL_S)
+        time.sleep(_GUARD_POLL_S)  # what the process asked for last may be on its way
+        with suppress(ValueError):  # there is no such group
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One bundle of a reservation: room for one worker."""
+
+    reservation: Reservation
+    index: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that place an actor here."""
+        return self.reservation.actor_options(self.index)
+
+
+class Slots:
+    """All that is reserved, what of it is free, and what was requested beside it."""
+
+    def __init__(
+        self,
+        need: Resources,
+        packs: bool = False,
+        within: Any = "default",
+        when_not_granted: str = "",
+        make_reservation: Callable[..., Reservation] = Reservation,
+    ) -> None:
+        self._need, self._packs, self._within, self._when_not_granted = need, packs, within, when_not_granted
+        self._make_reservation = make_reservation
+        self._reservations: list[Reservation] = []
+        self._free: list[Slot] = []
+        self._asked: list[Reservation] = []
+
+    def __len__(self) -> int:
+        return sum(len(reservation) for reservation in self._reservations)
+
+    @property
+    def are_own(self) -> bool:
+        """True if what is reserved is held already, so that an actor finds its place at once."""
+        return all(reservation.is_own for reservation in self._reservations)
+
+    def reserve(
+        self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reserves room for `count` more workers, all or none, instead of what was requested before.
+
+        Raises:
+            ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
+        """
+        self._ask_for(0)
+        reservation = self._new(count, has_driver)
+        reservation.wait(timeout_s, check)
+        self._add(reservation)
+
+    def ask_up_to(self, max_workers: int, num_workers: int) -> None:
+        """Asks for the room that `num_workers` lack to become `max_workers`. An autoscaler starts nodes for it.
+
+        Does not wait: `take_granted` takes what came.
+        """
+        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more than one for each worker
+
+    def _ask_for(self, count: int) -> None:
+        """Asks for room for `count` more workers, instead of what was requested before.
+
+        Each is requested by itself, because one is of use without the others. Why: ADR 107.
+        """
+        while len(self._asked) > max(0, count):
+            self._asked.pop().close(_CLOSE_S)
+        for _ in range(count - len(self._asked)):
+            reservation = self._new(1)
+            if not reservation.is_own:  # inside a placement group there is no more to get
+                return
+            self._asked.append(reservation)
+
+    def take_granted(self) -> None:
+        """Takes what was requested and is there now."""
+        for reservation in [each for each in self._asked if each.is_granted()]:
+            self._asked.remove(reservation)
+            self._add(reservation)
+
+    def await_room(
+        self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
+    ) -> None:
+        """Asks for room for `count` workers, and waits until it is there or the time is over.
+
+        Nothing stays reserved: how many are started is decided by what is there then.
+        """
+        reservation, waited_s = self._new(count, has_driver), 0.0
+        try:
+            while waited_s < timeout_s and not (reservation.is_own and reservation.is_granted()):
+                pause_s = min(_LOOK_S, timeout_s - waited_s)
+                sleep(pause_s)
+                waited_s += pause_s
+        finally:
+            reservation.close(_CLOSE_S)
+
+    def _new(self, count: int, has_driver: bool = False) -> Reservation:
+        return self._make_reservation(self._need, count, has_driver, self._packs, self._within, self._when_not_granted)
+
+    def _add(self, reservation: Reservation) -> None:
+        self._reservations.append(reservation)
+        self._free += [Slot(reservation, index) for index in range(len(reservation))]
+
+    def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
+        """Takes over what another process has reserved, of which these slots are taken."""
+        self._asked = slots._asked
+        places = {(id(slot.reservation), slot.index) for slot in taken}
+        for reservation in slots._reservations:
+            self._add(reservation)
+        self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
+
+    def take(self) -> Slot:
+        """A free slot, whatever became of its node; for a group that is just starting."""
+        return self._free.pop(0)
+
+    def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
+        """Up to `count` free slots on live nodes other than those to `avoid`."""
+        nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
+        usable = []
+        for slot in self._free:
+            node = nodes[id(slot.reservation)][slot.index]
+            if node is not None and node not in avoid:
+                usable.append(slot)
+        taken = usable[: max(0, count)]
+        self._free = [slot for slot in self._free if slot not in taken]
+        return taken
+
+    def num_usable(self, avoid: Collection[str] = ()) -> int:
+        """Return how many slots, taken or not, are on live nodes other than those to `avoid`."""
+        nodes = [node for reservation in self._reservations for node in reservation.nodes()]
+        return sum(node is not None and node not in avoid for node in nodes)
+
+    def node_of(self, slot: Slot) -> str | None:
+        """The node that `slot` is on now; None where it has none."""
+        return slot.reservation.nodes()[slot.index]
+
+    def give_back(self, slot: Slot) -> None:
+        """Says that `slot` is free again."""
+        self._free.append(slot)
+
+    def close(self, timeout_s: float) -> None:
+        """Gives everything back to the cluster, also where Ctrl-C ends the wait for a part of it."""
+        reservations = [*self._reservations, *self._asked]
+        self._reservations, self._asked, self._free = [], [], []
+        with ExitStack() as closing:
+            for reservation in reversed(reservations):
+                closing.callback(reservation.close, timeout_s)

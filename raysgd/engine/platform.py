@@ -1,0 +1,207 @@
+"""The system that the workers run on, as the driver needs it, in one place: Ray. Tests bring a simulation of it.
+
+Why the engine reaches Ray through one class: ADR 96.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raysgd.engine import call_lines, placement, transfers
+from raysgd.engine.call_lines import LineCall
+from raysgd.engine.placement import Reservation, Slot
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.types import Failure, Outcome, WorkerInfo
+from raysgd.engine.transfers import SharedValue, Transfer
+from raysgd.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
+from raysgd.exceptions import WorkerFault
+
+_TICK_S = 0.01
+_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
+_TOGETHER_S = 0.01  # answers to short calls come together: one look at all takes less than one at each
+_TOGETHER_S_EACH = 0.00005  # for each call: a look for each answer makes the driver's work quadratic
+_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
+
+
+class Platform:
+    """Starts processes and ends them, holds room for them, carries what they say, and knows the time."""
+
+    make_reservation: Callable[..., Reservation] = Reservation
+    """Asks for resources; takes what `Reservation` takes."""
+
+    @property
+    def home(self) -> str:
+        """The node of the driver."""
+        return node_here()[0]
+
+    def ensure_running(self) -> None:
+        """Connects to the cluster, or starts one."""
+        placement.ensure_ray()
+
+    def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
+        """Begins to start a worker process. Does not wait."""
+        return RemoteWorker(slot, connection, num_threads)
+
+    def new_local_worker(self, connection: Connection) -> LocalWorker:
+        """A worker in this process."""
+        return LocalWorker(copy.deepcopy(connection))  # this one is sent to others
+
+    def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Runs `body` in another thread of the driver; returns what waits for its end."""
+        thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
+        thread.start()
+        return thread.join
+
+    def make_event(self) -> threading.Event:
+        """Something that has not happened yet."""
+        return threading.Event()
+
+    def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
+        """The process of a worker that has not answered yet; None while there is none.
+
+        Ray keeps this query private; where it is missing, no process is found.
+        """
+        try:
+            entry = importlib.import_module("ray._private.state").actors(worker.actor._actor_id.hex())
+            pid, place = entry.get("Pid"), entry.get("Address", {})
+        except (ImportError, AttributeError):
+            return None
+        return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
+
+    def watch_process(self, info: WorkerInfo) -> Any:
+        """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
+
+        Returns:
+            Ray's reference to the answer, which takes some seconds where it is no.
+        """
+        return _run_beside(info, _works)
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+        if info.node_id == self.home:
+            _sigkill(info.pid)
+        else:
+            _run_beside(info, _sigkill)
+
+    def transfer(self, call: Any) -> Transfer:
+        """Return what a call will return, on its way."""
+        return transfers.transfer(call)
+
+    def store(self, value: Any) -> SharedValue:
+        """Puts a value where all workers can take it from, once."""
+        return transfers.store(value)
+
+    @property
+    def is_running(self) -> bool:
+        """True if there is still a cluster to listen to."""
+        import ray
+
+        return bool(ray.is_initialized())
+
+    def now(self) -> float:
+        """Seconds, on a clock that only goes forward."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        """Those of `references` that came to an end; waits for the first one, or until the time is over.
+
+        Answers come together, or many one after the other, and each look costs: it may wait a moment for all.
+        """
+        # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
+        together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
+        done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
+        if not done and (timeout_s is None or timeout_s > together_s):
+            left_s = None if timeout_s is None else timeout_s - together_s
+            done = call_lines.wait(references, 1, left_s)
+        return list(done)
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        """Those of `references` that came to an end; waits until all have, or the time is over."""
+        return call_lines.wait(references, len(references), timeout_s)
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        """Return what is known of one call right now."""
+        import ray
+
+        try:
+            if not isinstance(reference, LineCall):
+                value = ray.get(reference, timeout=0)
+            else:
+                value = reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
+            return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
+        except ray.exceptions.GetTimeoutError:
+            return Outcome(rank, answered=False)
+        except WorkerFailed as carrier:  # Ray raises a class derived from ours
+            return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
+        except (
+            ray.exceptions.RayTaskError
+        ) as error:  # the worker could not even word its failure, or Ray could not run it
+            return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
+        except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
+            return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
+        except ray.exceptions.RayError as error:
+            return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
+
+
+def _cause_of(error: Any) -> BaseException:
+    """Return what was wrong with a call. If Ray could not unpickle its arguments, only the reason's text is left."""
+    import ray
+
+    cause: BaseException = error.cause or error
+    missing = _MISSING_MODULE.search(str(cause)) if isinstance(cause, ray.exceptions.RaySystemError) else None
+    return cannot_import(missing[1]) if missing else cause
+
+
+def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
+    first_line = str(error).strip().partition("\n")[0]
+    return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
+
+
+def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
+    """Calls a function with the number of a process on the node of that process, in another one."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
+    }
+    return ray.remote(**options)(function).remote(info.pid)
+
+
+def _sigkill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _works(pid: int) -> bool:
+    """Return whether a process gets processor time within some seconds; False where the system does not tell."""
+    try:
+        before = _processor_ticks(pid)
+        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
+            time.sleep(_TICK_S)
+            if _processor_ticks(pid) > before:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _processor_ticks(pid: int) -> int:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel

@@ -1,0 +1,327 @@
+"""Decisions as pure functions: how many workers, what a failure means and what follows it, who goes on from whom.
+
+Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Literal
+
+from raysgd._text.rank_words import listed, named
+from raysgd.engine.shared.types import ClusterView, Failure, FailureKind, GroupReport, ReplicaProgress, Resources
+from raysgd.exceptions import WorkerFault
+
+_TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
+_REASON_LENGTH = 160
+# What Ray says of a lost worker in a sentence, in two or three words.
+_DEATHS = {
+    "ActorDiedError": "its process died",
+    "WorkerCrashedError": "its process died",
+    "OutOfMemoryError": "killed, its node was out of memory",
+    "NodeDiedError": "its node died",
+    "ActorUnavailableError": "out of reach",
+}
+_OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
+_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
+_NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
+_BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
+
+
+Decision = Literal["rejoin", "rebuild", "raise error", "give up"]
+"""What follows a failed call: the survivors form a new group and continue it; new workers start, restore the last
+snapshot, and run it again; the error of user code is raised; the loss is."""
+
+
+@dataclass(frozen=True)
+class WaitForWorkers:
+    """Too few workers fit now, says `reason`; look again in `delay_s`, or never where that is None."""
+
+    delay_s: float | None
+    reason: str
+
+
+def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
+    """Return how many workers fit into one node's `amounts`."""
+    bundle = need.bundle()
+    if not bundle:
+        return 10**6
+    return min(int((amounts.get(name, 0.0) + _TOLERANCE) / amount) for name, amount in bundle.items())
+
+
+def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
+    """Return how many workers the cluster holds, node by node: of what is free, or of all there is."""
+    return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
+
+
+@dataclass(frozen=True)
+class ScalingPolicy:
+    """Decides how many workers to run.
+
+    Attributes:
+        max_workers: Never more than this.
+        min_workers: Never fewer than this.
+        num_attempts: How often to look for resources before giving up.
+        first_delay_s: The first wait; each further one is twice as long.
+        max_delay_s: No wait is longer.
+        jitter: Each wait is lengthened by up to this share, so that many trainers do not look at once.
+        draw: Source of the jitter, a number in [0, 1).
+        num_local: Workers that run in the driver, reserved or not.
+    """
+
+    max_workers: int
+    min_workers: int = 1
+    num_attempts: int = 10
+    first_delay_s: float = 1.0
+    max_delay_s: float = 60.0
+    jitter: float = 0.1
+    draw: Callable[[], float] = random.random
+    num_local: int = 0
+
+    def decide(self, view: ClusterView, need: Resources, attempt: int) -> int | WaitForWorkers:
+        """Return how many workers to start out of what is free, in `attempt` (from 0), or to wait for more."""
+        fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
+        if fitting >= self.min_workers:
+            return fitting
+        reason = f"{fitting} of at least {self.min_workers} workers fit"
+        if attempt + 1 >= self.num_attempts:
+            return WaitForWorkers(None, f"{reason} after {attempt + 1} attempts")
+        return WaitForWorkers(self.delay_s(attempt), reason)
+
+    def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
+        """Return how many more workers fit now beside `num_workers`, a group that gives `num_reserved` back."""
+        return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
+
+    def delay_s(self, attempt: int) -> float:
+        """Exponential back-off: 1, 2, 4, ... seconds, capped and jittered."""
+        delay = min(self.max_delay_s, self.first_delay_s * 2.0**attempt)
+        return delay * (1.0 + self.jitter * self.draw())
+
+
+ResizeCheck = float | Literal["auto"] | None
+"""The setting of users: seconds; "auto"; None for groups that grow between calls only."""
+
+AUTO: Literal["auto"] = "auto"
+_AUTO_S = 60.0
+_LARGEST_SHARE = 1.5  # times that with all workers: as much memory is free, and batch norms see about the same
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """The ways in which the number of workers changes.
+
+    Attributes:
+        check_s: How often a running call looks for room to grow; None: growing waits for the next call.
+        num_awaited: Survivors of a loss wait for new workers until they are so many.
+        num_awaited_by_call: So does a call that can grow while it runs, before it begins.
+        waits_for_memory: Whether survivors that went on wait after all where memory runs out in their first step.
+    """
+
+    check_s: float | None
+    num_awaited: int
+    num_awaited_by_call: int
+    waits_for_memory: bool = False
+
+
+def resizing(option: ResizeCheck, keeps_joint_batch: bool, max_workers: int, num_short: int = 0) -> Resizing:
+    """Return how the number of workers changes.
+
+    Args:
+        option: What the user set.
+        keeps_joint_batch: Whether survivors can go on, with steps that do not depend on their number.
+        max_workers: How many there are meant to be.
+        num_short: With how many, at most, memory has run out; 0 if it never has.
+    """
+    if option == AUTO and keeps_joint_batch:
+        enough = min(max_workers, max(math.ceil(max_workers / _LARGEST_SHARE), num_short + 1))
+        return Resizing(_AUTO_S, enough, enough, waits_for_memory=True)
+    if option is None or option == AUTO:
+        return Resizing(None, max_workers, max_workers)
+    return Resizing(option, 1, max_workers)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The one cause that a failed call is put down to.
+
+    Attributes:
+        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although no rank is
+            known to be dead) or "user" (an exception in user code).
+        faults: The faults of that kind, in rank order.
+        beside: Exceptions in user code that came with a death: perhaps because of it, so they are told, not raised.
+    """
+
+    kind: FailureKind
+    faults: tuple[WorkerFault, ...]
+    beside: tuple[WorkerFault, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [fault.rank for fault in self.faults]
+
+
+def classify(report: GroupReport) -> Diagnosis:
+    """Names the cause of a failed call.
+
+    A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost
+    connections, which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
+    """
+    failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
+    assert failures, "classify() needs a report with at least one failure"
+    for kind in _BY_WEIGHT:
+        faults = _of_kind(failures, kind)
+        if faults:
+            return Diagnosis(kind, faults, _of_kind(failures, "user") if kind == "died" else ())
+    raise AssertionError("unreachable: every failure has a known kind")
+
+
+def failed_alike(report: GroupReport) -> bool:
+    """Return whether every rank failed, and at the same line of user code."""
+    failures = [outcome.failure for outcome in report.outcomes]
+    places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
+    return None not in failures and len(places) == 1
+
+
+def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
+    """Return whether memory ran out on each rank that failed, on a device or on its node, and the processes live."""
+    return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
+
+
+def _lacks_memory(fault: WorkerFault) -> bool:
+    """Return whether an exception says so. PyTorch raises a `RuntimeError`; TensorFlow has one class for it."""
+    if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
+        return True
+    is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
+    return is_runtime_error and any(phrase in fault.message for phrase in _NO_MEMORY)
+
+
+def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
+    """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
+    reason = _said(diagnosis.faults[0])
+    if diagnosis.kind == "died":
+        beside = f"; rank {diagnosis.beside[0].rank} raised {_said(diagnosis.beside[0])}" if diagnosis.beside else ""
+        return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason}){beside}"
+    if diagnosis.kind == "user":
+        return f"rank {listed(diagnosis.ranks)} raised {reason}"
+    lost = f"lost rank {listed(gone)}; " if gone else ""
+    verb = "reports" if len(diagnosis.ranks) == 1 else "report"
+    return f"{lost}{named(diagnosis.ranks)} {verb}: connection to another rank lost ({reason})"
+
+
+def _said(fault: WorkerFault) -> str:
+    if fault.type_name in _DEATHS:
+        is_of_node = any(phrase in str(fault.error) for phrase in _OF_A_NODE)
+        return _DEATHS["NodeDiedError" if is_of_node else fault.type_name]
+    return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"
+
+
+def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
+    return tuple(failure.fault for failure in failures if failure.kind == kind)
+
+
+class RetryBudget:
+    """The restarts that one call may use up, or several that make up one piece of work.
+
+    A rejoin is free where there was progress: at least a step of the call, and more than one since the last rejoin.
+    Anything else costs one, and so does a worker that hangs: its code may do so again and again. Survivors that went on
+    and completed no step do not go on again: the way they went on may be what ended them.
+
+    Attributes:
+        num_spent: How many were used up.
+        num_refused: How many losses came when none was left.
+
+    Args:
+        num_restarts: How many there are, possibly without end; with 0 the first loss ends the call, whatever it would
+            cost.
+    """
+
+    def __init__(self, num_restarts: float) -> None:
+        self.num_restarts = num_restarts
+        self.renew()
+
+    def renew(self) -> None:
+        """Starts afresh, for the next piece of work."""
+        self.num_spent = 0
+        self.num_refused = 0
+        self._rejoined_at: int | None = None  # steps done in all when survivors went on, since the workers were new
+        self._has_hung = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_spent >= self.num_restarts
+
+    def rejoin_obstacle(self, progress: int) -> str | None:
+        """Returns why survivors stop after `progress` steps in all; None when going on is free or can be paid for."""
+        if self._rejoined_at is not None and progress <= self._rejoined_at:
+            return "no step was completed since the survivors went on the last time"
+        if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
+            return "no retry is left to pay for going on"
+        return None
+
+    def note_hang(self) -> None:
+        """Notes that what comes next is because of a worker that hung."""
+        self._has_hung = True
+
+    def _is_free(self, progress: int) -> bool:
+        """Return whether a rejoin costs nothing. What fails at every step completes one between two losses."""
+        least = 1 if self._rejoined_at is None else self._rejoined_at + 2
+        return progress >= least and not self._has_hung
+
+    def pay_for_rejoin(self, progress: int) -> None:
+        self.num_spent += not self._is_free(progress)
+        self._rejoined_at, self._has_hung = progress, False
+
+    def pay_for_rebuild(self) -> None:
+        self.num_spent += 1
+        self._rejoined_at, self._has_hung = None, False
+
+    def refuse(self) -> None:
+        """Notes a loss that nothing is left for."""
+        self.num_refused += 1
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """Decides what follows a failed call. The loss of workers is retried; an error in user code only if you say so.
+
+    Attributes:
+        rejoins: Whether survivors are kept where that is possible.
+        retries_user_errors: Whether an error in user code costs a retry, and new workers, as a loss does.
+    """
+
+    rejoins: bool = False
+    retries_user_errors: bool = False
+
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Decision:
+        """Return what to do next; `can_rejoin` says whether the call could continue with the survivors."""
+        if diagnosis.kind == "user":
+            return "rebuild" if self.retries_user_errors and not budget.is_spent else "raise error"
+        if self.rejoins and can_rejoin and budget.num_restarts > 0:
+            return "rejoin"
+        return "give up" if budget.is_spent else "rebuild"
+
+
+def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
+    """Index of the replica that all others go on from: the most advanced whole one; None when no one can go on.
+
+    A step that one replica has completed carries every rank's gradient, those of lost ranks too.
+    """
+    if any(report.obstacle for report in reports):
+        return None
+    whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
+    return min(whole)[1] if whole else None
+
+
+def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
+    """Return whether all replicas are in one and the same state: that of a completed step, after equally many."""
+    return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
+
+
+def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
+    """Indices of the replicas that have to take over the state of `source`."""
+    progress = reports[source].progress
+    return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

@@ -1,1 +1,0 @@
-"""Worker processes: where they run, how they are called, what travels between them and the driver."""

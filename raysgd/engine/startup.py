@@ -1,0 +1,442 @@
+"""Workers that are being made ready, those that wait to step in, and loans of these."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.gathering import await_all
+from raysgd.engine.liveness import LivenessCheck, quiet_s
+from raysgd.engine.placement import Slots, note_processes
+from raysgd.engine.platform import Platform
+from raysgd.engine.shared import replica
+from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.types import Outcome, WorkerInfo, World
+from raysgd.engine.worker import RemoteWorker, notes_of, pack
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 0.5
+_POLL_S = 0.1
+_LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
+_LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
+_MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
+
+
+@dataclass(frozen=True)
+class StandbyWorker:
+    """A worker that is ready to join a group."""
+
+    worker: RemoteWorker
+    info: WorkerInfo
+    facts: Any
+
+
+class Loan:
+    """A standby worker that one thread uses while another one may call it back. It runs one call at most.
+
+    Args:
+        standby_worker: The worker.
+        number: Larger than that of each loan before.
+        platform: What it runs on.
+        spec: Says after which silence a worker is killed, and where its log lines go.
+
+    Attributes:
+        is_recalled: Whether the group needs the worker.
+    """
+
+    def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
+        self.standby_worker = standby_worker
+        self.is_recalled = False
+        self._worker, self._number, self._platform, self._relay = standby_worker.worker, number, platform, spec.relay
+        self._liveness: LivenessCheck[Any] = LivenessCheck(
+            spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
+        )
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._has_ended = False
+
+    def run(
+        self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
+    ) -> Outcome | None:
+        """Runs `function(replica, number, *args)`, which gives up between two batches once it is recalled.
+
+        Args:
+            function: What to run.
+            make_args: Makes the arguments.
+            on_wait: Called now and then; what it or `make_args` raises ends the loan.
+
+        Returns:
+            What it came to; None where the worker was lost or recalled.
+        """
+        try:
+            packed = pack(function, False, None, (self._number, *make_args()))
+            with self._lock:  # what is sent after the recall would change a member of the group
+                if self.is_recalled:
+                    return None
+                self._call = self._worker.submit("on_packed", *packed)
+            while not self._platform.ready([self._call], _ROUND_S):
+                on_wait()
+                self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+                if self._liveness.poll()[1]:
+                    self._worker.kill()
+                    self._platform.kill_process(self.standby_worker.info)
+            found = self._platform.outcome(-1, self._call)
+        except BaseException:
+            self.recall()
+            raise
+        finally:
+            self._has_ended = True
+        self._relay.tell({"spare": notes_of(found)})
+        is_left = self.is_recalled if not found.ok else found.value.value is None
+        return None if is_left or found.has_died else found
+
+    def recall(self) -> None:
+        """From any thread: lets the call give up, and none begin."""
+        with self._lock:
+            self.is_recalled = True
+            if self._call is not None:
+                self._worker.submit("beside", replica.leave_call, self._number)
+
+    @property
+    def call(self) -> Any:
+        """The call; None where none was begun."""
+        return self._call
+
+    @property
+    def is_over(self) -> bool:
+        """True if no call is running or will begin."""
+        is_free = self._call is None or self._platform.outcome(-1, self._call).answered
+        return is_free and (self._has_ended or self.is_recalled)
+
+    @property
+    def has_died(self) -> bool:
+        """True if the worker died in its call."""
+        return self._call is not None and self._platform.outcome(-1, self._call).has_died
+
+
+class StartupCheck:
+    """Kills workers that freeze while they start, so that nothing waits for them forever.
+
+    It asks them for heartbeats, beside whatever they do.
+
+    A worker counts from its first answer on. One that has never answered counts from when Ray knows its process: before
+    that, the process may not exist yet. One that is silent but uses the processor is not frozen: on a busy machine a
+    library takes long to load.
+
+    Args:
+        platform: What the workers run on.
+        heartbeat_s: A worker that does not answer for so long is killed unless it works; never less than a library
+            takes to load.
+    """
+
+    def __init__(self, platform: Platform, heartbeat_s: float) -> None:
+        self._platform, self._poll, self._now = platform, platform.outcome, platform.now
+        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
+            max(heartbeat_s, _LOADING_S), lambda worker, call: self._poll(-1, call), self._now
+        )
+        self._workers: list[RemoteWorker] = []
+        self._infos: dict[RemoteWorker, WorkerInfo] = {}
+        self._watches: dict[RemoteWorker, tuple[Any, float]] = {}
+        self._num_watches: Counter[RemoteWorker] = Counter()
+        self._next_round = self._now()
+
+    def add(self, worker: RemoteWorker) -> None:
+        """Checks `worker` from now on."""
+        self._workers.append(worker)
+        self._ask([worker])
+
+    def remove(self, worker: RemoteWorker) -> None:
+        """Checks `worker` no longer: it is ready, or was killed."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self._infos.pop(worker, None)
+            self._forget_silence(worker)
+            self._liveness.remove(worker)
+
+    def poll(self) -> None:
+        """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
+        answers, silent = self._liveness.poll()
+        for worker, found in answers:
+            self._forget_silence(worker)
+            if found.ok:
+                self._infos[worker] = found.value
+        for worker, _ in silent:
+            self._judge(worker)
+        for worker, (watch, _) in list(self._watches.items()):
+            self._look_at(worker, watch)
+        if self._now() >= self._next_round:
+            self._next_round = self._now() + self._liveness.round_s(len(self._workers))
+            self._ask(self._workers)
+
+    def _judge(self, worker: RemoteWorker) -> None:
+        """Has a silent worker looked at from beside. The worker itself is asked again in the next round."""
+        info = self._infos.get(worker)
+        if info is None:  # its process may have been made just now
+            found = self._platform.find_process(worker)
+            if found is not None:
+                self._infos[worker] = found
+        elif worker in self._watches:
+            if self._now() - self._watches[worker][1] > _LONGEST_WATCH_S:
+                self._end(worker, info)
+        elif self._num_watches[worker] >= _MOST_WATCHES:
+            self._end(worker, info)
+        else:
+            self._watches[worker] = self._platform.watch_process(info), self._now()
+            self._num_watches[worker] += 1
+
+    def _look_at(self, worker: RemoteWorker, watch: Any) -> None:
+        found = self._poll(-1, watch)
+        if not found.answered:
+            return
+        del self._watches[worker]
+        if found.ok and found.value:
+            logger.debug("a worker (process %s) works and does not respond: it loads", self._infos[worker].pid)
+        else:
+            self._end(worker, self._infos[worker])
+
+    def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
+        logger.warning(
+            "a worker (process %s on node %s) did not respond while it started; stopping it", info.pid, info.node_ip
+        )
+        self.remove(worker)
+        worker.kill()
+        self._platform.kill_process(info)
+
+    def _forget_silence(self, worker: RemoteWorker) -> None:
+        self._watches.pop(worker, None)
+        self._num_watches.pop(worker, None)
+
+    def _ask(self, workers: list[RemoteWorker]) -> None:
+        self._liveness.ask(workers, lambda worker: worker.submit("describe"))
+
+
+@dataclass
+class Replacements:
+    """The number of workers that may still be started in the place of those that die while a group starts."""
+
+    num_left: int = 0
+
+
+class StandbyWorkers:
+    """Makes workers ready beside a group that runs or starts. Their faults are logged, never raised.
+
+    Attributes:
+        replacements: Those of a start, which all its attempts share.
+    """
+
+    def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
+        self._spec, self._slots, self._platform = spec, slots, platform
+        self._startup = StartupCheck(platform, spec.heartbeat_s)
+        self._coming: list[tuple[RemoteWorker, Any]] = []
+        self._ready: list[StandbyWorker] = []
+        self._loans: list[Loan] = []
+        self._num_loans = 0
+        self._world_size = 1
+        self._is_cancelled = False
+        self._polling = threading.Lock()
+        self.replacements = Replacements()
+
+    @property
+    def num_coming(self) -> int:
+        """The number of those that are being made ready."""
+        self._poll()
+        return len(self._coming)
+
+    @property
+    def num_ready(self) -> int:
+        """The number of those that could step in now, lent ones too."""
+        self._poll()
+        return len(self._ready) + len(self._loans)
+
+    def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
+
+        Args:
+            count: How many are wanted beside those that are coming or ready.
+            world_size: The size of the group that they are meant for.
+            avoid: Nodes that are lost, as far as we know, or going away.
+        """
+        self.kill_on(avoid)
+        self._world_size = world_size
+        slots = self._slots.take_usable(count, avoid)
+        make_replica = None if self._spec.renews else self._spec.make_replica
+        for index, slot in enumerate(slots):
+            world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
+            worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
+            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
+            self._coming.append((worker, call))
+            self._startup.add(worker)
+        return len(slots)
+
+    def replace(self, num_lost: int, world_size: int) -> None:
+        """Begins to make workers ready instead of those that died while they started, as far as these are allowed."""
+        if not self._is_cancelled:
+            left = self.replacements
+            left.num_left -= self.start(min(num_lost, left.num_left), world_size)
+
+    def look_after(self) -> None:
+        """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
+        self._poll()
+
+    def take(
+        self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
+    ) -> list[StandbyWorker]:
+        """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready.
+
+        `on_wait` is called now and then while it waits.
+        """
+        deadline = self._platform.now() + timeout_s
+        self.kill_unresponsive()
+        self._recall(count - len(self._ready))
+        while len(self._ready) < count and self._coming and self._platform.now() < deadline:
+            if self._is_cancelled:
+                break
+            self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
+            on_wait()
+            self._poll()
+        taken = self._ready[:count]
+        del self._ready[:count]
+        return taken
+
+    def take_needed(
+        self, count: int, most: int, on_wait: Callable[[], None] | None = None
+    ) -> list[StandbyWorker] | None:
+        """`count` ready workers, as soon as there are so many; None where there will not be.
+
+        Takes up to `most` where more are ready by then.
+        """
+        taken = self.take(max(0, count), math.inf, on_wait or self.look_after)
+        if len(taken) >= count:
+            return taken + self.take(max(0, most - len(taken)))
+        for standby_worker in taken:
+            self.kill(standby_worker)
+        return None
+
+    def lend(self) -> Loan | None:
+        """Lends a worker that is ready; None where none is. It steps in all the same when it is needed."""
+        self._poll()
+        if not self._ready:
+            return None
+        self._num_loans += 1
+        loan = Loan(self._ready.pop(), self._num_loans, self._platform, self._spec)
+        self._loans.append(loan)
+        return loan
+
+    def _recall(self, count: int) -> None:
+        """Takes back up to `count` that are lent. One that does not leave its call in time stays where it is."""
+        loans = self._loans[: max(0, count)]
+        for loan in loans:
+            loan.recall()
+        calls = [loan.call for loan in loans if loan.call is not None]
+        if calls:
+            await_all(self._platform, calls, self._spec.settle_timeout_s)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Makes those ready again whose call is over; ends those that died in it."""
+        for loan in [each for each in self._loans if each.is_over]:
+            if not _take_out(self._loans, loan):
+                continue
+            if loan.has_died:
+                self._kill(loan.standby_worker.worker)
+            else:
+                self._ready.append(loan.standby_worker)
+
+    @property
+    def _idle(self) -> list[StandbyWorker]:
+        """Those that no group has."""
+        return [*self._ready, *(loan.standby_worker for loan in self._loans)]
+
+    def cancel(self) -> None:
+        """From another thread: lets no one wait for them any more."""
+        self._is_cancelled = True
+
+    def kill(self, standby_worker: StandbyWorker) -> None:
+        """Ends a worker that was taken and is not needed after all."""
+        self._kill(standby_worker.worker)
+
+    def kill_on(self, node_ids: frozenset[str]) -> None:
+        """Kills those on nodes that are going away, also those that are still being made ready."""
+        self._drop([each for each in self._idle if each.info.node_id in node_ids])
+        coming = self._coming if node_ids else []
+        for worker, call in [each for each in coming if self._slots.node_of(each[0].slot) in node_ids]:
+            self._coming.remove((worker, call))
+            self._kill(worker)
+
+    def kill_all(self) -> None:
+        """Ends all of them."""
+        workers, self._coming = [worker for worker, _ in self._coming], []
+        self._drop(self._idle)
+        for worker in workers:
+            self._kill(worker)
+
+    def _poll(self) -> None:
+        """Sees who is ready, from any thread: programs request a status outside of turns."""
+        if not self._polling.acquire(blocking=False):  # another thread sees to it
+            return
+        try:
+            self._see_to_all()
+        finally:
+            self._polling.release()
+
+    def _see_to_all(self) -> None:
+        self._startup.poll()
+        self._take_back()
+        num_died = 0
+        for worker, call in [*self._coming]:
+            result = self._platform.outcome(-1, call)
+            if not (result.answered and _take_out(self._coming, (worker, call))):
+                continue
+            self._startup.remove(worker)
+            self._spec.relay.tell({"standby worker": notes_of(result)})
+            if result.failure is not None:
+                logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
+                self._kill(worker)
+                num_died += result.failure.kind == "died"
+            else:
+                info, facts = result.value.value
+                note_processes([info])
+                self._ready.append(StandbyWorker(worker, info, facts))
+        self.replace(num_died, self._world_size)
+
+    def kill_unresponsive(self) -> None:
+        """Ends those that were ready and do not answer any more: they are not polled while they wait."""
+        self._poll()
+        idle = self._idle
+        if not idle:
+            return
+        calls = [each.worker.submit("describe") for each in idle]
+        await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
+        answers = [self._platform.outcome(-1, call) for call in calls]
+        for standby_worker, answer in zip(idle, answers, strict=True):
+            if not answer.ok:
+                logger.warning("standby worker (process %s) died", standby_worker.info.pid)
+                self._drop([standby_worker])
+                if not answer.answered:
+                    self._platform.kill_process(standby_worker.info)  # it may be stopped
+
+    def _drop(self, idle: Sequence[StandbyWorker]) -> None:
+        self._ready[:] = [each for each in self._ready if each not in idle]
+        self._loans[:] = [each for each in self._loans if each.standby_worker not in idle]
+        for each in idle:
+            self._kill(each.worker)
+
+    def _kill(self, worker: RemoteWorker) -> None:
+        self._startup.remove(worker)
+        worker.kill()
+        self._slots.give_back(worker.slot)
+
+
+def _take_out(items: list[Any], item: Any) -> bool:
+    """Takes an item out of a list; returns False where another thread has done that."""
+    try:
+        items.remove(item)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,646 @@
+"""A worker: the code that runs in its process, and the handles of the driver on it, local or remote."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from raysgd._imports.named_modules import pickle_modules_by_name
+from raysgd._text import log_lines
+from raysgd._text.log_lines import WorkerLogLine
+from raysgd.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
+from raysgd.engine.keeper import CallNumber, keeper
+from raysgd.engine.placement import Slot, session
+from raysgd.engine.shared.connection import Connection
+from raysgd.engine.shared.faults import describe_fault
+from raysgd.engine.shared.replica import Capture, Replica, ReplicaFactory
+from raysgd.engine.shared.types import (
+    LOOPBACK,
+    Failure,
+    FailureKind,
+    HeldAtStep,
+    Outcome,
+    Rendezvous,
+    ReplicaProgress,
+    StateHandover,
+    WorkerInfo,
+    World,
+)
+from raysgd.exceptions import UnpicklableError
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_FOLDER = "/dev/fd"
+_RAYLET = "/raylet"  # the name of its socket ends with it
+
+
+class WorkerFailed(Exception):
+    """Carries a worker's failure across the process boundary; raised, so that Ray ends the wait at once."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:  # brief: Ray puts it into the text of its exception once more
+        return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
+
+
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """A call's value and, when asked for, this rank's part of a snapshot; `notes` are what the worker logged."""
+
+    value: Any
+    capture: Capture | None = None
+    notes: tuple[WorkerLogLine, ...] = ()
+
+
+def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
+    """Return what a worker logged up to an answer of it."""
+    if found.failure is not None:
+        return found.failure.notes
+    return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Stands for an object in Ray's store among packed arguments; Ray hands such an object over by itself."""
+
+    index: int
+
+
+def packed_bytes(what: str, value: Any) -> bytes:
+    """`value` as it travels to a worker.
+
+    Raises:
+        UnpicklableError: It cannot be pickled. The message begins with `what` it is.
+    """
+    from ray import cloudpickle
+
+    try:
+        try:
+            packed: bytes = cloudpickle.dumps(value, protocol=5)
+        except TypeError:
+            pickle_modules_by_name()
+            packed = cloudpickle.dumps(value, protocol=5)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        raise UnpicklableError(
+            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
+            "Omit what belongs to this process (locks, open files, connections, generators), and make it there."
+        ) from error
+    return packed
+
+
+@dataclass(frozen=True)
+class SentData:
+    """Data on their way to a host: each call has a copy of them there, of which `identity` is the same.
+
+    Attributes:
+        argument: The name of the argument that they are.
+        data: What the program has.
+        token: Stands for them in the host.
+    """
+
+    argument: str
+    data: Any
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.argument, self.data, self.token)
+
+
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # what came last as each argument, and its token
+
+
+def _received(argument: str, data: Any, token: str) -> Any:
+    _RECEIVED[argument] = data, sys.intern(token)
+    return data
+
+
+def identity(data: Any) -> Any:
+    """Return what is one and the same object for all calls with the same data: they themselves, but for copies."""
+    return next((token for received, token in _RECEIVED.values() if received is data), data)
+
+
+def is_sendable(value: Any) -> bool:
+    """Return whether a value can travel to a worker."""
+    try:
+        packed_bytes("it", value)
+    except UnpicklableError:
+        return False
+    return True
+
+
+def pack(
+    function: Callable[..., Any],
+    capture: bool,
+    landed: int | None,
+    args: Sequence[Any],
+    number: CallNumber | None = None,
+) -> tuple[Any, ...]:
+    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
+    from ray import ObjectRef
+
+    references = [arg for arg in args if isinstance(arg, ObjectRef)]
+    rooms = iter(range(len(references)))
+    plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
+    return packed_bytes("What the call is given", (function, capture, landed, plain, number)), *references
+
+
+def _answer(replica: Replica, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
+    """The answer to a call; a copy of the state goes with it, if the call is over."""
+    if not capture or isinstance(value, HeldAtStep):
+        return WorkerAnswer(value, notes=log_lines.drain())
+    began = time.perf_counter()
+    part = replica.capture(landed)
+    part = replace(part, seconds=part.seconds + time.perf_counter() - began)
+    return WorkerAnswer(value, part, log_lines.drain())
+
+
+def _guarded(method: MethodT) -> MethodT:
+    """A method of `WorkerProcess` whose exceptions become failures of its call."""
+
+    @wraps(method)
+    def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
+        self._busy_thread = threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if not self._is_from_call(error):
+                raise
+            failure = self._failure(error)
+        return self._fail(failure)
+
+    return cast(MethodT, guarded)
+
+
+class WorkerProcess:
+    """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
+
+    def __init__(
+        self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
+    ) -> None:
+        if log_level is not None:
+            log_lines.collect(log_level)
+        self._connection = connection
+        self._num_threads = num_threads
+        self._is_remote = is_remote
+        self._world = World(rank=-1, size=0)
+        self._replica: Replica | None = None
+        self._busy_thread: int | None = None
+        self._number: CallNumber | None = None
+        self._reply: WorkerAnswer | Failure | None = None
+
+    def describe(self) -> WorkerInfo:
+        """Return where this worker lives. Answered beside its work, so it is a sign of life too."""
+        return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
+
+    @_guarded
+    def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        """Runs the user's hook, then loads the framework. Returns where this worker lives."""
+        return self._prepare(initialization_hook)
+
+    def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        if self._num_threads is not None:
+            self._connection.limit_threads(self._num_threads)
+        if initialization_hook is not None:
+            initialization_hook()
+        if self._is_remote:
+            self._connection.load()
+            gc.freeze()  # what was imported never becomes garbage
+            gc.enable()
+        else:
+            self._connection.load_in_driver()
+        return self.describe()
+
+    @_guarded
+    def open_endpoint(self, host: str, rank: int) -> int:
+        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
+        if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
+            self._connection.leave()
+        return self._connection.open_endpoint(host, rank)
+
+    @_guarded
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
+        """Joins the group and builds the replica in it, instead of one that was here before."""
+        self._world = world
+        if self._replica is not None:
+            self._end_replica()
+            gc.collect()  # the next one may need its memory
+        self._connection.join(rendezvous, world)
+        self._replica = make_replica(world)
+        return _answer(self._replica, self._replica.setup(), capture, None)
+
+    @_guarded
+    def prepare_standby(
+        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
+    ) -> WorkerAnswer:
+        """Gets ready to step in: everything that a rank does before it joins, in a separate group.
+
+        Without `make_replica`, the replica is made only in the group that it joins.
+
+        Returns:
+            Where it lives, and the replica's facts.
+        """
+        info, facts = self._prepare(hook), None
+        if make_replica is not None:
+            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+            self._connection.join(alone, World(rank=0, size=1), even_alone=True)
+            replica: Any = make_replica(world)
+            self._replica = replica
+            facts = replica.setup()
+            replica.warm_up()
+            self._world = World(rank=0, size=1)
+        return WorkerAnswer((info, facts), notes=log_lines.drain())
+
+    @_guarded
+    def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
+        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one.
+
+        Returns:
+            How far the replica is, and the port; None where it has to know its rank to listen.
+        """
+        connection, replica = self._connection, self.replica
+        connection.leave_for_another()
+        progress: ReplicaProgress = cast(Any, replica).replica_progress()
+        return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
+
+    @_guarded
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
+        """Joins a new group and continues in it. Returns the replica's facts."""
+        self._world = world
+        self._connection.join(rendezvous, world, even_alone=True)
+        replica: Any = self.replica
+        return replica.regroup(world, handover)
+
+    @_guarded
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
+        """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
+        return _answer(self.replica, function(self.replica, *args), capture, landed)
+
+    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
+        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them.
+
+        One whose number it has had is not run again: it was sent by a host that has died since.
+        """
+        return self._told(_reply_of(self, packed, values))
+
+    def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
+        """Does what `on_packed` does, and answers by a line; then with the calls that come by it, until its end.
+
+        Returns:
+            The last answer if it does not go by the line.
+        """
+        line = LineEnd(name)
+        try:
+            message: bytes | None = packed
+            while message is not None:
+                reply = _reply_of(self, message)
+                self._busy_thread = _NO_THREAD  # before the driver has the answer, and asks what is running
+                if isinstance(reply, Failure) or not line.answer(reply):
+                    return self._told(reply)
+                message = line.next()
+            return None
+        finally:
+            line.end()
+
+    def _told(self, reply: WorkerAnswer | Failure) -> WorkerAnswer:
+        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+
+    def last_call(self) -> CallNumber | None:
+        """From another thread: the number of the last call that had one, whether or not it has ended."""
+        return self._number
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
+        return function(*args, **kwargs)
+
+    def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does what `execute` does with `function(replica, *args, **kwargs)`."""
+        return function(self.replica, *args, **kwargs)
+
+    def beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
+        replica = self._replica
+        return None if replica is None else function(replica, *args)
+
+    def send(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Does what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
+        return self.beside(function, *args)
+
+    def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
+        """Returns what another worker has returned: as an object in the store of this node, which outlives that one's.
+
+        What comes first is all that the driver waits for, so that the object does not travel to it.
+        """
+        import ray
+
+        [value] = ray.get(list(references))
+        return None, value
+
+    def interrupt(self) -> None:
+        """From another thread: ends all waiting for other ranks."""
+        self._connection.interrupt()
+
+    def stack(self) -> str:
+        """From another thread: where the thread is that runs the calls, from the replica inwards."""
+        frame = sys._current_frames().get(self._busy_thread or 0)
+        if frame is None:
+            return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
+        frames = traceback.extract_stack(frame)
+        num_ours = max((index for index, entry in enumerate(frames, start=1) if entry.filename == __file__), default=0)
+        return "".join(traceback.format_list(frames[num_ours:] or frames))
+
+    def close(self) -> None:
+        """Lets the replica and the group go; errors of a broken group do not matter any more."""
+        try:
+            self._end_replica()
+        finally:
+            self._connection.leave()
+
+    def _end_replica(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.shutdown()
+
+    @property
+    def replica(self) -> Replica:
+        """The replica, whose state may change from now on."""
+        assert self._replica is not None, "the worker has no replica yet"
+        self._replica.finish_copies()
+        return self._replica
+
+    def _failure(self, error: BaseException) -> Failure:
+        # A worker without others has no group to lose: any connection that it speaks of is the user's own.
+        has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
+        kind: FailureKind = "disconnected" if has_lost_group else "user"
+        is_brief = kind == "disconnected"  # all survivors fail like this at the same time
+        operator = getattr(self._replica, "operator", None)
+        fault = describe_fault(
+            error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief, operator=operator
+        )
+        failure = Failure(kind, fault, log_lines.drain())
+        if kind == "disconnected":
+            self._connection.give_up(error)  # only this tells the ranks that wait for this one
+        return failure
+
+    def _fail(self, failure: Failure) -> Any:
+        """Ends a call without a value."""
+        raise WorkerFailed(failure)
+
+    def _is_from_call(self, error: BaseException) -> bool:
+        """Return whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
+        return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
+
+
+def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
+    """Run a call. This is no method: users look at these frames, and Ray puts one around each method of an actor."""
+    process._busy_thread = threading.get_ident()
+    number = None
+    try:
+        try:
+            function, capture, landed, args, number = pickle.loads(packed)
+        except ModuleNotFoundError as error:
+            raise cannot_import(error.name) from error
+        args = [values[each.index] if isinstance(each, _Room) else each for each in args]
+        if number is None or number != process._number:
+            process._number = process._number if number is None else number
+            reply: Any = _answer(process.replica, function(process.replica, *args), capture, landed)
+        else:
+            reply = process._reply
+    except BaseException as error:
+        if not process._is_from_call(error):
+            raise
+        reply = process._failure(error)
+    if number is not None:
+        process._reply = reply
+    return cast("WorkerAnswer | Failure", reply)
+
+
+def cannot_import(module: str | None) -> ModuleNotFoundError:
+    """The error for objects of a module that the worker's process does not find."""
+    message = (
+        f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
+        "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
+        'let Ray ship it: `ray.init(runtime_env={"working_dir": "..."})` or `{"py_modules": [...]}`.'
+    )
+    return ModuleNotFoundError(message, name=module)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call that waits to be run; `run` returns its value or its failure."""
+
+    function: Callable[[], Any]
+
+    def run(self) -> tuple[Any, Failure | None]:
+        """The value, or the failure, whose exception still has the live traceback that a debugger can use."""
+        try:
+            return self.function(), None
+        except WorkerFailed as carrier:
+            return None, carrier.failure
+
+
+class LocalWorker:
+    """The driver's handle on the worker in its own process: `use_local=True`.
+
+    It answers to the same methods as a remote one, but a call runs when it is gathered, in the driver's own thread, so
+    that a debugger stops where the user wants it to.
+    """
+
+    is_local = True
+
+    def __init__(self, connection: Connection) -> None:
+        # The number of threads of the driver is the user's business.
+        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
+
+    def submit(self, method: str, *args: Any) -> LocalCall:
+        """Notes the call; nothing runs yet."""
+        return LocalCall(lambda: getattr(self._process, method)(*args))
+
+    def interrupt(self) -> None:
+        """From another thread: frees a worker that waits for the others to join."""
+        self._process.interrupt()
+
+    @property
+    def replica(self) -> Any:
+        """The live replica."""
+        return self._process.replica
+
+    def kill(self) -> None:
+        """Closes it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
+        try:
+            self._process.close()
+        except Exception as error:
+            logger.warning("the worker in the driver failed to close: %r", error)
+
+
+class RemoteWorker:
+    """The driver's handle on a worker that is a Ray actor."""
+
+    is_local = False
+
+    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
+        self.slot = slot
+        options, kept_by = slot.options, keeper()
+        if kept_by is not None:
+            options |= kept_by.actor_options()
+        self.name = options.get("name", "")
+        self._call: LineCall | None = None
+        self._can_attend = ARE_POSSIBLE
+        self._session = session()
+        self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Starts a call and returns Ray's reference to its result."""
+        if method not in _BESIDE:
+            self._hang_up()
+        return getattr(self.actor, method).remote(*args, **kwargs)
+
+    def ask(self, packed: bytes, *values: Any) -> Any:
+        """Does what `submit("on_packed", ...)` does, by a line if that can be."""
+        before = self._call
+        self._can_attend = self._can_attend and (before is None or before.was_heard)
+        if values or len(packed) > LARGEST or not self._can_attend:
+            return self.submit("on_packed", packed, *values)
+        if before is not None and before.has_answer and before.line.send(packed):
+            self._call = LineCall(before.line)
+            return self._call
+        self._hang_up()
+        try:
+            self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
+        except OSError:  # a sandbox, or the limit of open files
+            self._can_attend = False
+            return self.submit("on_packed", packed)
+        return self._call
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._call.line.end()
+            self._call = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process can use: no line."""
+        return {**vars(self), "_call": None}
+
+    def kill(self) -> None:
+        import ray
+
+        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
+            self._hang_up()
+        if session() == self._session:
+            ray.kill(self.actor, no_restart=True)
+
+
+class _HostedProcess(WorkerProcess):
+    """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Until it is prepared: looking for garbage again and again is a sixth of the time that the framework takes to
+        # import, which for a standby worker may be while Ray unpickles the arguments of `prepare_standby`.
+        gc.disable()
+        if not _gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        let_go_of_ray()
+        super().__init__(*args, **kwargs)
+
+    def _fail(self, failure: Failure) -> Any:
+        """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
+        return failure if failure.kind == "disconnected" else super()._fail(failure)
+
+
+def let_go_of_ray() -> None:
+    """Let processes that this one forks from now on give up its connection to Ray, which they have no use for.
+
+    Ray notices that a worker was killed when its connection to the worker ends, and a forked process keeps that open.
+    While such a process lived, the loss was seen only after the worker had been silent for `heartbeat_s`.
+    """
+    numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
+    os.register_at_fork(after_in_child=lambda: _drop(numbers))
+
+
+def _leads_to_ray(number: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        return connection.family == socket.AF_UNIX and str(connection.getpeername()).endswith(_RAYLET)
+    return False
+
+
+def _drop(numbers: Sequence[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        os.dup2(nowhere, number, inheritable=False)  # nothing else gets the number, by which Ray's code still knows it
+    os.close(nowhere)
+
+
+# Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
+_GROUPS = {
+    "beside": ("beside", "stack"),
+    "signs": ("describe", "interrupt", "last_call"),
+    "sending": ("send", "relay"),
+}
+_NUM_RETURNS = {"relay": 2}
+_NO_THREAD = 0
+_BESIDE = {name for names in _GROUPS.values() for name in names}
+
+
+def _actor_class() -> Any:
+    """The actor class, made on first use because Ray is imported no earlier than needed."""
+    global _ACTOR_CLASS
+    if _ACTOR_CLASS is None:
+        import ray
+
+        members = {
+            name: ray.method(concurrency_group=group, num_returns=_NUM_RETURNS.get(name, 1))(_forwarding(name))
+            for group, names in _GROUPS.items()
+            for name in names
+        }
+        hosted = type("RaySGDWorker", (_HostedProcess,), members)
+        threads = dict.fromkeys(_GROUPS, 1)
+        options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
+        _ACTOR_CLASS = ray.remote(**options)(hosted)
+    return _ACTOR_CLASS
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    """A method that Ray may mark as its own without marking that of `WorkerProcess`."""
+
+    def method(self: WorkerProcess, *args: Any) -> Any:
+        return getattr(WorkerProcess, name)(self, *args)
+
+    return method
+
+
+_ACTOR_CLASS: Any = None
+
+
+def node_here() -> tuple[str, str]:
+    """Node id and address of this process; the host's name stands in for both where Ray is not running."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address()
+    host = socket.gethostname()
+    return host, "127.0.0.1"
+
+
+def _gpu_ids() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ()
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -1,0 +1,465 @@
+"""A started group, and what it makes of whatever happens to its workers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from raysgd.connections.torch import TorchConnection
+from raysgd.engine import gathering, startup
+from raysgd.engine import group as engine_group
+from raysgd.engine.group import WorkerGroup
+from raysgd.engine.platform import Platform
+from raysgd.engine.policies import classify
+from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
+from raysgd.exceptions import worker_error
+from tests.conftest import NUM_CPUS
+from tests.helpers.failure_plan import FailurePlan
+from tests.helpers.fakes import CountingReplica, NullConnection, add, read
+from tests.helpers.processes import is_alive, is_stopped
+
+pytestmark = pytest.mark.integration
+FOR_EVER_S = 120.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
+
+
+def make_group(num_workers: int = 2, **options: Any) -> WorkerGroup:
+    return WorkerGroup(
+        GroupSpec(**{"connection": NullConnection(), "make_replica": CountingReplica, **options}), num_workers
+    )
+
+
+@pytest.fixture
+def group(ray_cluster: None) -> Iterator[WorkerGroup]:
+    """Two workers that are ended after the test, whatever became of them."""
+    group = make_group()
+    assert group.start().ok
+    yield group
+    group.kill(10)
+
+
+def on_all(group: WorkerGroup, function: Callable[..., Any], *args: Any) -> GroupReport:
+    return group.on_replica(function, {rank: args for rank in range(len(group))})
+
+
+def kinds(report: GroupReport) -> list[str | None]:
+    """What became of each rank."""
+    return [outcome.failure.kind if outcome.failure else "fine" if outcome.ok else None for outcome in report.outcomes]
+
+
+def follow(replica: CountingReplica, plan: FailurePlan, seconds: float = 0.0) -> None:
+    """Does as the plan says, and stays for so long if that lets it."""
+    plan.check(replica.world.rank)
+    time.sleep(seconds)
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.02)
+
+
+def own_placement_groups() -> list[dict[str, Any]]:
+    return [entry for entry in placement_group_table().values() if entry["name"].startswith("raysgd")]
+
+
+# -------------------------------------------------------------------------------------------- resources
+
+
+def test_exactly_what_was_asked_for_is_taken_spread_over_the_nodes_and_given_back(ray_cluster: None) -> None:
+    wait_until(lambda: free_cpus() == NUM_CPUS)
+    known = {entry["placement_group_id"] for entry in own_placement_groups()}
+    group = make_group(2, resources=Resources(num_cpus=1.5))
+    group.start()
+    wait_until(lambda: free_cpus() == NUM_CPUS - 3)
+    [entry] = [entry for entry in own_placement_groups() if entry["placement_group_id"] not in known]
+    assert (entry["strategy"], entry["state"]) == ("SPREAD", "CREATED")
+    group.stop(10)
+    [entry] = [entry for entry in own_placement_groups() if entry["placement_group_id"] not in known]
+    assert entry["state"] == "REMOVED"
+    wait_until(lambda: free_cpus() == NUM_CPUS)
+
+
+def test_workers_that_need_nothing_run_without_a_reservation(ray_cluster: None) -> None:
+    num_before = len(own_placement_groups())
+    group = make_group(1, resources=Resources(num_cpus=0))
+    try:
+        assert group.start().ok
+        assert len(own_placement_groups()) == num_before
+    finally:
+        group.kill(10)
+
+
+def test_two_groups_live_side_by_side(group: WorkerGroup) -> None:
+    other = make_group(1)
+    try:
+        assert other.start().ok
+        on_all(group, add, 1.0)
+        assert on_all(other, read).values[0].value == (0.0, 0)
+    finally:
+        other.kill(10)
+
+
+def test_a_group_that_was_ended_can_be_ended_again(ray_cluster: None) -> None:
+    group = make_group(1)
+    group.kill()
+    group.start()
+    group.kill(10)
+    group.kill(10)
+    group.stop(10)
+
+
+# -------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_ends_the_wait_for_the_others(group: WorkerGroup, rank: int, tmp_path: Path) -> None:
+    report = on_all(group, follow, FailurePlan(tmp_path).die(rank=rank), FOR_EVER_S)
+    assert kinds(report) == ["died" if rank == index else None for index in range(2)]
+    assert not report.all_answered
+    assert classify(report).ranks == [rank]
+
+
+def test_deaths_of_one_moment_are_seen_together(group: WorkerGroup, tmp_path: Path) -> None:
+    report = on_all(group, follow, FailurePlan(tmp_path).die(rank=0).die(rank=1), FOR_EVER_S)
+    assert classify(report).kind == "died"
+    assert set(kinds(report)) <= {"died", None}
+
+
+def test_a_death_between_two_calls_is_seen_by_the_next(group: WorkerGroup) -> None:
+    os.kill(group.infos[1].pid, signal.SIGKILL)
+    assert kinds(on_all(group, read))[1] == "died"
+
+
+# -------------------------------------------------------------------------------------------- user errors
+
+
+def test_a_rank_that_waits_for_one_that_raised_is_not_waited_for(group: WorkerGroup, tmp_path: Path) -> None:
+    report = on_all(group, follow, FailurePlan(tmp_path).fail(rank=1).hang(rank=0, seconds=FOR_EVER_S))
+    assert kinds(report) == [None, "user"]
+
+
+def test_an_exception_of_any_size_is_seen_at_once(group: WorkerGroup, tmp_path: Path) -> None:
+    huge = ValueError("missing keys: " + "layer.weight, " * 100_000)
+    plan = FailurePlan(tmp_path).raise_(rank=1, error=huge).hang(rank=0, seconds=FOR_EVER_S)
+    report = on_all(group, follow, plan)
+    assert kinds(report) == [None, "user"]
+    assert classify(report).faults[0].message.startswith(str(huge)[:100])
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_fails_a_little_later_is_heard_too(group: WorkerGroup) -> None:
+    report = on_all(group, raise_in_turn)
+    assert kinds(report) == ["user", "user"]
+    assert report.all_answered
+
+
+def raise_in_turn(replica: CountingReplica) -> None:
+    time.sleep(0.2 * replica.world.rank)
+    raise ValueError(f"rank {replica.world.rank}")
+
+
+def make_lock(replica: CountingReplica) -> Any:
+    return threading.Lock()
+
+
+class OnlyThere:
+    """Something that can be pickled in a worker and not unpickled in the driver."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (check_process, (os.getpid(),))
+
+
+def check_process(pid: int) -> None:
+    if os.getpid() != pid:
+        raise ImportError("no such module here")
+
+
+def only_there(replica: CountingReplica) -> Any:
+    return OnlyThere()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("function", "words"), [(make_lock, "cannot pickle"), (only_there, "no such module here")])
+def test_a_value_that_cannot_travel_is_an_error_of_the_user_not_a_death(
+    group: WorkerGroup, function: Callable[..., Any], words: str
+) -> None:
+    report = on_all(group, function)
+    assert kinds(report) == ["user", "user"]
+    assert words in classify(report).faults[0].message
+    assert on_all(group, read).ok
+
+
+# -------------------------------------------------------------------------------------------- starting
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluster: None, tmp_path: Path) -> None:
+    plan = FailurePlan(tmp_path).fail(rank=None, times=2)
+    group = make_group(initialization_hook=partial(plan.check, 0))
+    report = group.start()
+    assert kinds(report) == ["user", "user"]
+    assert classify(report).ranks == [0, 1]
+    assert group.is_ended
+
+
+@pytest.mark.parametrize("verb", ["die", "fail"])
+def test_a_set_up_that_fails_is_reported(verb: str, ray_cluster: None, tmp_path: Path) -> None:
+    plan = getattr(FailurePlan(tmp_path), verb)(rank=1)
+    group = make_group(make_replica=partial(PlannedReplica, plan))
+    report = group.start()
+    assert kinds(report)[1] == {"die": "died", "fail": "user"}[verb]
+    assert not group.is_ended, "its owner may go on with those that live"
+    group.kill()
+
+
+def test_who_dies_before_the_workers_are_connected_is_left_out_where_enough_are_ready(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    plan = FailurePlan(tmp_path).die(rank=0)
+    group = make_group(initialization_hook=partial(plan.check, 0), num_workers=3)
+    report = group.start(min_workers=2)
+    assert report.ok
+    assert (len(group), len(report.values), len(group.infos)) == (2, 2, 2)
+    group.kill()
+
+
+class PlannedReplica(CountingReplica):
+    """Follows a plan while it is set up."""
+
+    def __init__(self, plan: FailurePlan, world: World) -> None:
+        super().__init__(world)
+        self.plan = plan
+
+    def setup(self) -> str:
+        self.plan.check(self.world.rank)
+        return super().setup()
+
+
+class FreezingReplica(CountingReplica):
+    """That of rank 1 stops its process while it is set up."""
+
+    def setup(self) -> str:
+        if self.world.rank == 1:
+            time.sleep(0.5)  # until it has been polled
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(FOR_EVER_S)  # another thread may take the signal, on a busy machine somewhat later
+        return super().setup()
+
+
+def is_not_stopped(self: Platform, info: WorkerInfo) -> Any:
+    """Stands for the watch on a worker: one that lives has not been slow for too long, however busy the machine is."""
+    return ray.put(not is_stopped(info.pid))
+
+
+def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(startup, "_LOADING_S", 0.0)
+    monkeypatch.setattr(Platform, "watch_process", is_not_stopped)
+    group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
+    report = group.start()
+    assert kinds(report)[1] == "died"
+    assert "did not respond" in caplog.text
+    wait_until(lambda: not is_alive(group.infos[1].pid))
+    group.kill()
+
+
+def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    group = make_group()
+    monkeypatch.setattr(WorkerGroup, "_create", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        group.start()
+    assert group.is_ended
+
+
+# -------------------------------------------------------------------------------------------- stopping
+
+
+def test_a_worker_that_is_busy_is_given_a_moment_to_close_and_then_ended(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 0.2)
+    group.submit(0, "on_replica", follow, False, None, FailurePlan(Path()), FOR_EVER_S)
+    pids = [info.pid for info in group.infos]
+    group.stop(10)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+# -------------------------------------------------------------------------------------------- with the driver
+
+
+@pytest.fixture
+def mixed(ray_cluster: None) -> Iterator[WorkerGroup]:
+    """The driver as rank 0 and a process as rank 1, with nothing between them."""
+    group = make_group(use_local=True)
+    assert group.start().ok
+    yield group
+    group.kill(10)
+
+
+@pytest.fixture
+def connected(ray_cluster: None) -> Iterator[WorkerGroup]:
+    """The same, in a real process group."""
+    group = make_group(use_local=True, connection=TorchConnection(timeout_s=120))
+    assert group.start().ok
+    yield group
+    group.kill(10)
+
+
+def sum_up(replica: CountingReplica, plan: FailurePlan) -> float:
+    import torch
+
+    plan.check(replica.world.rank)
+    tensor = torch.tensor([10.0**replica.world.rank])
+    torch.distributed.all_reduce(tensor)
+    return tensor.item()
+
+
+def listeners() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "raysgd-listener"]
+
+
+def test_the_driver_and_a_process_work_together(connected: WorkerGroup, tmp_path: Path) -> None:
+    report = on_all(connected, sum_up, FailurePlan(tmp_path))
+    assert [answer.value for answer in report.values] == [11.0, 11.0]
+    assert listeners() == []
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("die", "died"), ("fail", "user")])
+def test_a_driver_that_waits_for_a_process_is_freed_when_that_one_fails(
+    connected: WorkerGroup, verb: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "_CONNECTION_GRACE_S", 120.0)  # Ray may be long in reporting a death
+    report = on_all(connected, sum_up, getattr(FailurePlan(tmp_path), verb)(rank=1))
+    diagnosis = classify(report)
+    assert (diagnosis.kind, diagnosis.ranks) == (kind, [1])
+    assert report.outcomes[0].failure is not None
+    assert "Timed out" not in report.outcomes[0].failure.fault.message  # it did not have to wait for that
+    assert not report.all_answered
+    assert listeners() == []
+
+
+def test_a_process_that_waits_for_the_driver_is_not_waited_for_when_that_one_fails(
+    connected: WorkerGroup, tmp_path: Path
+) -> None:
+    report = on_all(connected, sum_up, FailurePlan(tmp_path).fail(rank=0))
+    assert kinds(report) == ["user", None]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
+    report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 0.2)
+    assert kinds(report) == ["fine", "user"]
+    assert report.all_answered
+    assert on_all(mixed, read).ok
+
+
+def outlive(replica: CountingReplica, plan: FailurePlan, pid: int) -> None:
+    """Does as the plan says, and stays until that process is gone."""
+    plan.check(replica.world.rank)
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_group_whose_process_was_ended_to_free_the_driver_cannot_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
+    report = on_all(mixed, outlive, FailurePlan(tmp_path).fail(rank=1), mixed.infos[1].pid)
+    assert classify(report).ranks == [1]
+    assert not report.all_answered
+
+
+def test_an_interruption_of_the_driver_reaches_the_caller_and_ends_the_listening(
+    mixed: WorkerGroup, tmp_path: Path
+) -> None:
+    plan = FailurePlan(tmp_path).raise_(rank=0, error=KeyboardInterrupt()).hang(rank=1, seconds=FOR_EVER_S)
+    with pytest.raises(KeyboardInterrupt):
+        on_all(mixed, follow, plan)
+    wait_until(lambda: listeners() == [])
+
+
+def test_the_live_replica_is_at_hand_only_in_the_driver(mixed: WorkerGroup, group: WorkerGroup) -> None:
+    on_all(mixed, add, 5.0)
+    assert mixed.local_replica.total == 5.0
+    assert group.local_replica is None
+    assert (mixed.is_driver_only, group.is_driver_only) == (False, False)
+
+
+def test_the_driver_alone_needs_no_ray_and_reserves_nothing() -> None:
+    group = make_group(1, use_local=True)
+    assert group.start().ok
+    assert group.is_driver_only
+    assert on_all(group, add, 2.0).values[0].value == 2.0
+    replica = group.local_replica
+    group.stop(10)
+    assert replica.is_shut_down
+
+
+# -------------------------------------------------------------------------------------------- what is sent
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that only the driver finds."""
+    (tmp_path / "only_in_the_driver.py").write_text("def touch(replica=None):\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("only_in_the_driver")
+    del sys.modules["only_in_the_driver"]
+
+
+def assert_says_what_to_do(report: GroupReport) -> None:
+    diagnosis = classify(report)
+    assert diagnosis.kind == "user"
+    error = worker_error(diagnosis.faults)
+    assert isinstance(error, ModuleNotFoundError)
+    assert "only_in_the_driver" in str(error)
+    assert "runtime_env" in str(error)
+    assert list(diagnosis.ranks) == [0, 1]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_function_that_the_workers_cannot_import_is_explained(group: WorkerGroup, elsewhere: Any) -> None:
+    assert_says_what_to_do(on_all(group, elsewhere.touch))
+    assert on_all(group, read).ok
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("where", ["initialization_hook", "make_replica"])
+def test_a_setup_that_the_workers_cannot_import_is_explained(where: str, ray_cluster: None, elsewhere: Any) -> None:
+    group = make_group(**{where: elsewhere.touch})
+    try:
+        assert_says_what_to_do(group.start())
+    finally:
+        group.kill()
+
+
+def test_a_stored_value_is_put_once_and_goes_to_whatever_group_there_is(group: WorkerGroup) -> None:
+    stored = group.store({"x": np.zeros(100_000)})
+    assert group.share(stored) == [stored.reference] * 2
+    assert not stored.value["x"].flags.writeable
+    alone = make_group(1, use_local=True)
+    assert alone.start().ok
+    try:
+        assert alone.share(stored) == [stored.value]
+        assert alone.store(3).value == 3
+    finally:
+        alone.kill()

@@ -1,0 +1,134 @@
+"""The line of calls: who comes first, who waits, and what ends a call from another thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from raysgd.engine.controller import PlaceInLine, Turns
+from raysgd.engine.lifecycle import Clock
+from raysgd.exceptions import TrainerShutdownError
+
+
+class Lifecycle:
+    """As much of it as turns need."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self.interrupted: int | None = None
+        self.num_killed = 0
+        self.clock = Clock()
+
+    def check_interrupt(self) -> None:
+        if self.interrupted == threading.get_ident():
+            raise KeyboardInterrupt
+
+    def check_active(self) -> None:
+        self.check_interrupt()
+        if self.is_stopped:
+            raise TrainerShutdownError("shut down")
+
+    def interrupt(self, thread: int) -> None:
+        self.interrupted = thread
+
+    def end_interrupt(self) -> None:
+        self.num_killed += self.interrupted is not None
+        self.interrupted = None
+
+
+class Line:
+    """Calls in threads, each of which waits for a word before it ends."""
+
+    def __init__(self) -> None:
+        self.lifecycle = Lifecycle()
+        self.turns = Turns(self.lifecycle)  # type: ignore[arg-type]
+        self.ended: list[str] = []
+        self.pool = ThreadPoolExecutor(8)
+
+    def call(self, name: str, place: PlaceInLine | None, body: Callable[[], Any] = lambda: None) -> Future[None]:
+        def run() -> None:
+            with self.turns.take(place):
+                body()
+            self.ended.append(name)
+
+        return self.pool.submit(run)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.pool.shutdown()
+
+
+def test_places_come_in_the_order_in_which_they_were_reserved(line: Line) -> None:
+    first, second = line.turns.reserve(), line.turns.reserve()
+    behind = line.call("behind", None)
+    later = line.call("second", second)
+    assert line.ended == []
+    line.call("first", first).result(30)
+    later.result(30)
+    behind.result(30)
+    assert line.ended == ["first", "second", "behind"]
+
+
+def test_a_thread_inside_a_call_does_not_wait_for_itself(line: Line) -> None:
+    def nested() -> None:
+        line.turns.reserve()  # somebody waits behind it
+        with line.turns.take():
+            pass
+
+    line.call("outer", line.turns.reserve(), nested).result(30)
+    assert line.ended == ["outer"]
+
+
+def test_a_call_that_runs_is_interrupted_and_the_next_one_follows(line: Line) -> None:
+    place, next_place = line.turns.reserve(), line.turns.reserve()
+    is_inside, goes_on = threading.Event(), threading.Event()
+
+    def body() -> None:
+        is_inside.set()
+        assert goes_on.wait(30)
+        line.lifecycle.check_active()
+
+    running = line.call("running", place, body)
+    assert is_inside.wait(30)
+    line.turns.interrupt(place)
+    goes_on.set()
+    assert isinstance(running.exception(30), KeyboardInterrupt)
+    line.call("next", next_place).result(30)
+    assert (line.ended, line.lifecycle.num_killed) == (["next"], 1)
+
+
+def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
+    place, is_inside, goes_on = line.turns.reserve(), threading.Event(), threading.Event()
+
+    def body() -> None:
+        is_inside.set()
+        assert goes_on.wait(30)
+        raise ConnectionError("the workers were killed")
+
+    running = line.call("running", place, body)
+    assert is_inside.wait(30)
+    line.turns.interrupt(place)
+    goes_on.set()
+    assert isinstance(running.exception(30), KeyboardInterrupt)
+
+
+def test_a_call_that_waits_is_interrupted_without_harm_to_the_one_that_runs(line: Line) -> None:
+    first, second = line.turns.reserve(), line.turns.reserve()
+    waiting = line.call("second", second)
+    line.turns.interrupt(second)
+    assert isinstance(waiting.exception(30), KeyboardInterrupt)
+    line.call("first", first).result(30)
+    assert (line.ended, line.lifecycle.num_killed) == (["first"], 0)
+
+
+def test_no_place_is_to_be_had_after_the_end(line: Line) -> None:
+    line.lifecycle.is_stopped = True
+    with pytest.raises(TrainerShutdownError):
+        line.turns.reserve()
