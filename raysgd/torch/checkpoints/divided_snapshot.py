@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from raysgd._state.state_codec import decode
 from raysgd.engine.processes.transfers import DividedValue
-from raysgd.torch.checkpoints.divided_folder import MakeRoom, joined, split
-from raysgd.torch.checkpoints.divided_index import Path_
+from raysgd.torch.checkpoints.divided_folder import MakeRoom, Path_, joined, split
 from raysgd.torch.checkpoints.divided_tensors import TensorToFill, begin_of, dim_of, overlaps
 
 Content = Mapping[str, Any]

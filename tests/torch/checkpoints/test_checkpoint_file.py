@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from raysgd._files.atomic_file import replacing
 from raysgd.torch.checkpoints import checkpoint_file
@@ -31,10 +32,11 @@ from raysgd.torch.checkpoints.checkpoint_file import (
     AsyncWriter,
     CheckpointCorruptedError,
     OtherFileError,
+    Seal,
     UnsafeCheckpointError,
-    check_loadable,
     mapped,
     mapped_again,
+    packed,
     read,
     write,
 )
@@ -174,16 +176,17 @@ class TestRoundTrip:
         assert_same(got, state)
         got["models"][0]["0.weight"].zero_()
 
-    def test_numpy_values_come_back(self, tmp_path: Path) -> None:
-        operator = {"scores": np.arange(5000.0), "names": np.array(["a", "b"]), "best": np.float32(0.5)}
-        write(tmp_path / "last.pt", training_state(operator=check_loadable(operator)))
-        for got in (
-            read(tmp_path / "last.pt")["operator"],
-            torch.load(tmp_path / "last.pt", weights_only=False)["operator"],
-        ):
-            np.testing.assert_array_equal(got["scores"], operator["scores"])
-            assert got["names"].tolist() == ["a", "b"]
-            assert type(got["best"]) is float
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_numpy_values_come_back(self, tmp_path: Path, weights_only: bool) -> None:
+        operator = {"scores": np.arange(5000.0), "best": np.float32(0.5)}
+        write(tmp_path / "last.pt", packed(training_state(operator=operator)))
+        got = read(tmp_path / "last.pt", weights_only=weights_only)["operator"]
+        assert type(got["scores"]) is np.ndarray
+        np.testing.assert_array_equal(got["scores"], operator["scores"])
+        assert type(got["best"]) is float
+        assert torch.equal(
+            torch.load(tmp_path / "last.pt")["operator"]["scores"]["raysgd_numpy"], torch.arange(5000.0).double()
+        )
 
     def test_tensors_always_come_to_the_cpu(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state())
@@ -198,9 +201,11 @@ class TestRoundTrip:
         assert b"cuda:1" not in content
         assert read(tmp_path / "gpu.pt")["models"][0]["0.weight"].device.type == "cpu"
 
-    def test_what_torch_allows_stays_as_it_was(self, tmp_path: Path) -> None:
-        write(tmp_path / "last.pt", training_state(operator=np.zeros(2)))
-        with torch.serialization.safe_globals([np.dtype]):
+    @pytest.mark.parametrize("is_ours", [True, False])
+    def test_what_torch_allows_stays_as_it_was(self, is_ours: bool, tmp_path: Path) -> None:
+        state = packed(training_state(operator=np.zeros(2)))
+        write(tmp_path / "last.pt", state) if is_ours else torch.save(state, tmp_path / "last.pt")
+        with torch.serialization.safe_globals([Setting]):
             before = set(torch.serialization.get_safe_globals())
             read(tmp_path / "last.pt")
             assert set(torch.serialization.get_safe_globals()) == before
@@ -363,7 +368,7 @@ class TestWrite:
 
 class TestMapped:
     def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
-        state = training_state(width=300, operator={"scores": np.arange(5000.0)})
+        state = training_state(width=300)
         write(tmp_path / "last.pt", state)
         with mapped(tmp_path / "last.pt") as file:
             assert num_mappings_of(tmp_path / "last.pt")
@@ -488,6 +493,16 @@ def assert_corrupted(path: Path, content: bytes | bytearray) -> None:
             mapped(path, weights_only=weights_only),
         ):
             pass
+
+
+class TestSeal:
+    def test_it_is_the_xxh128_of_the_archive_without_the_comment(self, small_file: bytes) -> None:
+        assert small_file[-48:-32] == b"raysgd:1:xxh128:"
+        assert xxhash.xxh128_hexdigest(small_file[:-50] + b"\0\0") == small_file[-32:].decode()
+
+    @pytest.mark.parametrize("tail", [b"", b"raysgd:1:xxh128:00", b"\x14\0raysgd:1:sha1:00000000"])
+    def test_anything_else_is_none(self, tail: bytes) -> None:
+        assert Seal.at_end_of(tail) is None
 
 
 class TestDamage:
