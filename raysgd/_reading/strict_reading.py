@@ -1,4 +1,4 @@
-"""Strict reading of checkpoint files that may come from anyone: their content, and the words of refusals."""
+"""Checkpoint files that may come from anyone: limits on what they hold, and the words of refusals."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from raysgd.torch.checkpoints.divided_folder import (
     name_of,
     split,
 )
-from raysgd.torch.checkpoints.divided_tensors import TensorToFill
+from raysgd.torch.checkpoints.divided_snapshot import TensorToFill
 from raysgd.torch.objects.rng import RNG
 from raysgd.worker.state.replica_state import RESUME
 
