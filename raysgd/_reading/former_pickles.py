@@ -26,7 +26,8 @@ class FormerValue:
     def __init__(self, code: Any = None) -> None:
         if code is not None and not (isinstance(code, str) and _DTYPE.fullmatch(code)):
             raise NotPlainError(f"arrays of `numpy.dtype({str(code)[:20]!r})`")
-        self._code, self._state = code, ()
+        self._code = code
+        self._state: Any = ()
 
     def __setstate__(self, state: Any) -> None:
         self._state = state
@@ -105,6 +106,6 @@ def read_pickle(content: bytes) -> Any:
         Exception: It is damaged.
     """
     for opcode, argument, _ in pickletools.genops(content):  # which looks whether the bytes are there that it promises
-        is_put = opcode.name in ("PUT", "LONG_BINPUT")
-        require(not is_put or argument < len(content), "it numbers more values than it has")
+        if opcode.name in ("PUT", "LONG_BINPUT"):
+            require(argument is not None and argument < len(content), "it numbers more values than it has")
     return _FormerUnpickler(io.BytesIO(content)).load()
