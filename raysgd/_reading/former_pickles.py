@@ -1,4 +1,4 @@
-"""NumPy values in files of the old library: functions of ours stand for those of NumPy that its pickles name.
+"""NumPy values in files of the old library: our functions stand for those of NumPy that its pickles name.
 
 NumPy's own trust what a file says: an array of objects takes its pointers out of it. Ours make arrays of numbers alone,
 exactly as large as their bytes.

@@ -339,7 +339,7 @@ def read_tensor(content: bytes) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's reader read NumPy's values, as files of the old library hold them, by functions of ours."""
+    """Let PyTorch's reader read NumPy's values, as files of the old library hold them, by our functions."""
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
