@@ -48,7 +48,6 @@ from raysgd._reading.strict_reading import (
 )
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
-from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.torch.checkpoints.plain_state import packed as packed
 from raysgd.torch.checkpoints.plain_state import unpacked
 
@@ -343,26 +342,6 @@ def _former_functions() -> Iterator[None]:
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
-
-
-class AsyncWriter(BackgroundWriter):
-    """Writes checkpoint files in the background.
-
-    Examples:
-        >>> import os, tempfile
-        >>> state = {"epoch": 1, "operator": None, "models": [], "optimizers": []}
-        >>> with tempfile.TemporaryDirectory() as folder, AsyncWriter() as writer:
-        ...     path = os.path.join(folder, "last.pt")
-        ...     writer.submit(path, lambda: state)
-        ...     writer.wait()
-        ...     read(path) == state
-        True
-    """
-
-    def __init__(self) -> None:
-        from raysgd.storage import files
-
-        super().__init__(write, files.shown)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
-import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +27,6 @@ import xxhash
 from raysgd._files.atomic_file import replacing
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
-    AsyncWriter,
     CheckpointCorruptedError,
     OtherFileError,
     Seal,
@@ -92,7 +89,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 PRELUDE = """
 import os, sys, torch
-from raysgd.torch.checkpoints.checkpoint_file import AsyncWriter, write
+from raysgd.torch.checkpoints.checkpoint_file import write
 
 def training_state(epoch, num_floats):
     return {"epoch": epoch, "operator": None, "models": [{"w": torch.zeros(num_floats)}], "optimizers": []}
@@ -146,7 +143,6 @@ class TestRoundTrip:
         assert zipfile.is_zipfile(tmp_path / "last.pt")
         with zipfile.ZipFile(tmp_path / "last.pt") as archive:
             assert archive.testzip() is None
-            assert archive.comment.startswith(b"raysgd:1:")
 
     def test_what_was_read_can_be_written_again(self, tmp_path: Path) -> None:
         state = training_state()
@@ -235,13 +231,6 @@ class TestWrite:
             write(path, training_state())
         assert path.stat() == before
         assert os.listdir(tmp_path) == ["last.pt"]
-
-    def test_a_file_behind_a_link_is_replaced(self, tmp_path: Path) -> None:
-        (tmp_path / "real.pt").write_bytes(b"old")
-        (tmp_path / "last.pt").symlink_to("real.pt")
-        write(tmp_path / "last.pt", training_state(2))
-        assert (tmp_path / "last.pt").is_symlink()
-        assert read(tmp_path / "real.pt")["epoch"] == 2
 
     def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(1))
@@ -663,183 +652,6 @@ class TestContent:
         assert issubclass(CheckpointCorruptedError, (ValueError,))
         assert issubclass(CheckpointCorruptedError, (RuntimeError,))
         assert issubclass(UnsafeCheckpointError, ValueError)
-
-
-def writer_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("raysgd-checkpoint")]
-
-
-def await_writers() -> None:
-    for thread in writer_threads():
-        thread.join(60)
-
-
-def failing(error: BaseException) -> Any:
-    def produce() -> dict[str, Any]:
-        raise error
-
-    return produce
-
-
-class TestAsyncWriter:
-    def test_files_are_written_in_the_order_of_submission(self, tmp_path: Path) -> None:
-        produced: list[int] = []
-
-        def produce(epoch: int) -> dict[str, Any]:
-            produced.append(epoch)
-            return training_state(epoch)
-
-        with AsyncWriter() as writer:
-            for epoch in range(5):
-                writer.submit(tmp_path / "last.pt", lambda epoch=epoch: produce(epoch))
-            writer.wait()
-            assert produced == [0, 1, 2, 3, 4]
-            assert read(tmp_path / "last.pt")["epoch"] == 4
-
-    def test_submit_does_not_wait_for_the_write(self, tmp_path: Path) -> None:
-        go_on = threading.Event()
-        names: list[str] = []
-
-        def produce() -> dict[str, Any]:
-            names.append(threading.current_thread().name)
-            assert go_on.wait(60)
-            return training_state()
-
-        with AsyncWriter() as writer:
-            writer.submit(tmp_path / "last.pt", produce)
-            assert not (tmp_path / "last.pt").exists()
-            go_on.set()
-        assert read(tmp_path / "last.pt")["epoch"] == 1
-        assert names == ["raysgd-checkpoint-writer"]
-
-    def test_a_failure_is_raised_by_wait_once_as_its_own_class(self, tmp_path: Path) -> None:
-        with AsyncWriter() as writer:
-            writer.submit(tmp_path / "last.pt", failing(KeyError("lost")))
-            with pytest.raises(KeyError, match="lost"):
-                writer.wait()
-            writer.wait()
-
-    def test_a_failure_of_the_file_system_is_raised_as_its_own_class(self, tmp_path: Path) -> None:
-        with AsyncWriter() as writer:
-            writer.submit(tmp_path / "absent" / "last.pt", training_state)
-            with pytest.raises(FileNotFoundError):
-                writer.wait()
-
-    def test_submit_raises_an_earlier_failure_and_queues_nothing(self, tmp_path: Path) -> None:
-        with AsyncWriter() as writer:
-            writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
-            await_writers()
-            with pytest.raises(KeyError):
-                writer.submit(tmp_path / "b.pt", training_state)
-            writer.submit(tmp_path / "c.pt", training_state)
-        assert os.listdir(tmp_path) == ["c.pt"]
-
-    def test_close_raises_a_failure(self, tmp_path: Path) -> None:
-        writer = AsyncWriter()
-        writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
-        with pytest.raises(KeyError):
-            writer.close()
-        writer.close()
-
-    def test_each_failure_is_raised_once_and_the_oldest_first(self, tmp_path: Path) -> None:
-        writer = AsyncWriter()
-        started = threading.Event()
-
-        def fail_late() -> dict[str, Any]:
-            assert started.wait(60)
-            raise KeyError("first")
-
-        writer.submit(tmp_path / "a.pt", fail_late)
-        writer.submit(tmp_path / "b.pt", failing(OSError("second")))
-        writer.submit(tmp_path / "c.pt", training_state)
-        started.set()
-        with pytest.raises(KeyError, match="first"):
-            writer.wait()
-        with pytest.raises(OSError, match="second"):
-            writer.close()
-        writer.close()
-        assert os.listdir(tmp_path) == ["c.pt"]
-
-    def test_a_failure_is_logged_at_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        writer = AsyncWriter()
-        writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
-        with pytest.raises(KeyError):
-            writer.wait()
-        writer.close()
-        assert "could not write checkpoint" in caplog.text
-        assert "a.pt" in caplog.text
-
-    def test_a_failure_does_not_keep_the_state_alive(self, tmp_path: Path) -> None:
-        tensors: list[Any] = []
-
-        def produce() -> dict[str, Any]:
-            state = training_state(operator=[torch.zeros(3), lambda: None])
-            tensors.append(weakref.ref(state["operator"][0]))
-            return state
-
-        writer = AsyncWriter()
-        writer.submit(tmp_path / "a.pt", produce)
-        await_writers()
-        assert tensors[0]() is None
-        with pytest.raises((AttributeError, pickle.PicklingError)):
-            writer.close()
-
-    def test_no_thread_is_left_when_there_is_nothing_to_write(self, tmp_path: Path) -> None:
-        writer = AsyncWriter()
-        assert writer_threads() == []
-        for epoch in range(3):
-            writer.submit(tmp_path / "last.pt", lambda epoch=epoch: training_state(epoch))
-            writer.wait()
-            assert writer_threads() == []
-        writer.close()
-        assert read(tmp_path / "last.pt")["epoch"] == 2
-
-    def test_a_closed_writer_accepts_nothing(self, tmp_path: Path) -> None:
-        writer = AsyncWriter()
-        writer.close()
-        writer.close()
-        writer.wait()
-        with pytest.raises(ValueError, match="closed `AsyncWriter`"):
-            writer.submit(tmp_path / "last.pt", training_state)
-
-    def test_an_error_in_the_block_is_not_hidden_by_a_failed_write(self, tmp_path: Path) -> None:
-        def block() -> None:
-            with AsyncWriter() as writer:
-                writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            block()
-
-    def test_a_program_that_ends_finishes_its_write_and_ends(self, tmp_path: Path) -> None:
-        done = run_python(
-            """
-            import time
-
-            def produce():
-                time.sleep(0.5)
-                return training_state(9, 2**20)
-
-            writer = AsyncWriter()
-            writer.submit(sys.argv[1], produce)
-            """,
-            tmp_path / "last.pt",
-        )
-        assert done.returncode == 0, done.stderr
-        assert read(tmp_path / "last.pt")["epoch"] == 9
-
-    def test_several_threads_may_submit(self, tmp_path: Path) -> None:
-        writer = AsyncWriter()
-        threads = [
-            threading.Thread(target=writer.submit, args=(tmp_path / f"{i}.pt", lambda i=i: training_state(i)))
-            for i in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        writer.close()
-        assert [read(tmp_path / f"{i}.pt")["epoch"] for i in range(8)] == list(range(8))
 
 
 def test_the_format_is_documented_by_its_constants() -> None:
