@@ -313,7 +313,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         if found is None:  # after much advice, what is wrong
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
-        raise NotPlainError(found[1]) from error
+        raise NotPlainError(found[1][:200]) from error
 
 
 def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
