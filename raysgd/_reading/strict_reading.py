@@ -1,16 +1,16 @@
-"""Strict reading of checkpoint files that may come from anyone: their content, and the words of refusals."""
+"""Checkpoint files that may come from anyone: limits on what they hold, and the words of refusals."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import mmap
+import zipfile
 from collections.abc import Collection, Iterator
-from typing import IO, Any
+from typing import Any
 
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 
-logger = logging.getLogger(__name__)
+_MAX_DEPTH = 100
+"""The deepest nesting of containers."""
 
 
 class DamagedFileError(ValueError):
@@ -39,33 +39,43 @@ def require(holds: bool, finding: str) -> None:
         raise DamagedFileError(finding)
 
 
-def content_of(file: IO[bytes], num_bytes: int, maps: bool) -> mmap.mmap | bytearray:
-    """Return all of a file, in memory that can be written to: mapped if that is wanted and can be done, else read.
+def check_depth(value: Any, what: str = "it") -> None:
+    """Refuse what is nested too deeply: everything that walks through a state does it by recursion.
+
+    Args:
+        value: A structure of containers, which may contain themselves.
+        what: What the message calls it.
 
     Raises:
-        DamagedFileError: It is shorter by now.
+        DamagedFileError: It is. A `ValueError`.
     """
-    if maps:
-        try:
-            return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            logger.debug("reading a file that cannot be mapped: %s", error)
-    file.seek(0)
-    content = bytearray(num_bytes)
-    fill(memoryview(content), file)
-    return content
+    heights: dict[int, int] = {}  # of containers, by their identity
+
+    def height(item: Any, depth: int) -> int:
+        if not isinstance(item, dict | list | tuple):
+            return 0
+        is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
+        require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
+        if id(item) not in heights:
+            heights[id(item)] = 0  # as long as its parts are looked at
+            parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
+            heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
+        return heights[id(item)]
+
+    height(value, 0)
 
 
-def fill(room: memoryview, file: IO[bytes]) -> None:
-    """Read as many bytes of a file as there is room for.
+def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
+    """Refuse an archive of so many bytes that could become larger than it is.
 
     Raises:
-        DamagedFileError: It has fewer.
+        DamagedFileError: Members of it are compressed, or overlap.
     """
-    while room:
-        num_read = file.readinto(room)  # type: ignore[attr-defined]
-        require(num_read > 0, "it is shorter than it says")
-        room = room[num_read:]
+    for member in archive.infolist():
+        is_plain = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        require(is_plain, "it has members that are compressed")
+        num_bytes -= member.file_size
+    require(num_bytes >= 0, "its members overlap")
 
 
 @contextlib.contextmanager

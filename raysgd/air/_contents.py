@@ -131,7 +131,7 @@ class FolderContent:
         return found
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode(), sealed=True)
+        self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
 
     def portable(self) -> Content:
         """Returns it by value where only this machine can reach it, else as it is."""

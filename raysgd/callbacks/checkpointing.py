@@ -300,7 +300,7 @@ class Checkpointing(Callback):
 
     def _write_index(self, saved: list[SavedCheckpoint]) -> None:
         assert self._folder is not None
-        self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode(), sealed=True)
+        self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
 
     def _indexed(self) -> list[SavedCheckpoint]:
         """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""

@@ -26,7 +26,7 @@ Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
     "ray": "2.44",  # an older one drops a thread's state after each call: PyTorch then ends a worker that joins a group
-    "torch": "2.8",
+    "torch": "2.10",  # `torch.load(weights_only=True)` of older ones can be made to run code (CVE-2026-24747)
     "tensorflow": "2.19",
     "keras": "3.5",
     "lightning": "2.5.2",

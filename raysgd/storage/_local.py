@@ -105,7 +105,7 @@ class LocalFolder(Folder):
                 yield file
 
     @contextlib.contextmanager
-    def writing(self, name: str, *, sealed: bool = False) -> Iterator[IO[bytes]]:
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
         path = self._local_path / check_name(name)
         with _telling(f"write `{path}`"):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,18 @@
 A folder becomes whole by a marker that is written last. The marker of `name` is a file `.complete-name` beside it: so
 one listing tells which folders are whole, and what is in a folder is what users put there, beside lists of checksums
 with hidden names. Nothing is staged elsewhere, because stores copy where disks rename.
+
+A list is a file `.raysgd-sums-*` in a staged folder, with the XXH128 of each file of one upload. Files whose names
+begin with a dot are in none: they are notes, which may be replaced later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,13 +25,14 @@ from typing import IO, Any, TypeVar
 from raysgd._imports.optional import require
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
-from raysgd.storage import _checksums, _filesystems, _transfers, _trees
+from raysgd.storage import _filesystems, _transfers, _trees
 from raysgd.storage._filesystems import OpenedLocation
 from raysgd.storage._retrying import TIMEOUT_VARIABLE, RetryLimit, cause_of, storage_error
 from raysgd.storage._uris import child_of
 from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
 
 _MARKER = ".complete-"
+_LIST = f"{_trees.TEMPORARY}sums-"
 _CONTENT = b"The folder beside this file, of the same name, is complete.\n"
 
 T = TypeVar("T")
@@ -147,16 +153,18 @@ class StoreFolder(Folder):
         placed = tree.placed(places)
         _transfers.on_threads(lambda name: (self / name).make(), tree.empty)
         sums = _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
-        if self.is_staged and sums:
-            listed = _checksums.list_of({placed[name]: checksum for name, checksum in sums.items()})
-            self.write(_checksums.new_list_name(), listed, sealed=True)
+        self._list({placed[name]: checksum for name, checksum in sums.items()})
 
     def _upload_file(self, source: Path, name: str) -> str:
         """Sends a file; returns its checksum."""
         with open(source, "rb") as file:
-            content = _checksums.SentContent(partial(_transfers.pieces, file))
-            (self / name)._send(content)
-        return content.checksum
+            return (self / name)._send(file)
+
+    def _list(self, sums: Mapping[str, str]) -> None:
+        """Writes down the checksums of files that were sent, if they stay as they are."""
+        lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
+        if self.is_staged and lasting:
+            self.write(f"{_LIST}{secrets.token_hex(8)}", json.dumps(lasting).encode())
 
     def download(self, target: Path) -> None:
         names = self._everything()
@@ -164,7 +172,7 @@ class StoreFolder(Folder):
         for name in (name for name, is_file in names.items() if not is_file):
             (target / name).mkdir(parents=True, exist_ok=True)
         files = [name for name, is_file in names.items() if is_file and not _is_own(name)]
-        sums = self._listed_sums([name for name, is_file in names.items() if is_file and _checksums.is_list(name)])
+        sums = self._listed_sums([name for name, is_file in names.items() if is_file and _base(name).startswith(_LIST)])
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
@@ -172,8 +180,8 @@ class StoreFolder(Folder):
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
-                listed = _checksums.listed_in(content)
-            except OSError as error:
+                listed = _listed_in(content)
+            except ValueError as error:
                 raise storage_error(f"read `{self / path}`", error, "Delete it, if you trust the rest.") from error
             for name, checksum in listed.items():
                 found.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
@@ -199,13 +207,11 @@ class StoreFolder(Folder):
             yield file
 
     @contextlib.contextmanager
-    def writing(self, name: str, *, sealed: bool = False) -> Iterator[IO[bytes]]:
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Opens a file of this machine, which is sent when the block ends; so sending it can be tried again."""
-        target = self / name
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
-            content = partial(_transfers.pieces, file)
-            target._send(_checksums.SentContent(content, sealed=True) if sealed else content)
+            self._list({name: (self / name)._send(file)})
 
     def remove(self, name: str) -> None:
         file = self / name
@@ -241,11 +247,20 @@ class StoreFolder(Folder):
         [info] = self.store.ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
         return bool(info.type == getattr(_fs().FileType, kind))
 
-    def _send(self, pieces: _transfers.Pieces) -> None:
-        """Sends a file: under its name at once where the store shows a file when it is closed."""
-        opened = self._opened
+    def _send(self, file: IO[bytes]) -> str:
+        """Sends a file, under its name at once where the store shows a file when it is closed; returns its checksum."""
+        opened, checksum = self._opened, _transfers.new_checksum()
+
+        def content() -> Iterator[bytes]:
+            nonlocal checksum
+            checksum = _transfers.new_checksum()  # each attempt begins at the start
+            for piece in _transfers.pieces(file):
+                checksum.update(piece)
+                yield piece
+
         send = _transfers.send if opened.is_whole_at_close else _transfers.send_and_rename
-        self.store.ask(f"write `{self}`", partial(send, opened.filesystem, pieces, self.path))
+        self.store.ask(f"write `{self}`", partial(send, opened.filesystem, content, self.path))
+        return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
         """Fetches a file. Checksums: those that it may have, as far as they are known.
@@ -323,7 +338,26 @@ def _unless_missing(delete: Callable[[str], object], path: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name.rpartition("/")[2].startswith((_MARKER, _trees.TEMPORARY))
+    return _base(name).startswith((_MARKER, _trees.TEMPORARY))
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _listed_in(content: bytes) -> dict[str, str]:
+    """Return what a list says.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(checksum, str) for checksum in found.values()):
+        raise ValueError("it is not a list of checksums")
+    return found
 
 
 def _tree_of(source: Path, doing: str) -> _trees.FileTree:

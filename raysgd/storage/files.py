@@ -34,12 +34,11 @@ def check_location(name: str, location: Any) -> None:
 
 
 @contextlib.contextmanager
-def saving(location: str | os.PathLike[str], *, sealed: bool = False) -> Iterator[IO[bytes]]:
+def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a file, for writing and reading, that becomes the one at `location` when the block ends well.
 
     Args:
         location: A path or a URI.
-        sealed: As for `Folder.write`.
 
     Raises:
         OSError: It could not be written; a `StorageError` where `location` is the URI of a store.
@@ -50,7 +49,7 @@ def saving(location: str | os.PathLike[str], *, sealed: bool = False) -> Iterato
             yield file
     else:
         folder, name = _folder_and_name(text)
-        with folder.writing(name, sealed=sealed) as file:
+        with folder.writing(name) as file:
             yield file
 
 

@@ -137,16 +137,9 @@ class Folder(ABC):
         with self.reading(name) as file:
             return file.read()
 
-    def write(self, name: str, data: bytes, *, sealed: bool = False) -> None:
-        """Writes a file: at any moment there is the whole old one or the whole new one.
-
-        Args:
-            name: Its name.
-            data: Its content.
-            sealed: In a store, end it with a checksum in blanks and tabs, as readers of JSON and of pickles skip them.
-                Who reads it through a `Folder` then gets an error instead of an altered file.
-        """
-        with self.writing(name, sealed=sealed) as file:
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file: at any moment there is the whole old one or the whole new one."""
+        with self.writing(name) as file:
             file.write(data)
 
     @abstractmethod
@@ -158,11 +151,8 @@ class Folder(ABC):
         """Opens a file for reading; from a store it is fetched first."""
 
     @abstractmethod
-    def writing(self, name: str, *, sealed: bool = False) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file, for writing and reading, that takes its name when the block ends without an exception.
-
-        Sealed: as for `write`.
-        """
+    def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file, for writing and reading, that takes its name when the block ends without an exception."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -174,7 +164,8 @@ class Folder(ABC):
     def staged(self, name: str) -> Folder:
         """Return where one or several processes put what becomes `name`. Use a name once.
 
-        In a store, files that are uploaded there have to stay as they are: `download` compares their checksums.
+        In a store, files that are put there have to stay as they are: `download` compares their checksums. Those
+        whose names begin with a dot may be replaced.
         """
 
     @abstractmethod

@@ -46,11 +46,11 @@ class TorchRunner(ClassRunner):
     def write_part(self, folder: str) -> WrittenPart:
         """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
         from raysgd.torch.checkpoints import (
-            divided_state,  # not everywhere: it loads parts of PyTorch that others do without
+            divided_files,  # not everywhere: it loads parts of PyTorch that others do without
         )
 
         state = self._hosted.state
-        return divided_state.write(folder, state.read_divided(), state.own(), self._hosted.parallel.group_beside)
+        return divided_files.write(folder, state.read_divided(), state.own(), self._hosted.parallel.group_beside)
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
         """The models without any wrapper: live ones, or copies, packed and on the CPU.

@@ -33,6 +33,7 @@ from raysgd.messages.prediction_data import BatchRequest, Found
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
+from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.data import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
@@ -240,7 +241,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         arguments.check_validators(group, chosen_parallel)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
-        super().__init__(group, settings, checkpoint_file.AsyncWriter())
+        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
         arguments.warn_of_unused_gpus(asked)
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`

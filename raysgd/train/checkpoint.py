@@ -162,7 +162,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
     if isinstance(path, Path):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with saving(path, sealed=True) as file:
+        with saving(path) as file:
             cloudpickle.dump(dict(checkpoint), file, protocol=5)
     except StorageError as error:
         raise StorageError(f"{error} The trainer still has it as `latest_checkpoint`.") from error

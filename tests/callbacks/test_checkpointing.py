@@ -14,11 +14,9 @@ import torch
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, Run
 from raysgd.callbacks.checkpointing import INDEX_FILE
 from raysgd.exceptions import CallbackError
-from raysgd.storage import StorageError, open_folder
 from raysgd.testing import fail_save
 from raysgd.torch import TorchTrainer
 from tests.helpers.s3_server import S3Server
-from tests.helpers.store_damage import alter
 
 Make = Callable[..., TorchTrainer]
 
@@ -249,19 +247,6 @@ def test_in_a_store(make_local: Make, s3_server: S3Server) -> None:
     assert len(trainer.history) == 1
     assert saving.newest != other.newest
     trainer.load(other.newest)
-
-
-@pytest.mark.parametrize("ending", ["checkpoints.json", ".run.json"])
-def test_an_altered_file_in_a_store_is_not_resumed_from(
-    make_local: Make, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
-    folder = open_folder(s3_server.uri(f"callbacks/altered{ending}"))
-    make_local().fit(2, callbacks=[Checkpointing(folder.uri)])
-    name = [each for each in folder.names() if each.endswith(ending)][-1]
-    alter(folder, name, at=3)
-    with pytest.raises((StorageError, CallbackError), match=f"{name}.*altered"):
-        make_local().fit(3, callbacks=[Checkpointing(folder.uri)], resume_from="auto")
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ def test_python_is_one_of_the_supported_ones(version: tuple[int, int], level: st
 @pytest.mark.parametrize(
     ("versions", "problems"),
     [
-        ({"ray": "2.44.0", "torch": "2.8.0+cu128"}, []),
+        ({"ray": "2.44.0", "torch": "2.10.0+cu128"}, []),
         ({"ray": "2.60.0", "tensorflow": "2.21.0"}, []),
         ({"ray": "2.43.0", "torch": "2.13.0"}, ["ray 2.43.0 is too old"]),
-        ({"ray": "2.60.0", "torch": "2.8.0rc1", "lightning": "1.9"}, ["lightning 1.9 is too old"]),
-        ({"torch": "2.8"}, ["ray is not installed"]),
+        ({"ray": "2.60.0", "torch": "2.10.0rc1", "lightning": "1.9"}, ["lightning 1.9 is too old"]),
+        ({"torch": "2.10"}, ["ray is not installed"]),
         ({"ray": "2.44"}, ["neither PyTorch nor TensorFlow is installed"]),
         ({}, ["ray is not installed", "neither PyTorch nor TensorFlow is installed"]),
     ],
@@ -139,9 +139,9 @@ def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monke
 @pytest.mark.parametrize(
     ("versions", "text"),
     [
-        ({"ray": "2.40.0", "torch": "2.8.0"}, "packages are too old or missing"),  # these workers would crash
+        ({"ray": "2.40.0", "torch": "2.10.0"}, "packages are too old or missing"),  # these workers would crash
         ({"ray": "2.60.0", "tensorflow": "2.21.0"}, "it needs PyTorch"),
-        ({"ray": "2.60.0", "torch": "2.8.0"}, "trained"),
+        ({"ray": "2.60.0", "torch": "2.10.0"}, "trained"),
     ],
 )
 def test_the_self_test_runs_with_packages_that_can_train(

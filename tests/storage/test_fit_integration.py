@@ -74,7 +74,10 @@ def test_workers_store_checkpoints_and_the_driver_commits_them(s3_server: S3Serv
         alter(newest, f"rank_{rank}", at=0)
 
 
-def test_a_store_that_takes_nothing_is_named_before_workers_start(s3_server: S3Server) -> None:
+def test_a_store_that_takes_nothing_is_named_before_workers_start(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
     nowhere = s3_server.uri("fit").replace(f"@{BUCKET}/", "@no-such-bucket/")
     with pytest.raises(StorageError, match="no-such-bucket/fit") as caught:
         trainer(nowhere).fit()

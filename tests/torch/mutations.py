@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.checkpoint_file import Seal
 from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST
-from raysgd.torch.checkpoints.seal import Seal, new_checksum
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (
@@ -106,7 +107,7 @@ def changed_archive(chance: random.Random, content: bytes) -> bytes:
     seal = Seal.at_end_of(content)
     if seal is None:
         return _changed_body(chance, content)
-    return _sealed(_changed_body(chance, content[: -len(seal.comment)]))
+    return sealed(_changed_body(chance, content[: -len(seal.comment)]))
 
 
 def _changed_body(chance: random.Random, body: bytes) -> bytes:
@@ -149,13 +150,11 @@ def archived(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def _sealed(body: bytes) -> bytes:
+def sealed(body: bytes) -> bytes:
     """A file with the checksum of `body`, whatever that has become."""
     if len(body) < 22:
         return body
-    checksum = new_checksum()
-    checksum.update(body[:-2] + bytes(2))
-    comment = Seal(checksum.hexdigest()).comment
+    comment = Seal(xxhash.xxh3_128_hexdigest(body[:-2] + bytes(2))).comment
     return body[:-2] + len(comment).to_bytes(2, "little") + comment
 
 
@@ -173,10 +172,8 @@ def change_folder(chance: random.Random, folder: Path) -> None:
         [name] = (name for name in facts["files"] if name.startswith("__"))
         content = _with_changed_part(chance, (folder / name).read_bytes(), facts)
         (folder / name).write_bytes(content)
-        checksum = new_checksum()
-        checksum.update(content)
-        facts["files"][name] = (len(content), checksum.hexdigest())
-    checkpoint_file.write(folder / REST, {**rest, DIVIDED: facts})
+        facts["files"][name] = (len(content), xxhash.xxh3_128_hexdigest(content))
+    checkpoint_file.write(folder / REST, checkpoint_file.packed({**rest, DIVIDED: facts}))
 
 
 def _with_another_fact(chance: random.Random, facts: Any) -> Any:

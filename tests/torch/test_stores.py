@@ -60,8 +60,9 @@ def test_states_are_saved_in_the_background(
 
 
 def test_a_store_that_takes_nothing_costs_no_state(
-    s3_server: S3Server, tmp_path: Path, make_local: MakeTrainer
+    s3_server: S3Server, tmp_path: Path, make_local: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
     nowhere = s3_server.uri("last.pt").replace(f"@{BUCKET}/", "@no-such-bucket/")
     trainer = make_local()
     trainer.train()

@@ -1,15 +1,13 @@
-"""Files of whoever: none ends the process, takes more memory than it has, or changes a trainer that refuses it.
+"""Files of whoever: none runs code, becomes much larger than it is, or changes a trainer that refuses it.
 
-Covers `raysgd._reading.plain_pickle`, `raysgd._reading.stored_archive` and `raysgd.torch.checkpoints.tensor_file`:
-whole files show what parts of them do not. That good files are read as they were written is shown by
-`test_checkpoint_file.py`.
+Covers `raysgd._reading.former_pickles` and `raysgd._reading.strict_reading`: whole files show what parts of them do
+not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
 """
 
 from __future__ import annotations
 
 import collections
 import io
-import itertools
 import json
 import os
 import pickle
@@ -29,7 +27,7 @@ from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.objects import rng as random_states
-from tests.torch.mutations import archived
+from tests.torch.mutations import archived, sealed
 from tests.torch.operators_for_tests import equal
 from tests.torch.test_torch_trainer_state import stateful
 
@@ -98,12 +96,9 @@ def state_with(operator: Any) -> dict[str, Any]:
     return {"epoch": 1, "operator": operator, "models": [], "optimizers": []}
 
 
-ONE_HASH = [number * sys.hash_info.modulus for number in range(1, 200)]
-FIELD_NAMES = b"|NX\x01\x00\x00\x00a\x85"
 MILLIONS = b"J" + struct.pack("<i", 400_000_000)
 B_AS_BYTES = as_bytes(b"b")
 ONE_MEMORY = {"data/0": bytes(64)}
-OUTSIDE = b"(K\x01K\x00" + MILLIONS + b"ttQ"
 FILES: dict[str, Callable[[], bytes]] = {
     "a dtype with fields of objects": lambda: archive_of(pickled(dtype_with_objects())),
     "the same in a file of arrays": lambda: old_arrays_of(dtype_with_objects()),
@@ -116,25 +111,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a tensor behind its memory": lambda: archive_of(pickled(tensor_of(16, 4, 1, offset=10**9)), **ONE_MEMORY),
     "a tensor that is one value": lambda: archive_of(pickled(tensor_of(16, 10**12, 0)), **ONE_MEMORY),
     "a tensor of no size at all": lambda: archive_of(pickled(tensor_of(16, -1, 1)), **ONE_MEMORY),
-    "a key that is nested deeply": lambda: archive_of(pickled(b"}" + nested(200_000) + b"K\x01s")),
-    "a set of what is nested deeply": lambda: archive_of(pickled(b"cbuiltins\nset\n]" + nested(200_000) + b"a\x85R")),
-    "counts of what is nested deeply": lambda: archive_of(
-        pickled(b"ccollections\nCounter\n](" + nested(200_000) + b"K\x01\x86e\x85R")
-    ),
-    "an attribute with a name that is nested deeply": lambda: archive_of(
-        pickled(b"ccollections\nOrderedDict\n)R](" + nested(200_000) + b"K\x01\x86eb")
-    ),
-    "a field with a name that is nested deeply": lambda: archive_of(
-        pickled(dtype_with_objects().replace(b"O8", b"f8").replace(FIELD_NAMES, b"|N(" + nested(200_000) + b"t"))
-    ),
-    "keys of one hash": lambda: archive_of(pickle.dumps(state_with({number: 0 for number in ONE_HASH}))),
-    "keys of one hash, one by one": lambda: archive_of(
-        pickled(b"}" + b"".join(pickle.dumps(number, 2)[2:-1] + b"Ns" for number in ONE_HASH))
-    ),
-    "tuples of one hash": lambda: archive_of(pickle.dumps(state_with({(number,) for number in ONE_HASH}))),
-    "pairs of one hash": lambda: archive_of(
-        pickle.dumps(state_with(collections.OrderedDict.fromkeys(ONE_HASH)), protocol=2)
-    ),
     "a value that is nested deeply": lambda: archive_of(pickled(nested(200_000))),
     "what replaces a method": lambda: archive_of(
         pickled(b"ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb")
@@ -145,7 +121,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "an array by its header": lambda: array_file_of(b"(100000000,)", [100_000_000]),
     "an array of objects by its header": lambda: array_file_of(b"(1,)", [1], descr=b"|O"),
     "an old file by its tensor": lambda: old_file_of(tensor_of(10**8, 10**8, 1)),
-    "an old file with a part of a tensor": lambda: old_file_of(tensor_of(16, 16, 1).replace(b"tQ", OUTSIDE)),
 }  # fmt: skip
 
 
@@ -170,8 +145,13 @@ def old_file_of(operator: bytes) -> bytes:
     torch.save(0, stream, _use_new_zipfile_serialization=False)
     parts = io.BytesIO(stream.getvalue())
     start = b"".join(pickle.dumps(pickle.load(parts), protocol=2) for _ in range(3))
-    operator = operator if b"ttQ" in operator else operator.replace(b"tQ", b"NtQ")
-    return start + pickled(operator) + pickle.dumps(["0"], protocol=2) + struct.pack("<q", 16) + bytes(64)
+    return (
+        start
+        + pickled(operator.replace(b"tQ", b"NtQ"))
+        + pickle.dumps(["0"], protocol=2)
+        + struct.pack("<q", 16)
+        + bytes(64)
+    )
 
 
 READ = """
@@ -188,15 +168,13 @@ for path in sys.argv[2:]:
         try:
             print(path, "was read", reader.read(path))
         except ValueError as error:
-            behind = error.__cause__ or error.__context__
-            assert not isinstance(behind, MemoryError), (path, behind)
             assert len(str(error)) < 2000, path
         print(path)
 """
 
 
 @pytest.mark.long
-def test_no_file_ends_the_process_or_takes_memory_that_it_does_not_have(tmp_path: Path) -> None:
+def test_no_file_is_read_that_is_not_what_it_says(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in FILES]
     for path in paths:
         path.write_bytes(FILES[path.name]())
@@ -212,20 +190,40 @@ def test_no_file_ends_the_process_or_takes_memory_that_it_does_not_have(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["a dtype with fields of objects", "a tensor past its memory", "what replaces a method"]
+    "name",
+    [
+        "a dtype with fields of objects",
+        "a tensor past its memory",
+        "a tensor behind its memory",
+        "a tensor that is one value",
+        "a value that is nested deeply",
+        "what replaces a method",
+        "members that are packed",
+    ],
 )
-def test_such_a_file_is_refused_by_a_documented_error(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(FILES[name]())
-    with pytest.raises((CheckpointCorruptedError, UnsafeCheckpointError), match="file`"):
+@pytest.mark.parametrize("finish", [bytes, sealed], ids=["without a checksum", "with a right checksum"])
+def test_such_a_file_is_refused_by_a_documented_error(
+    name: str, finish: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(finish(FILES[name]()))
+    refusal = pytest.raises((CheckpointCorruptedError, UnsafeCheckpointError), match="file`")
+    with refusal, checkpoint_file.mapped(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "mark", [1, torch.zeros(()).expand(10**9), torch.zeros(2, dtype=torch.bfloat16), torch.eye(2).to_sparse()], ids=type
+)
+def test_a_mark_of_an_array_without_an_array_is_refused(mark: Any, tmp_path: Path) -> None:
+    checkpoint_file.write(tmp_path / "file", state_with({"raysgd_numpy": mark}))
+    with pytest.raises(CheckpointCorruptedError, match="file`"):
         checkpoint_file.read(tmp_path / "file")
 
 
-def test_keys_that_have_one_hash_by_chance_are_read(tmp_path: Path) -> None:
-    offsets = {offset: sum(offset) for offset in itertools.product((-2, -1, 0, 1, 2), repeat=4)}
-    assert max(collections.Counter(map(hash, offsets)).values()) > 10  # -1 and -2 have the same
-    state = state_with([offsets, set(offsets), collections.Counter(offsets), collections.OrderedDict(offsets)])
-    torch.save(state, tmp_path / "file")
-    assert checkpoint_file.read(tmp_path / "file") == state
+def test_functions_of_numpy_are_not_read_out_of_files_with_a_checksum(tmp_path: Path) -> None:
+    checkpoint_file.write(tmp_path / "file", state_with(np.arange(3)))
+    with pytest.raises(UnsafeCheckpointError, match=r"needs `numpy\._core\.multiarray\._reconstruct`"):
+        checkpoint_file.read(tmp_path / "file")
 
 
 def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:
@@ -242,7 +240,7 @@ def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support")
 def test_sparse_tensors_come_back(layout: torch.layout, tmp_path: Path) -> None:
     matrix = torch.eye(3).to_sparse(layout=layout)
-    state = {"epoch": 1, "operator": checkpoint_file.check_loadable(matrix), "models": [], "optimizers": []}
+    state = {"epoch": 1, "operator": checkpoint_file.packed(matrix), "models": [], "optimizers": []}
     checkpoint_file.write(tmp_path / "file", state)
     got = checkpoint_file.read(tmp_path / "file")["operator"]
     assert got.layout == layout
@@ -267,6 +265,8 @@ def test_sparse_tensors_come_back(layout: torch.layout, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("form", ["ours", "archive", "old"])
 def test_tensors_of_all_kinds_come_back(tensor: torch.Tensor, form: str, tmp_path: Path) -> None:
+    if form == "old" and tensor.dtype in (torch.float8_e4m3fn, torch.uint16):
+        return  # younger than that format
     state = {"epoch": 1, "operator": tensor, "models": [], "optimizers": []}
     if form == "ours":
         checkpoint_file.write(tmp_path / "file", state)

@@ -133,7 +133,7 @@ def location(checkpoint: str) -> str:
 
 
 def _write(place: str, content: str) -> None:
-    with files.saving(place, sealed=True) as file:
+    with files.saving(place) as file:
         file.write(content.encode())
 
 

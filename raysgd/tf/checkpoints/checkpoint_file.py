@@ -11,18 +11,24 @@ Why the file is an `.npz` archive: ADR 33.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import os
-import re
 import zipfile
 from typing import IO, Any
 
 import numpy as np
 
-from raysgd._reading.plain_pickle import PlainUnpickler, array_of, check_depth, plain_dtype
-from raysgd._reading.stored_archive import members
-from raysgd._reading.strict_reading import check_format, checked_state, content_of, refusals_of
+from raysgd._reading.former_pickles import FormerValue, read_pickle
+from raysgd._reading.strict_reading import (
+    check_depth,
+    check_format,
+    check_stored,
+    checked_state,
+    refusals_of,
+    require,
+)
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -35,8 +41,6 @@ FORMER_OPTIMIZER = "former_optimizer"
 
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
-_NPY_START = re.compile(rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)", re.DOTALL)
-_NPY_HEADER = re.compile(rb"\{'descr': '(?P<descr>[^']{2,12})', 'fortran_order': False, 'shape': \([0-9, ]*\), \} *\n")
 _TAG = "raysgd"
 _LEGACY_KEYS = ("epoch", "weights", "optimizer_weights")
 
@@ -90,30 +94,23 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
     """
     name = name or os.fspath(path)
     with open(path, "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
         is_archive = file.read(len(_ZIP_START)) == _ZIP_START
         file.seek(0)
         if not is_archive:
-            return _read_legacy(file, num_bytes, name)
-        state = _read_archive(file, num_bytes, name)
+            return _read_legacy(file, name)
+        with refusals_of(name), zipfile.ZipFile(file) as archive:
+            check_stored(archive, os.fstat(file.fileno()).st_size)
+            index = json.loads(archive.read(_INDEX))
+            version = index["format"]
+        check_format(name, version, FORMAT_VERSION)
+        with refusals_of(name), zipfile.ZipFile(file) as archive:
+            arrays = {
+                key: _array(archive.read(f"{key}.npy"), facts["dtype"], facts["shape"])
+                for key, facts in index["arrays"].items()
+            }
+            state = _decoded(index["state"], arrays)
+            check_depth(state)
     return checked_state(state, name, REQUIRED_KEYS)
-
-
-def _read_archive(file: IO[bytes], num_bytes: int, name: str) -> Any:
-    with refusals_of(name):
-        archive = memoryview(content_of(file, num_bytes, maps=True))
-        found = members(archive)
-        index = json.loads(bytes(found[_INDEX].checked(archive)))
-        version = index["format"]
-    check_format(name, version, FORMAT_VERSION)
-    with refusals_of(name):
-        arrays = {
-            key: _array(found[f"{key}.npy"].checked(archive), facts["dtype"], facts["shape"])
-            for key, facts in index["arrays"].items()
-        }
-        state = _decoded(index["state"], arrays)
-        check_depth(state)
-    return state
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
@@ -180,13 +177,13 @@ def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def _array(content: memoryview, dtype_name: str, shape: list[int]) -> Any:
-    """The array in a `.npy` member. Its header is compared with what the index says, and not believed."""
-    header_at = _NPY_START.match(content)
-    header = _NPY_HEADER.match(content, header_at.end()) if header_at is not None else None
-    if header is None:
-        raise ValueError("an array has no valid header")
-    array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[header.end() :])
+def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
+    """The array in a `.npy` member, if it is what the index says, and that is no larger than the member."""
+    require(math.prod(shape) <= len(content), "an array is larger than its member")
+    member = io.BytesIO(content)
+    array = np.lib.format.read_array(member, allow_pickle=False)
+    require(list(array.shape) == shape and not member.read(1), "an array has another shape than the file says")
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
 
 
@@ -200,17 +197,17 @@ def _small_float(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
+def _read_legacy(file: IO[bytes], name: str) -> dict[str, Any]:
     with refusals_of(name, "Files of the former library are read if they hold arrays alone."):
-        state = PlainUnpickler(file, num_bytes).load()
+        state = read_pickle(file.read())
     checked_state(state, name, _LEGACY_KEYS)
-    for key in ("weights", "optimizer_weights"):
-        if not isinstance(state[key], list | tuple) or not all(
-            isinstance(a, np.ndarray | np.generic) for a in state[key]
-        ):
-            raise ValueError(f"`{name}` holds no training state: its {key!r} are no list of arrays.")
-    return {
-        "epoch": state["epoch"],
-        "models": [list(state["weights"])],
-        FORMER_OPTIMIZER: list(state["optimizer_weights"]),
-    }
+    with refusals_of(name):
+        weights = {key: _former_arrays(state[key]) for key in ("weights", "optimizer_weights")}
+    return {"epoch": state["epoch"], "models": [weights["weights"]], FORMER_OPTIMIZER: weights["optimizer_weights"]}
+
+
+def _former_arrays(values: Any) -> list[Any]:
+    require(isinstance(values, list | tuple), "its weights are no list")
+    arrays = [each.value if isinstance(each, FormerValue) else each for each in values]
+    require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
+    return arrays

@@ -1,16 +1,17 @@
 """The checkpoint file: written whole or not at all, and read only if it is what was written.
 
-The file is an ordinary `torch.save` archive, so a plain `torch.load(path)` reads it, also on a machine
-without raysgd. (One that holds numpy arrays needs `weights_only=False` there.) Two things are added. The
-state carries its format's version under `raysgd_format`; and the comment at the end of the archive, which
-torch and zip tools skip, holds a checksum of all before it, because torch itself loads a file with flipped
-bits without complaint.
+The file is an ordinary `torch.save` archive of plain values, so a plain `torch.load(path)` reads it, also on a machine
+without raysgd; `plain_state` says what is plain. Two things are added. The state carries its format's version under
+`raysgd_format`; and the comment at the end of the archive, which torch and zip tools skip, holds a checksum of all
+before it, because torch itself loads a file with flipped bits without complaint. The comment is `raysgd:1:xxh128:` and
+32 hexadecimal digits: the XXH128 of the bytes before it, with zeros in the last two, which hold the comment's length.
+Other tools can verify it, see docs/checkpoints.md; why this checksum: docs/adr/0061-xxh128-for-checkpoint-files.md.
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
 the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that a
 later write into the folder deletes.
 
-The checksum is compared before torch sees the file; 200 MiB take about 10 ms. There are two ways to read it.
+The checksum is compared before torch sees the file; 200 MiB take about 10 ms. Then there are two ways to read it.
 `read` copies it into new memory. `mapped` gives out tensors that lie in the file, for as long as it
 takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
 of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
@@ -21,22 +22,37 @@ detected afterwards; a program that cuts the file short may crash this process.
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
+import pickle
+import re
+import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._reading.strict_reading import check_format, checked_state, content_of, corrupted, in_short, refusals_of
+from raysgd._reading.former_pickles import FORMER_FUNCTIONS, FormerValue
+from raysgd._reading.strict_reading import (
+    DamagedFileError,
+    NotPlainError,
+    check_format,
+    check_stored,
+    checked_state,
+    corrupted,
+    in_short,
+    refusals_of,
+)
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
-from raysgd.storage.background_writer import BackgroundWriter
-from raysgd.torch.checkpoints import seal
-from raysgd.torch.checkpoints.loadable import check_loadable as check_loadable
-from raysgd.torch.checkpoints.seal import Seal
-from raysgd.torch.checkpoints.tensor_file import read_archive, read_old
+from raysgd.torch.checkpoints.plain_state import packed as packed
+from raysgd.torch.checkpoints.plain_state import unpacked
+
+if TYPE_CHECKING:
+    import xxhash
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -50,7 +66,11 @@ REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_BYTES = 22
-_COMMENT_LENGTH_BYTES = 2
+_PREFIX = "raysgd:1:xxh128:"
+_COMMENT = re.compile(rf"{_PREFIX}([0-9a-f]+)\Z".encode())
+_MAX_SEAL_BYTES = 128
+_LENGTH_BYTES = 2
+_PIECE_BYTES = 2**18
 _OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The start of files of `torch.save` from before it wrote zip archives: a pickled magic number."""
 
@@ -58,6 +78,8 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in what PyTorch says
+_allowing_former = threading.Lock()
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
@@ -65,7 +87,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
 
     Args:
         path: Where to write: a path, whose folder must exist (a symbolic link is followed), or a URI.
-        state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `check_loadable` first.
+        state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
         format_version: Stored in the file's state under its last key, `raysgd_format`.
 
     Raises:
@@ -82,7 +104,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         stream.save(content)
         file.seek(-_ZIP_END_BYTES, os.SEEK_END)
         assert _is_zip_end(file.read()), "torch.save did not end its archive as zip archives without a comment do"
-        Seal(stream.hexdigest()).append_to(file)
+        Seal(stream.checksum.hexdigest()).append_to(file)
 
 
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
@@ -93,7 +115,7 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
 
     Args:
         path: The file.
-        weights_only: Refuse everything but tensors, numpy arrays, plain values and containers of them. With
+        weights_only: Refuse everything but tensors, NumPy arrays, plain values and containers of them. With
             False a file can run any code: only for files from a source that you trust.
 
     Raises:
@@ -141,8 +163,7 @@ def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterat
             raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
         if FileIdentity.of(file, identity.path) != identity:
             raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
-        source = _Source(file, identity, identity.path, weights_only)
-        yield source.state(source.content(maps=True))
+        yield _Source(file, identity, identity.path, weights_only).state(maps=True)
 
 
 class OtherFileError(OSError):
@@ -197,10 +218,9 @@ def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = Non
     with open(path, "rb", buffering=0) as file:
         identity = FileIdentity.of(file, os.path.realpath(path))
         source = _Source(file, identity, name or path, weights_only)
-        content = source.content(maps)
-        source.check(content)
-        opened = OpenedFile(source.state(content), identity, _is_mapped(content), file)
-        del content  # tensors hold what they lie in
+        source.check()
+        maps = maps and source.can_be_mapped()
+        opened = OpenedFile(source.state(maps), identity, maps, file)
         yield opened
         opened.check_unchanged()
 
@@ -222,49 +242,55 @@ class _Source:
         self._file, self._identity, self._name, self._weights_only = file, identity, name, weights_only
         self._kind = _kind_of(file, identity.num_bytes, name)
 
-    def content(self, maps: bool) -> mmap.mmap | bytearray:
-        """All of an archive, in memory that can be written to: mapped if it has a checksum, else read."""
-        with refusals_of(self._name):
-            num_bytes = self._identity.num_bytes if self._kind.is_archive else 0
-            return content_of(self._file, num_bytes, maps and self._kind.seal is not None)
-
-    def check(self, content: mmap.mmap | bytearray) -> None:
+    def check(self) -> None:
         """Compare the checksum.
 
         Raises:
             CheckpointCorruptedError: The content has another one.
         """
-        with memoryview(content) as whole:
-            if self._kind.seal is not None and not self._kind.seal.fits(whole):
-                raise corrupted(self._name, "its checksum does not match its content")
+        if self._kind.seal is not None and not self._kind.seal.fits(self._file, self._identity.num_bytes):
+            raise corrupted(self._name, "its checksum does not match its content")
 
-    def state(self, content: mmap.mmap | bytearray) -> dict[str, Any]:
+    def can_be_mapped(self) -> bool:
+        """Return whether it has a checksum, and lies where files can be mapped into memory."""
+        if self._kind.seal is None:
+            return False
+        try:
+            mmap.mmap(self._file.fileno(), 1, access=mmap.ACCESS_READ).close()
+        except OSError:
+            return False
+        return True
+
+    def state(self, maps: bool) -> dict[str, Any]:
         """Return what the file holds, if it is a training state.
 
         Raises:
             CheckpointCorruptedError, UnsafeCheckpointError, ValueError: As in `read`.
         """
-        loaded = self._strictly(content) if self._weights_only else self._trusted(_is_mapped(content))
+        loaded = self._strictly(maps) if self._weights_only else self._trusted(maps)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(self._name, version, FORMAT_VERSION)
         return checked_state(loaded, self._name, REQUIRED_KEYS)
 
-    def _strictly(self, content: mmap.mmap | bytearray) -> Any:
+    def _strictly(self, maps: bool) -> Any:
         with refusals_of(self._name, _IF_TRUSTED):
-            if not self._kind.is_archive:
-                with open(self._place, "rb") as file:
-                    return read_old(file, self._identity.num_bytes)
-            return read_archive(memoryview(content))
+            if self._kind.is_archive:
+                _check_archive(self._place, self._identity.num_bytes)
+            with contextlib.nullcontext() if self._kind.seal is not None else _former_functions():
+                loaded = _load_strictly(self._place, maps)
+            return unpacked(loaded, self._identity.num_bytes)
 
     def _trusted(self, maps: bool) -> Any:
         """Return what PyTorch itself reads. Errors of a file that is intact, or of user code, stay as they are."""
         try:
-            return torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
+            loaded = torch.load(self._place, map_location="cpu", weights_only=False, mmap=maps)
         except Exception as error:
             may_come_of_user_code = isinstance(error, OSError | AttributeError | ImportError | MemoryError)
             if self._kind.seal is not None or may_come_of_user_code:
                 raise
             raise corrupted(self._name, f"torch cannot read it ({in_short(error)})") from error
+        with refusals_of(self._name):
+            return unpacked(loaded, self._identity.num_bytes)
 
     @property
     def _place(self) -> str:
@@ -273,28 +299,49 @@ class _Source:
         return by_descriptor if os.path.exists(by_descriptor) else self._identity.path
 
 
-def _is_mapped(content: mmap.mmap | bytearray) -> bool:
-    return not isinstance(content, bytearray)
+def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
+    """Return what PyTorch's strict reader makes of a file.
 
-
-class AsyncWriter(BackgroundWriter):
-    """Writes checkpoint files in the background.
-
-    Examples:
-        >>> import os, tempfile
-        >>> state = {"epoch": 1, "operator": None, "models": [], "optimizers": []}
-        >>> with tempfile.TemporaryDirectory() as folder, AsyncWriter() as writer:
-        ...     path = os.path.join(folder, "last.pt")
-        ...     writer.submit(path, lambda: state)
-        ...     writer.wait()
-        ...     read(path) == state
-        True
+    Raises:
+        NotPlainError: It needs something that the reader does not know.
+        Exception: It is damaged.
     """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+    except pickle.UnpicklingError as error:
+        found = _UNKNOWN_GLOBAL.search(str(error))
+        if found is None:  # after much advice, what is wrong
+            finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+            raise DamagedFileError(finding.partition("\n")[0]) from error
+        raise NotPlainError(found[1][:200]) from error
 
-    def __init__(self) -> None:
-        from raysgd.storage import files
 
-        super().__init__(write, files.shown)
+def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
+    with zipfile.ZipFile(source) as archive:
+        check_stored(archive, num_bytes)
+
+
+def read_tensor(content: bytes) -> torch.Tensor:
+    """Return the only tensor in an archive of `torch.save`, in new memory.
+
+    Raises:
+        Exception: There is something else in it, or it is damaged.
+    """
+    file = io.BytesIO(content)
+    _check_archive(file, len(content))
+    file.seek(0)
+    found = _load_strictly(file)
+    if type(found) is not torch.Tensor:
+        raise ValueError("there is no tensor")
+    return found
+
+
+@contextlib.contextmanager
+def _former_functions() -> Iterator[None]:
+    """Let PyTorch's reader read NumPy's values, as files of the old library hold them, by our functions."""
+    functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
+    with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
+        yield
 
 
 @dataclass(frozen=True)
@@ -310,6 +357,56 @@ class _FileKind:
     is_archive: bool
 
 
+@dataclass(frozen=True)
+class Seal:
+    """The checksum at the end of a file."""
+
+    hexdigest: str
+
+    @classmethod
+    def at_end_of(cls, tail: bytes) -> Seal | None:
+        """Returns the seal of a file with these last bytes; None if it has none."""
+        found = _COMMENT.search(tail)
+        if found is None:
+            return None
+        length = int.from_bytes(tail[: found.start()][-_LENGTH_BYTES:], "little")
+        is_whole = length == len(found[0])
+        return cls(found[1].decode()) if is_whole else None
+
+    @property
+    def comment(self) -> bytes:
+        """The comment of the archive that holds it."""
+        return f"{_PREFIX}{self.hexdigest}".encode()
+
+    def fits(self, file: IO[bytes], num_bytes: int) -> bool:
+        """Return whether a file of so many bytes has this checksum before the comment and its length."""
+        checksum = checksum_of(file, num_bytes - len(self.comment) - _LENGTH_BYTES)
+        checksum.update(bytes(_LENGTH_BYTES))
+        return checksum.hexdigest() == self.hexdigest
+
+    def append_to(self, archive: IO[bytes]) -> None:
+        """Makes this the comment of an archive that has none."""
+        archive.seek(-_LENGTH_BYTES, os.SEEK_END)
+        archive.write(len(self.comment).to_bytes(_LENGTH_BYTES, "little") + self.comment)
+
+
+def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
+    """Return the checksum of the first bytes of an unbuffered file, ready for more; of fewer, where it ends before."""
+    import xxhash
+
+    checksum = xxhash.xxh3_128()
+    try:
+        with mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ) as content:
+            checksum.update(content)
+    except (OSError, ValueError):  # it cannot be mapped, or has too few bytes
+        file.seek(0)
+        room = memoryview(bytearray(_PIECE_BYTES))
+        while num_read := file.readinto(room[:num_bytes]):  # type: ignore[attr-defined]
+            checksum.update(room[:num_read])
+            num_bytes -= num_read
+    return checksum
+
+
 class _ChecksummedStream:
     """The file as `torch.save` sees it: writes through, and computes the checksum on the way.
 
@@ -317,8 +414,10 @@ class _ChecksummedStream:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
+        import xxhash
+
         self._file = file
-        self._checksum = seal.new_checksum()
+        self.checksum = xxhash.xxh3_128()
         self._failure: BaseException | None = None
 
     def save(self, content: dict[str, Any]) -> None:
@@ -341,27 +440,23 @@ class _ChecksummedStream:
         except BaseException as error:
             self._failure = error
             raise
-        self._checksum.update(content)
+        self.checksum.update(content)
         return num_written
 
     def flush(self) -> None:
         """Hand what is buffered to the operating system; called by torch."""
         self._file.flush()
 
-    def hexdigest(self) -> str:
-        """Return the checksum of all that was written."""
-        return self._checksum.hexdigest()
-
 
 def _is_zip_end(tail: bytes) -> bool:
     """Return whether these last bytes of a file end a zip archive that has no comment."""
-    return tail.startswith(_ZIP_END) and tail.endswith(bytes(_COMMENT_LENGTH_BYTES))
+    return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 
 def _kind_of(file: IO[bytes], size: int, name: str) -> _FileKind:
     """Tell what kind of file this is by its first and last bytes."""
     start = file.read(len(_OLD_TORCH_START))
-    file.seek(max(0, size - seal.MAX_BYTES))
+    file.seek(max(0, size - _MAX_SEAL_BYTES))
     tail = file.read()
     found = Seal.at_end_of(tail)
     if found is not None or start == _OLD_TORCH_START:

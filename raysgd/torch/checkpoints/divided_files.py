@@ -1,45 +1,72 @@
-"""The tensors of divided models in a folder: each rank writes and reads what it holds.
+"""Divided models in a folder: each rank writes and reads what it holds; no process needs the whole state.
 
-`torch.distributed.checkpoint` writes them, so other programs can read the folder with it. Here it is not read with that
-library, which trusts what it reads, but with the strict reader of checkpoint files, as the index in our own file says.
+`torch.distributed.checkpoint` writes the tensors, so other programs can read the folder with it. Here it is not read
+with that library, which trusts what it reads, but with PyTorch's strict reader, as the index in our own file says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from raysgd._reading.strict_reading import corrupted, fill
+from raysgd._reading.strict_reading import corrupted
 from raysgd.exceptions import CheckpointCorruptedError
-from raysgd.torch.checkpoints import checkpoint_file, seal
-from raysgd.torch.checkpoints.divided_folder import DIVIDED, FORMAT_VERSION, RANKS, REST, joined, name_of
-from raysgd.torch.checkpoints.divided_index import (
+from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.divided_folder import (
+    DIVIDED,
+    FORMAT_VERSION,
+    RANKS,
+    REST,
     Files,
+    MakeRoom,
     Path_,
+    StateInFolder,
     StoredTensor,
     TensorPiece,
+    WrittenPart,
     checked_files,
     checked_tensors,
+    joined,
+    name_of,
+    split,
 )
-from raysgd.torch.checkpoints.divided_tensors import TensorToFill
-from raysgd.torch.checkpoints.tensor_file import read_archive
+from raysgd.torch.checkpoints.divided_snapshot import TensorToFill
 from raysgd.torch.objects.rng import RNG
 from raysgd.worker.state.replica_state import RESUME
 
 _METADATA = ".metadata"
-_PIECE_BYTES = 2**20
 
 
-def write_part(
+def write(folder: str, state: Mapping[str, Any], own: Any, group: Any) -> WrittenPart:
+    """Writes this rank's part of the state into a folder; all ranks do this at the same time.
+
+    Args:
+        folder: The folder.
+        state: The state with what this rank has of divided tensors.
+        own: What the rank has for itself.
+        group: A process group of all ranks, for small tensors in host memory.
+
+    Returns:
+        What the driver needs to know.
+    """
+    rest, tensors = split(state)
+    rank = dist.get_rank()
+    files, stored = write_tensors(folder, tensors, rank, group)
+    return WrittenPart(None if rank else rest, own, stored, files)
+
+
+def write_tensors(
     folder: str, tensors: Mapping[Path_, torch.Tensor], rank: int, group: Any
 ) -> tuple[Files, Sequence[StoredTensor]]:
     """Writes what this rank holds; all ranks do this at the same time.
@@ -76,12 +103,9 @@ def _stored(path: Path_, metadata: Metadata) -> StoredTensor:
 
 
 def _facts_of(path: Path) -> tuple[int, str]:
-    checksum, num_bytes = seal.new_checksum(), 0
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            checksum.update(piece)
-            num_bytes += len(piece)
-    return num_bytes, checksum.hexdigest()
+        num_bytes = os.fstat(file.fileno()).st_size
+        return num_bytes, checkpoint_file.checksum_of(file, num_bytes).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,7 @@ class DividedFolder:
         ]
         wanted.sort(key=lambda part: (part[0].file, part[0].start))
         for name, parts in groupby(wanted, lambda part: part[0].file):
-            with Path(self.path, name).open("rb", buffering=0) as file:
+            with Path(self.path, name).open("rb") as file:
                 for piece, stored, room in parts:
                     self._take(piece, stored, room, file)
 
@@ -173,15 +197,10 @@ class DividedFolder:
 
 
 def _tensor_in(file: IO[bytes], piece: TensorPiece, stored: StoredTensor) -> torch.Tensor:
-    archive = memoryview(bytearray(piece.num_bytes))
     file.seek(piece.start)
-    fill(archive, file)
-    found = read_archive(archive)
-    if (
-        not isinstance(found, torch.Tensor)
-        or (found.dtype, found.layout, found.device.type) != (stored.dtype, torch.strided, "cpu")
-        or tuple(found.shape) != stored.size_of(piece)
-    ):
+    found = checkpoint_file.read_tensor(file.read(piece.num_bytes))
+    kind = (found.dtype, found.layout, found.device.type)
+    if kind != (stored.dtype, torch.strided, "cpu") or tuple(found.shape) != stored.size_of(piece):
         raise ValueError("a tensor is another one than the index says")
     return found
 
@@ -222,3 +241,36 @@ def _rank_states(path: str) -> Any:
         return checkpoint_file.read(Path(path, RANKS))[RNG]
     except (FileNotFoundError, KeyError) as error:
         raise corrupted(path, f"`{RANKS}` is missing or of another format") from error
+
+
+def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
+    """The state in a folder, divided as it is here; nothing is changed. All ranks do this at the same time.
+
+    Args:
+        place: The folder.
+        make_room: Makes the tensors that this rank has of a state.
+        group: A process group of all ranks, for small tensors in host memory.
+
+    Raises:
+        CheckpointCorruptedError: The folder is damaged; on every rank.
+        ValueError, KeyError: The state does not fit.
+    """
+    folder = opened(place.path, place.weights_only, for_rank=True)
+    tensors = make_room(folder.outline(), [each.path for each in folder.tensors])
+    _together(folder, group, lambda: folder.check(dist.get_rank(), dist.get_world_size()))
+    _together(folder, group, lambda: folder.read_into(tensors))
+    return folder.joined(tensors)
+
+
+def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
+    """Lets each rank do its share. Where one cannot, all ranks raise, so that none waits for others."""
+    found: Exception | None = None
+    try:
+        read()
+    except Exception as error:
+        found = error
+    verdict = torch.tensor([found is not None], dtype=torch.uint8)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+    if found is not None or verdict.item():
+        told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
+        raise told.with_traceback(None)  # on every rank from this line: workers that failed alike are kept

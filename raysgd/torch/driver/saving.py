@@ -50,7 +50,7 @@ def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) 
     if file_format == "safetensors":
         return {"models": state["models"]}, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
-    return checkpoint_file.check_loadable(state, allow_pickle=not weights_only), checkpoint_file.write
+    return checkpoint_file.packed(state, allow_pickle=not weights_only), checkpoint_file.write
 
 
 def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:
@@ -68,7 +68,7 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
         parts = controller.run(Call(TorchRunner.write_part, arguments))
         rest = as_in_file(parts[0].rest)
         rest[RESUME] = {**rest[RESUME], RNG: [part.own for part in parts]}
-        divided_folder.finish(folder, parts, checkpoint_file.check_loadable(rest, allow_pickle=not weights_only))
+        divided_folder.finish(folder, parts, checkpoint_file.packed(rest, allow_pickle=not weights_only))
 
 
 def load(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from raysgd.torch.checkpoints.divided_index import Path_
+from raysgd.torch.checkpoints.divided_folder import Path_
 from raysgd.torch.objects.plain_names import plain, with_plain_names
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel

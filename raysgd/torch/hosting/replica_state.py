@@ -9,8 +9,7 @@ from typing import Any
 
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.transfers import DividedValue
-from raysgd.torch.checkpoints.divided_folder import StateInFolder
-from raysgd.torch.checkpoints.divided_index import Path_
+from raysgd.torch.checkpoints.divided_folder import Path_, StateInFolder
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
@@ -68,10 +67,10 @@ class TorchState(ReplicaState):
     def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
             from raysgd.torch.checkpoints import (
-                divided_state,  # not everywhere: it loads parts of PyTorch that others do without
+                divided_files,  # not everywhere: it loads parts of PyTorch that others do without
             )
 
-            return divided_state.read(state, self.room_for, self._parallel.group_beside)
+            return divided_files.read(state, self.room_for, self._parallel.group_beside)
         if isinstance(state, DividedValue):
             from raysgd.torch.checkpoints import divided_snapshot
 

@@ -111,7 +111,7 @@ class FitCheckpoints(CheckpointTaker):
             )
         if self._metadata or own_metadata:
             own = own_metadata or _metadata_in(staged)
-            staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode(), sealed=True)
+            staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: CheckpointLanding, content: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
         return
     from ray import cloudpickle
 
-    with staged.writing(DICT_FILE, sealed=True) as file:
+    with staged.writing(DICT_FILE) as file:
         cloudpickle.dump(content, file, protocol=5)
 
 

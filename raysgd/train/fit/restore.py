@@ -93,7 +93,7 @@ def save_trainer(
         )
         return
     experiment.make()
-    experiment.write(file, content, sealed=True)
+    experiment.write(file, content)
 
 
 def _for_later(name: str, value: Any) -> Any:

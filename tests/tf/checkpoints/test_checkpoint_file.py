@@ -120,19 +120,52 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         checkpoint_file.read(tmp_path / "file")
 
 
-def test_a_file_of_the_former_library_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(
-        pickle.dumps({"epoch": 3, "weights": [np.ones(2)], "optimizer_weights": [np.int64(7), np.ones(2)]})
-    )
-    back = checkpoint_file.read(path)
-    assert (back["epoch"], back["models"][0][0].tolist()) == (3, [1.0, 1.0])
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_a_file_of_the_former_library_is_read(protocol: int, tmp_path: Path) -> None:
+    weights = [np.arange(6, dtype=">f4").reshape(2, 3).T, np.array(True), np.zeros((0, 2), np.float16)]
+    old = {"epoch": 3, "weights": weights, "optimizer_weights": (np.int64(7), np.ones(2))}
+    (tmp_path / "file").write_bytes(pickle.dumps(old, protocol))
+    back = checkpoint_file.read(tmp_path / "file")
+    assert back["epoch"] == 3
+    for before, after in zip(weights, back["models"][0], strict=True):
+        assert after.dtype == before.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(after, before)
     assert [np.asarray(weight).tolist() for weight in back[checkpoint_file.FORMER_OPTIMIZER]] == [7, [1.0, 1.0]]
     assert "optimizers" not in back
 
 
-def test_a_file_of_the_former_library_cannot_run_code(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(pickle.dumps({"epoch": 3, "weights": [Path("x")], "optimizer_weights": []}))
-    with pytest.raises(UnsafeCheckpointError, match="pathlib"):
-        checkpoint_file.read(path)
+def former(weight: bytes) -> bytes:
+    """A file of the former library with what these opcodes make as its only weight."""
+    return b"\x80\x04}(\x8c\x05epochK\x01\x8c\x07weights]" + weight + b"a\x8c\x11optimizer_weights]u."
+
+
+FLOATS = b"cnumpy\ndtype\n\x8c\x02f8\x89\x88\x87R(K\x03\x8c\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+NEW_ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+
+
+def test_such_a_file_is_read_if_it_is_as_it_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(former(NEW_ARRAY + b"(K\x01K\x01\x85" + FLOATS + b"\x89C\x08" + bytes(8) + b"tb"))
+    assert checkpoint_file.read(tmp_path / "file")["models"][0][0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (pickle.dumps(Path("x"), 4)[2:-1], UnsafeCheckpointError, "pathlib"),
+        (pickle.dumps(np.array([None]), 4)[2:-1], UnsafeCheckpointError, "'O8'"),
+        (pickle.dumps(np.array(["a"]), 4)[2:-1], UnsafeCheckpointError, "'U1'"),
+        (pickle.dumps(np.zeros(1, "i4,f8"), 4)[2:-1], UnsafeCheckpointError, "'V12'"),
+        (b"cbuiltins\neval\n\x8c\x011\x85R", UnsafeCheckpointError, "builtins.eval"),
+        (NEW_ARRAY + b"(K\x01J\xff\xff\xff\x7f\x85" + FLOATS + b"\x89C\x08" + bytes(8) + b"tb", None, "reshape"),
+        (NEW_ARRAY + b"(K\x01K\x01\x85K\x05\x89C\x08" + bytes(8) + b"tb", None, "without its bytes"),
+        (NEW_ARRAY, None, "unpack"),
+        (FLOATS, None, "no list of arrays"),
+        (b"\x8e\xff\xff\xff\xff\xff\x00\x00\x00x", None, "remain"),
+        (b"Kr" + b"r\xff\xff\xff\x7f", None, "more values than it has"),
+        (b"K\x01", None, "no list of arrays"),
+    ],
+)
+def test_any_other_is_refused(weight: bytes, error: type[Exception] | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(former(weight))
+    with pytest.raises(error or CheckpointCorruptedError, match=message):
+        checkpoint_file.read(tmp_path / "file")

@@ -10,7 +10,7 @@ import torch
 from raysgd._state.state_codec import StateEncoder
 from raysgd.engine.transfers import DividedValue
 from raysgd.torch.checkpoints import divided_snapshot, shared_state
-from raysgd.torch.checkpoints.divided_tensors import overlaps
+from raysgd.torch.checkpoints.divided_snapshot import overlaps
 from tests.torch.operators_for_tests import equal
 
 

@@ -9,11 +9,9 @@ import pytest
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, SyncConfig
-from raysgd.storage import StorageError, open_folder
+from raysgd.storage import open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
-from tests.helpers.s3_server import S3Server
-from tests.helpers.store_damage import alter
 from tests.train.fit.notes import Noting, make_folder, make_recorder
 
 
@@ -104,21 +102,6 @@ class TestARun:
         assert can_restore("memory://restore/run")
         trainer, _ = restore(Trainer, "memory://restore/run")
         assert trainer.arguments["run_config"].storage_path == "memory://restore"
-
-    @pytest.mark.parametrize("name", ["trainer.pkl", "run.json"])
-    def test_with_an_altered_file_in_a_store_is_not_restored(
-        self, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
-        monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
-        folder = make_folder(s3_server.uri(f"altered/{name}"))
-        save_trainer(folder.experiment, Trainer, {"train_loop_per_worker": loop})
-        recorder = make_recorder(folder)
-        recorder.begin()
-        recorder.end()
-        assert restore(Trainer, folder.experiment.uri)[1].is_finished
-        alter(folder.experiment, name, at=12)
-        with pytest.raises(StorageError, match=f"/run/{name}.*altered"):
-            restore(Trainer, folder.experiment.uri)
 
 
 class TestArguments:

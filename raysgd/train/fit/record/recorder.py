@@ -228,7 +228,7 @@ class Recorder:
 
         states = self._callbacks.states()
         if states:
-            self._folder.experiment.write(CALLBACK_STATES_FILE, cloudpickle.dumps(states), sealed=True)
+            self._folder.experiment.write(CALLBACK_STATES_FILE, cloudpickle.dumps(states))
 
     def _close(self, has_failed: bool) -> None:
         with ExitStack() as last_first:
@@ -252,7 +252,7 @@ class Recorder:
     def _note(self, status: str) -> None:
         """Notes for `restore` which trial is the last one of the experiment, and how it is."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
-        self._folder.experiment.write(RUN_FILE, json.dumps(note).encode(), sealed=True)
+        self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
     def _result(self, error: BaseException | None) -> Result:
         return Result(

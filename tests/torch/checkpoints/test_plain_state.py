@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.torch.checkpoints.loadable import check_loadable
-from raysgd.torch.checkpoints.tensor_file import read_archive
+from raysgd._reading.strict_reading import DamagedFileError, check_depth
+from raysgd.torch.checkpoints.plain_state import packed, unpacked
 
 
 class Colour(enum.Enum):
@@ -42,7 +42,9 @@ class Thing:
 def written_and_loaded(value: Any) -> Any:
     stream = io.BytesIO()
     torch.save(value, stream)
-    return read_archive(stream.getbuffer())
+    num_bytes = stream.tell()
+    stream.seek(0)
+    return unpacked(torch.load(stream, weights_only=True), num_bytes)
 
 
 ALLOWED = [
@@ -74,7 +76,7 @@ ALLOWED = [
 
 @pytest.mark.parametrize("value", ALLOWED, ids=repr)
 def test_what_is_allowed_comes_back_as_it_was(value: Any) -> None:
-    got = written_and_loaded(check_loadable({"operator": value}))["operator"]
+    got = written_and_loaded(packed({"operator": value}))["operator"]
     assert got == value
     assert type(got) is type(value)
 
@@ -92,7 +94,6 @@ REFUSED = [
     fractions.Fraction(1, 2),
     pathlib.PurePosixPath("x"),
     2**5000,
-    np.array([Thing()], dtype=object),
     np.ma.array([1]),
     lambda x: x,
     Thing,
@@ -102,18 +103,18 @@ REFUSED = [
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_what_could_not_come_back_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r'`state\["operator"\]\["x"\]` is a `.*`, which a checkpoint cannot'):
-        check_loadable({"epoch": 1, "operator": {"x": value}})
+        packed({"epoch": 1, "operator": {"x": value}})
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_nothing_is_refused_when_pickles_are_allowed(value: Any) -> None:
-    assert check_loadable({"x": [value]}, allow_pickle=True)["x"][0] is value
+    assert packed({"x": [value]}, allow_pickle=True)["x"][0] is value
 
 
 def test_the_message_names_the_place_the_type_and_the_way_out() -> None:
     state = {"models": [{"weight": torch.zeros(1)}, {"extra": (1, Thing())}]}
     with pytest.raises(ValueError, match="cannot give back") as caught:
-        check_loadable(state)
+        packed(state)
     message = str(caught.value)
     assert '`state["models"][1]["extra"][1]`' in message
     assert f"`{Thing.__module__}.Thing`" in message
@@ -122,14 +123,14 @@ def test_the_message_names_the_place_the_type_and_the_way_out() -> None:
 
 def test_a_key_that_could_not_come_back_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`key of state\[<Colour.RED: 1>\]`"):
-        check_loadable({Colour.RED: 1})
+        packed({Colour.RED: 1})
 
 
 def test_the_users_own_allow_list_counts() -> None:
     with torch.serialization.safe_globals([Thing]):
-        assert check_loadable({"x": Thing()})["x"].x == 1
+        assert packed({"x": Thing()})["x"].x == 1
     with pytest.raises(ValueError, match="Thing"):
-        check_loadable({"x": Thing()})
+        packed({"x": Thing()})
 
 
 @pytest.mark.parametrize(
@@ -146,48 +147,81 @@ def test_the_users_own_allow_list_counts() -> None:
     ],
 )
 def test_numpy_numbers_become_pythons(scalar: Any, number: Any) -> None:
-    got = check_loadable({"x": scalar, scalar: 0})
+    got = packed({"x": scalar, scalar: 0})
     assert got == {"x": number, number: 0}
     assert [type(got["x"]), type(list(got)[1])] == [type(number), type(number)]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["?", "i1", "u8", "f2", "f8", "g", "c16", "S3", "U3", "M8[s]", "m8[ms]", ">f4", "i4,f8"]
-)
-def test_numpy_arrays_come_back_as_arrays(dtype: str) -> None:
-    for array in (np.ones((2, 3), dtype=dtype), np.zeros((), dtype=dtype), np.ones((2, 3), dtype=dtype).T):
-        got = written_and_loaded(check_loadable({"x": array}))["x"]
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "u8", "f2", "f8", "c8", "c16", ">f4"])
+def test_numpy_arrays_are_tensors_in_the_file_and_come_back_as_arrays(dtype: str) -> None:
+    readonly = np.ones(3, dtype=dtype)
+    readonly.flags.writeable = False
+    ones = np.ones((2, 3), dtype=dtype)
+    for array in (ones, np.zeros((), dtype=dtype), ones.T, ones[:, ::-1], np.ones((0, 2), dtype=dtype), readonly):
+        written = packed({"x": array})
+        assert type(written["x"]["raysgd_numpy"]) is torch.Tensor
+        got = written_and_loaded(written)["x"]
         assert type(got) is np.ndarray
-        assert got.dtype == array.dtype.newbyteorder("=")  # numpy itself unpickles to the native order.
+        assert got.dtype == array.dtype.newbyteorder("=")
         np.testing.assert_array_equal(got, array)
+        assert got.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["O", "g", "S3", "U3", "M8[s]", "m8[ms]", "i4,f8"])
+def test_arrays_that_are_no_tensors_are_refused_where_they_are_saved(dtype: str) -> None:
+    array = np.zeros(2, dtype=dtype)
+    with pytest.raises(ValueError, match=r'`state\["operator"\]\["x"\]` is an array of `.*`, which no tensor can hold'):
+        packed({"epoch": 1, "operator": {"x": array}})
+    assert packed({"x": array}, allow_pickle=True)["x"] is array
+
+
+def test_an_array_that_is_in_two_places_is_one_array_again() -> None:
+    array = np.arange(3)
+    got = written_and_loaded(packed({"a": array, "b": [array, (array,)]}))
+    assert got["a"] is got["b"][0] is got["b"][1][0]
+
+
+def test_models_and_optimizers_are_written_as_torch_save_writes_them() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    stream = io.BytesIO()
+    torch.save(packed({"models": [model.state_dict()], "optimizers": [optimizer.state_dict()]}), stream)
+    stream.seek(0)
+    got = torch.load(stream, weights_only=True)
+    model.load_state_dict(got["models"][0])
+    optimizer.load_state_dict(got["optimizers"][0])
+    assert type(got["models"][0]) is type(model.state_dict())
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+def test_the_key_that_marks_arrays_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'`state\["x"\]\["raysgd_numpy"\]`: this key marks NumPy arrays'):
+        packed({"x": {"raysgd_numpy": 1}})
 
 
 def test_tensors_are_neither_copied_nor_read() -> None:
     huge = torch.empty(10**15, device="meta")
     parameter = torch.nn.Parameter(torch.zeros(2))
-    got = check_loadable({"huge": huge, "parameter": parameter})
+    got = packed({"huge": huge, "parameter": parameter})
     assert got["huge"] is huge
     assert got["parameter"] is parameter
-
-
-def test_arrays_are_neither_copied_nor_read() -> None:
-    huge = np.broadcast_to(np.float64(0), (10**14,))
-    assert check_loadable({"huge": huge})["huge"] is huge
 
 
 def test_attributes_of_tensors_are_looked_at() -> None:
     tensor = torch.zeros(1)
     tensor.note = "fine"  # type: ignore[attr-defined]
-    assert check_loadable([tensor])[0] is tensor
+    assert packed([tensor])[0] is tensor
     tensor.note = Thing()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"vars\(state\[0\]\)"):
-        check_loadable([tensor])
+        packed([tensor])
 
 
 def test_the_copy_leaves_the_original_alone_and_keeps_sharing() -> None:
     shared = {"x": np.float32(1.0)}
     original = {"a": shared, "b": shared}
-    got = check_loadable(original)
+    got = packed(original)
     assert got["a"] is got["b"]
     assert got["a"] is not shared
     assert type(shared["x"]) is np.float32
@@ -196,7 +230,7 @@ def test_the_copy_leaves_the_original_alone_and_keeps_sharing() -> None:
 def test_a_structure_that_contains_itself_is_copied() -> None:
     state: dict[str, Any] = {"list": []}
     state["list"].append(state)
-    got = check_loadable(state)
+    got = packed(state)
     assert got["list"][0] is got
 
 
@@ -206,12 +240,25 @@ def test_what_is_nested_too_deeply_is_refused(num_levels: int) -> None:
     for _ in range(num_levels):
         nested = [nested]
     with pytest.raises(ValueError, match="`state` is nested more than 100 levels deep"):
-        check_loadable({"x": nested})
+        packed({"x": nested})
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_depth_counts_what_was_seen_in_another_place(turned: bool) -> None:
+    inner: list[Any] = []
+    for _ in range(60):
+        inner = [inner]
+    outer = [inner]
+    for _ in range(60):
+        outer = [outer]
+    both = [inner, outer]
+    with pytest.raises(DamagedFileError, match="more than 100 levels"):
+        check_depth(both[::-1] if turned else both)
 
 
 def test_a_modules_state_dict_keeps_its_metadata() -> None:
     state = torch.nn.BatchNorm1d(2).state_dict()
-    assert check_loadable(state)._metadata == state._metadata
+    assert packed(state)._metadata == state._metadata
 
 
 def test_states_of_torchs_own_schedulers_are_allowed() -> None:
@@ -225,4 +272,4 @@ def test_states_of_torchs_own_schedulers_are_allowed() -> None:
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5),
     ]
     states = [scheduler.state_dict() for scheduler in schedulers]
-    assert written_and_loaded(check_loadable(states)) == states
+    assert written_and_loaded(packed(states)) == states

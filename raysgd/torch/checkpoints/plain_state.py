@@ -1,0 +1,208 @@
+"""Plain states: what a checkpoint file holds, so that PyTorch's `weights_only` reader gives it back.
+
+A plain state consists of tensors, numbers, text, bytes, and containers of them. The reader runs no code. It knows no
+NumPy, and to allow it NumPy's functions would open a hole: an array of objects takes its pointers out of the file. So
+an array is written as a tensor, the only value of a dict with the key `raysgd_numpy`. Everything else is written as
+`torch.save` writes it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysgd._reading.former_pickles import FormerValue
+from raysgd._reading.strict_reading import check_depth, require
+
+NUMPY_KEY = "raysgd_numpy"
+"""The one key of a dict that stands for a NumPy array."""
+
+_PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
+_MAX_INT_BITS = 2000
+"""PyTorch's reader does not know the opcode of larger ones."""
+
+_MAX_EXPANSION = 16
+"""The most by which all that a file gives may exceed the file: several tensors may lie in the same memory."""
+
+
+def packed(state: Any, *, allow_pickle: bool = False) -> Any:
+    """Return a copy of the structure of `state` that can be written and loaded back; tensors are not copied.
+
+    NumPy's numbers become Python's, its arrays tensors with a mark. Whatever is not known to be plain is tried out, so
+    that classes which were allowed through `torch.serialization.add_safe_globals` count as plain.
+
+    Args:
+        state: What is going to be written.
+        allow_pickle: Refuse nothing. The file may then need `weights_only=False` when it is read.
+
+    Raises:
+        ValueError: Something could not be loaded back with `weights_only=True`. The message says where it is.
+    """
+    if not allow_pickle:
+        check_depth(state, "`state`")
+    return _Packing(allow_pickle).of(state, "state")
+
+
+class _Packing:
+    """Copies a structure and makes sure that all of it can be loaded back."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._copies: dict[int, Any] = {}
+
+    def of(self, value: Any, path: str) -> Any:
+        """Return the copy of `value`, which is found at `path`."""
+        kind = type(value)
+        if kind in _PLAIN_TYPES or (kind is int and value.bit_length() <= _MAX_INT_BITS):
+            return value
+        if kind is bytes:
+            return value or _NoBytes()
+        if kind in (dict, collections.OrderedDict, list, np.ndarray):
+            if id(value) not in self._copies:  # one copy for all the places where it is found
+                self._copies[id(value)] = kind() if kind is not np.ndarray else self._array(value, path)
+                self._fill(self._copies[id(value)], value, path)
+            return self._copies[id(value)]
+        if kind is tuple:
+            return tuple(self.of(item, f"{path}[{i}]") for i, item in enumerate(value))
+        if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str, bytes):
+            return self.of(value.item(), path)
+        if kind not in (torch.Tensor, torch.nn.Parameter) or value.is_quantized or value.is_nested:
+            self._try(value, value, path)
+        elif vars(value):
+            self._try(vars(value), value, f"vars({path})")
+        return value
+
+    def _fill(self, copy: Any, value: Any, path: str) -> None:
+        """Copy what is in a container, which may contain itself."""
+        if isinstance(value, list):
+            copy.extend(self.of(item, f"{path}[{i}]") for i, item in enumerate(value))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                item_path = f"{path}[{_quoted(key)}]"
+                if key == NUMPY_KEY and not self._allow_pickle:
+                    raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
+                copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
+            if isinstance(value, collections.OrderedDict):  # a module's state dict keeps its layers' versions there
+                vars(copy).update(self.of(vars(value), f"vars({path})"))
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
+        """Return what stands for an array; the array itself where no tensor can hold it and pickles are allowed."""
+        try:
+            native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+            return {NUMPY_KEY: torch.from_numpy(native)}
+        except TypeError as error:  # PyTorch has no such dtype
+            if self._allow_pickle:
+                return array
+            raise ValueError(
+                f"`{path}` is an array of `{array.dtype}`, which no tensor can hold. Convert it in `state_dict()`, to "
+                "numbers or a list."
+            ) from error
+
+    def _try(self, sample: Any, value: Any, path: str) -> None:
+        """Raise unless `sample`, which stands for `value`, survives a round trip."""
+        if self._allow_pickle:
+            return
+        try:
+            stream = io.BytesIO()
+            torch.save(sample, stream)
+            stream.seek(0)
+            torch.load(stream, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
+                "cannot give back without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
+                "bytes, None, and dicts, lists and tuples of these. Convert it in `state_dict()`, or opt in: "
+                "`save(path, weights_only=False)`, and `load(path, weights_only=False)` for files you trust."
+            ) from error
+
+
+class _NoBytes:
+    """Empty bytes, pickled as other bytes are: PyTorch's reader does not know how pickle writes empty ones."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin1")
+
+
+def _quoted(key: Any) -> str:
+    return f'"{key}"' if isinstance(key, str) else repr(key)
+
+
+def unpacked(loaded: Any, num_bytes: int) -> Any:
+    """Return what was packed, of what PyTorch's reader made of a file.
+
+    Args:
+        loaded: What that made. Containers are changed.
+        num_bytes: Size of the file.
+
+    Raises:
+        DamagedFileError: It is nested too deeply, or would be many times as large as the file in another process.
+    """
+    check_depth(loaded)
+    return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
+
+
+class _Unpacking:
+    """Gives back NumPy arrays, and adds up how large everything is."""
+
+    def __init__(self, num_bytes_left: int) -> None:
+        self._num_bytes_left = num_bytes_left
+        self._places: set[Any] = set()
+        self._done: dict[int, tuple[Any, Any]] = {}  # what was there and what became of it, by the identity
+
+    def of(self, value: Any) -> Any:
+        """Return what stands for `value`."""
+        if isinstance(value, FormerValue):
+            return value.value
+        if isinstance(value, torch.Tensor):
+            self._count_tensor(value)
+        elif isinstance(value, bytes | bytearray):
+            self._count(id(value), len(value))
+        elif type(value) in (dict, collections.OrderedDict, list, tuple):
+            if id(value) not in self._done:
+                self._done[id(value)] = value, value  # it may contain itself
+                self._done[id(value)] = value, self._container(value)
+            return self._done[id(value)][1]
+        return value
+
+    def _container(self, value: Any) -> Any:
+        if type(value) is dict and value.keys() == {NUMPY_KEY}:
+            tensor = value[NUMPY_KEY]
+            require(type(tensor) is torch.Tensor, "an array is not a tensor")
+            self._count_tensor(tensor)
+            return tensor.numpy().copy()
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            is_changed = any(one is not other for one, other in zip(items, value, strict=True))
+            return tuple(items) if is_changed else value
+        if isinstance(value, list):
+            value[:] = [self.of(item) for item in value]
+            return value
+        _check_attributes(value)
+        for key, item in value.items():
+            require(not isinstance(key, FormerValue), "an array is a key")
+            value[key] = self.of(item)
+        return value
+
+    def _count_tensor(self, tensor: torch.Tensor) -> None:
+        _check_attributes(tensor)
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested):
+            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+            self._count(place, tensor.numel() * tensor.element_size())
+
+    def _count(self, place: Any, num_bytes: int) -> None:
+        if place not in self._places:
+            self._places.add(place)
+            self._num_bytes_left -= num_bytes
+            require(self._num_bytes_left >= 0, "what it holds is many times as large as the file")
+
+
+def _check_attributes(value: Any) -> None:
+    """Refuse attributes that stand in the place of a method."""
+    names: Iterable[str] = getattr(value, "__dict__", ())
+    require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")
