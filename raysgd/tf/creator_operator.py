@@ -13,8 +13,8 @@ from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
-from raysgd.tf.parallel import shared_variables
-from raysgd.tf.parallel.watched_models import refuse_xla
+from raysgd.tf.parallel import joint_metrics
+from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.step.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.training_operator import TrainingOperator
 
@@ -124,7 +124,7 @@ class CreatorOperator(TrainingOperator):
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options)
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
-            shared_variables.share_first(synchronizer.group, model.weights)
+            joint_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
@@ -156,7 +156,7 @@ class CreatorOperator(TrainingOperator):
         data, shares = self._validation_options(options)
         merge = merger(
             model,
-            lambda: shared_variables.merge_statistics(synchronizer.group, [model]),
+            lambda: joint_metrics.merge_statistics(synchronizer.group, [model]),
             lambda: synchronizer.evaluating(shares),
         )
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data

@@ -66,22 +66,20 @@ def build(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchroni
                 registration.build_optimizer(optimizer, model.trainable_variables)
 
 
-def check_loss(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
-    """Warns if a loss that users wrote is no mean over the samples, where several workers train."""
-    import tensorflow as tf
+def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
+    """Refuses a loss that is no mean over the samples where the user's `forward` computes with it.
 
-    dataset, models = operator.train_dataset, operator._models
-    if dataset is None or synchronizer.group.size == 1 or not all(model.built for model in models):
-        return
-    losses = tf.nest.flatten(models[0].loss if uses_fit else operator._raysgd.registered.loss)
-    steps = [operator.train_step, operator.forward]
-    layers = [layer for model in models for layer in model._flatten_layers()]
-    if all(registration.is_stock(part) for part in [*losses, *steps, *layers]):
-        return
-    if uses_fit:
-        synchronizer.watch_model(models[0], may_be_idle=True)
-    step = models[0].train_step if uses_fit else operator.train_step
-    synchronizer.warn_of_sum(step, dataset.element_spec, models)
+    Raises:
+        IncompatibleModelError: The library could not scale it.
+    """
+    loss = operator._raysgd.registered.loss
+    reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
+    if synchronizer.watches and not is_stock and reduction in ("sum", "mean_with_sample_weight"):
+        raise IncompatibleModelError(
+            f"`register(loss={type(loss).__name__}(reduction={reduction!r}))` with your own `forward` cannot work with "
+            'several workers. Use `reduction="sum_over_batch_size"`; for a mean over anything else than samples return '
+            "`(output, loss, weight)` from `forward`."
+        )
 
 
 def _try_to_build(model: Any, element_spec: Any) -> None:

@@ -24,7 +24,7 @@ from raysgd.tf.objects import datasets, learning_rates, registration, rng
 from raysgd.tf.objects.datasets import DatasetSignature
 from raysgd.tf.operator.operator_context import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
-from raysgd.tf.parallel import shared_variables
+from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -77,9 +77,9 @@ class TFHosted(hosted.Hosted):
         synchronizer.restrict_to(lambda: operator._models)
         building.check_batches(operator)
         building.build(operator, makes_fit, self._strategy is None, synchronizer)
-        building.check_loss(operator, makes_fit, synchronizer)
+        building.check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
-        shared_variables.share_first(synchronizer.group, weights)
+        joint_metrics.share_first(synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
         rng.part_ways(settings.seed, self.world.rank, operator._models)
@@ -171,7 +171,7 @@ class TFHosted(hosted.Hosted):
             return
         self.synchronizer.rejoin(World(0, 1))  # no other rank is here yet
         try:
-            with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+            with self.synchronizer.exchanges.surfacing_errors():
                 operator.warm_up()
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
@@ -195,16 +195,16 @@ class TFHosted(hosted.Hosted):
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self.synchronizer
         synchronizer.exchanges.ledger = self._ledger
-        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(), self.loop.scaling_losses():
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring():
             try:
                 yield
             finally:
                 synchronizer.step.forget()
-            shared_variables.merge_statistics(synchronizer.group, self.operator._models)
+            joint_metrics.merge_statistics(synchronizer.group, self.operator._models)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+        with self.synchronizer.exchanges.surfacing_errors():
             try:
                 yield
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raysgd.engine.shared.types import DataLedger
@@ -49,7 +48,9 @@ class OperatorLoop(Loop):
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()
-        self._operator._raysgd.forget_stale_steps()
+        internals = self._operator._raysgd
+        internals.forget_stale_steps()
+        internals.num_left_out = 0
 
     @property
     def _is_mid_pass(self) -> bool:
@@ -60,10 +61,6 @@ class OperatorLoop(Loop):
         if self._is_mid_pass and not self._feed.train_passes.can_repeat():
             return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
         return None
-
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """Inside, losses that are no means over the samples are scaled."""
-        return self._synchronizer.scaling_losses()
 
     def fit_state(self) -> dict[str, Any] | None:
         """Return where a `fit` is; None where there is none."""
@@ -112,10 +109,6 @@ class FitLoop(OperatorLoop):
 
     def break_off(self) -> None:
         self.fit.break_off()
-
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """A `fit` does it in its steps, between which users may evaluate by themselves."""
-        return nullcontext()
 
     def ledger(self) -> DataLedger | None:
         return self.fit.ledger()

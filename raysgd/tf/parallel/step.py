@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,23 +13,28 @@ class TFStep:
     """The step that a replica is in, where our own loop hands the batches out.
 
     Attributes:
-        num_samples: This rank's samples in the step, 0 where its batch is only there to take part; None where the loop
-            is Keras's and the batch itself says.
+        num_samples: This rank's samples in the step, 0 where it has none; None where the loop is Keras's and the batch
+            itself says.
         num_joint: Samples of all ranks in the step; 0 where that is not known.
         weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
         began_at: When drawing its batch began.
+        usual: The exchanges of the last batch that had some, each to be repeated without samples.
     """
 
     num_samples: int | None = None
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
     began_at: float = 0.0
+    usual: list[Callable[[], object]] = field(default_factory=list)
+    _exchanged: list[Callable[[], object]] = field(default_factory=list)
     _waiting: list[tuple[int, int]] = field(default_factory=list)
     _is_last_waiting: bool = False
 
     def begin(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
         """Begins a batch, which is about to be handed out."""
         self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
+        if self._exchanged:
+            self.usual, self._exchanged = self._exchanged, []
         self._waiting.append((num_samples, num_joint))
         self._is_last_waiting = True
 
@@ -44,8 +50,8 @@ class TFStep:
         """Ends a call: what user code does between two of them is no step over the data."""
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
-    def use(self) -> int | None:
-        """Notes that a batch is trained on; returns this rank's samples in it.
+    def use(self, exchange: Callable[[], object] | None = None) -> int | None:
+        """Notes that a batch is trained on, and how to repeat that; returns this rank's samples in it.
 
         Raises:
             RuntimeError: Batches that count differently wait, and it is unknown which one it is.
@@ -58,6 +64,8 @@ class TFStep:
                 "ahead, batch with `drop_remainder=True`."
             )
         self.skip()
+        if exchange is not None:
+            self._exchanged.append(exchange)
         return self.num_samples
 
     def skip(self) -> None:

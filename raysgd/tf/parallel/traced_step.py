@@ -7,39 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.tf.objects import registration
 
 Exchange = Callable[[], object]
 """Takes part, without samples, in the work that all ranks do together in a step."""
 
 
-class GradientsFound(Exception):
-    """Ends a step that is only looked at where an optimizer would use gradients.
-
-    Attributes:
-        gradients: The gradients.
-    """
-
-    def __init__(self, gradients: Sequence[Any]) -> None:
-        super().__init__("a step that is only looked at")
-        self.gradients = gradients
-
-
 class AppliedOptimizer:
-    """An optimizer with what it was given in a step, without the numbers."""
+    """An optimizer with what it was given in a step, without the numbers: it applies zeros of the same kinds."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
-        self._zeros = [zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
-
-    @property
-    def variables(self) -> list[Any]:
-        """The variables that the optimizer has changed, its own state included."""
-        return [*self._variables, *registration.variables_of_optimizer(self._optimizer)]
+        self._zeros = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def __call__(self) -> None:
-        """Applies gradients of the same kinds that are zero."""
         zeros = [zero() for zero in self._zeros]
         self._optimizer.apply_gradients(list(zip(zeros, self._variables, strict=True)))
 
@@ -51,32 +32,12 @@ class TracedStep:
         num_samples: Samples in its batch, a tensor of the graph; None where no such step is being traced.
         exchanges: Those that it has had so far.
         is_test: Whether it is a step of evaluation.
-        num_looked_at: Samples of a batch whose gradients are only looked at, without other ranks; None in other steps.
     """
 
     def __init__(self) -> None:
         self.num_samples: Any = None
         self.exchanges: list[Exchange] = []
         self.is_test = False
-        self.num_looked_at: Any = None
-
-    @contextmanager
-    def looking(self, num_samples: Any) -> Iterator[None]:
-        """Inside, a step on so many samples ends with `GradientsFound`."""
-        self.num_looked_at = num_samples
-        try:
-            yield
-        finally:
-            self.num_looked_at = None
-
-    def show(self, gradients: Sequence[Any]) -> None:
-        """Ends a step that is only looked at.
-
-        Raises:
-            GradientsFound: It is.
-        """
-        if self.num_looked_at is not None:
-            raise GradientsFound(gradients)
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
@@ -103,15 +64,6 @@ class TracedStep:
 
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
 
-    def changed(self) -> list[Any]:
-        """Return what the traced step changed so far: to wait for, so that a loss of workers finds no half of it."""
-        import tensorflow as tf
-
-        applied = [exchange for exchange in self.exchanges if isinstance(exchange, AppliedOptimizer)]
-        if not applied or tf.executing_eagerly():
-            return []
-        return [tf.convert_to_tensor(variable) for exchange in applied for variable in exchange.variables]
-
 
 class UsualStep:
     """The usual step of a model, for steps in which this rank has no samples."""
@@ -137,7 +89,7 @@ class UsualStep:
         return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), self._result)
 
 
-def zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
+def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
     """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph.
 
     Its shape is the variable's: a graph may know less of that of the gradient.

@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd.engine.shared.types import DataLedger
 from raysgd.tf.data.batch_streams import Passes
-from raysgd.tf.parallel.exchange_record import ExchangeRecord
+from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.worker.state.state_checks import check_count, require
 
 

@@ -19,9 +19,7 @@ REQUEST = EpochRequest(None, {}, False, seed=3)
 
 
 class Operator:
-    """What a feed looks at: datasets, and what padding may change."""
-
-    _models: tuple[Any, ...] = ()
+    """What a feed looks at: datasets."""
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset

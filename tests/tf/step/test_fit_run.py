@@ -9,7 +9,7 @@ import pytest
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.tf.data.batch_streams import Passes
-from raysgd.tf.parallel.exchange_record import ExchangeRecord
+from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.step.fit_callbacks import one_part
 from raysgd.tf.step.fit_run import FitPlace, FitStream
 
