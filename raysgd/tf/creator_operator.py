@@ -11,11 +11,11 @@ import numpy as np
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
+from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
-from raysgd.tf.step.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.training_operator import TrainingOperator
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
@@ -112,7 +112,7 @@ class CreatorOperator(TrainingOperator):
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
-        synchronizer.watch_model(model, may_be_idle=True)  # each time, because it may have been compiled again
+        synchronizer.watch_model(model)  # each time, because it may have been compiled again
         self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
@@ -239,7 +239,7 @@ class CreatorOperator(TrainingOperator):
     def warm_up(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""
         part = self._part(self.train_dataset)
-        self._raysgd.context.synchronizer.watch_model(self.model, may_be_idle=True)
+        self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
@@ -253,7 +253,7 @@ class CreatorOperator(TrainingOperator):
 
     def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
         synchronizer = self._raysgd.context.synchronizer
-        synchronizer.watch_model(self.model, may_be_idle=True)
+        synchronizer.watch_model(self.model)
         part = self._part_to_evaluate(dataset, steps)
         with synchronizer.merging_metrics(), synchronizer.evaluating(is_divided(dataset)):
             return self.model.evaluate(part, **options)

@@ -25,8 +25,7 @@ from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.data.stream_data import data_of, dataset_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
-from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects, TFInternals
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
 from raysgd.tf.parallel.joint_metrics import check_aggregation
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too

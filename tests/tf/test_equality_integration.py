@@ -1,7 +1,7 @@
 """N replicas are one process on the joined batch: weights, optimizer and metrics, for both Keras.
 
 Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosting.hosted`, `raysgd.tf.training_operator`, `raysgd.tf.parallel.keras_sync`
-and `raysgd.tf.parallel.traced_step`: only connected replicas show that they stay equal.
+and `raysgd.tf.parallel.step`: only connected replicas show that they stay equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.internals import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
@@ -214,6 +214,30 @@ def test_optimizers_of_a_train_step_of_its_own_of_which_one_clips_are_those_of_o
     assert len(together.state[0]["optimizers"]) == 3  # with the one of `compile`, which is not used
     new = lab.apply_all_workers(lambda: restored(together.state[0]))[0]
     assert largest_difference(new, together.state[0], "optimizers") == 0
+
+
+class Seeing(Line):
+    """Notes what its own code is given."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.seen: list[tuple[int, int, int]] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append((len(batch[0]), batch_info["batch_idx"], batch_info["global_step"]))
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.keras_in_turns("keras2", "keras3")
+def test_a_worker_without_samples_takes_part_in_a_step_that_its_own_code_does_not_see(lab: TFTrainer) -> None:
+    alone, together = both(lab, Seeing, {"num_samples": 5})
+    assert_same(alone, together)
+    assert together.seen == [[(2, 0, 0), (1, 1, 1), (2, 0, 2), (1, 1, 3)], [(2, 0, 0), (2, 0, 2)]]
+
+
+@pytest.mark.keras_in_turns("keras3", "keras2")
+def test_and_in_the_first_step_of_its_process(lab: TFTrainer) -> None:
+    assert_same(*both(lab, Line, {"num_samples": 1, "layers": "embedding"}))
 
 
 @pytest.mark.keras_in_turns("keras3")

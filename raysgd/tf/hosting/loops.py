@@ -8,10 +8,9 @@ from typing import Any
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import CreatorOperator
+from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from raysgd.tf.step import fit_run
-from raysgd.tf.step.fit_run import FitStream
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.loop import Loop
@@ -134,7 +133,7 @@ class FitLoop(OperatorLoop):
 
     def check_fit_state(self, state: Any) -> None:
         if state:
-            fit_run.check_state(state)
+            check_state(state)
 
     def resume_fit(self, state: Any) -> None:
         if state:

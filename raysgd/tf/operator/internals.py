@@ -1,4 +1,4 @@
-"""The library's records about an operator of TensorFlow: what it registered, and its compiled steps."""
+"""The library's records about an operator of TensorFlow: what it works with and registered, and its compiled steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.arrays.ray_batches import RayLoader
+from raysgd.engine.shared.types import World
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.streams.data import StreamData
 from raysgd.tf.data.predicting import inputs
+from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.parallel.joint_metrics import merged
-from raysgd.tf.step.fit_run import FitStream
+from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.worker.operator import Internals, required
+
+
+@dataclass(frozen=True)
+class OperatorContext:
+    """The place of one operator among its replicas, and the objects that it works with."""
+
+    settings: TFSettings
+    world: World
+    synchronizer: Synchronizer = field(default_factory=lambda: Synchronizer(World(rank=0, size=1)))
+    strategy: Any = None
 
 
 @dataclass(frozen=True)

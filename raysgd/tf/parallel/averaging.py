@@ -13,7 +13,7 @@ import numpy as np
 from raysgd._state.host_buffers import HostBuffers
 from raysgd.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
-from raysgd.tf.parallel.traced_step import Exchange, TracedStep
+from raysgd.tf.parallel.step import Exchange, TracedStep
 from raysgd.worker.time.ledger import Ledger
 
 if TYPE_CHECKING:

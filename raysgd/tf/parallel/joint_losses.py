@@ -26,8 +26,7 @@ from raysgd.connections.group import Array
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
-from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import Exchange, TracedStep
+from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
 """Instead of what a loss was divided by: nothing."""

@@ -11,7 +11,7 @@ import numpy as np
 from raysgd.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
-from raysgd.tf.parallel.traced_step import TracedStep
+from raysgd.tf.parallel.step import TracedStep
 
 _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 

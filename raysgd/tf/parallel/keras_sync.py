@@ -27,8 +27,7 @@ from raysgd.tf.objects.datasets import num_samples
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager
 from raysgd.tf.parallel.joint_losses import JointLosses, refuse_by_name
 from raysgd.tf.parallel.joint_metrics import JointMetrics, check_aggregation
-from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import AppliedOptimizer, TracedStep, UsualStep
+from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, UsualStep
 
 
 class Synchronizer:
@@ -57,9 +56,10 @@ class Synchronizer:
             return
         self._traced = traced = TracedStep()
         self.losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
-        new_averager = partial(GradientAverager, self.exchanges, traced, losses)
-        self._averager = new_averager()  # for what is not watched; one for a replica: ranks retrace at different times
-        self._optimizers = WatchedOptimizers(self.exchanges, traced, new_averager)
+        self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
+        self._new_averager = partial(GradientAverager, self.exchanges, traced, losses)
+        self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
+        self._averagers = [self._averager]
         self._metrics = JointMetrics(lambda: self.group, traced)
 
     @property
@@ -71,18 +71,25 @@ class Synchronizer:
         """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
-            self._averager.forget_full_step()
-            self._optimizers.forget_full_steps()
+            for averager in self._averagers:
+                averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
         """Refuses, from now on, optimizers that train variables of other models than those."""
-        if self.watches:
-            self._optimizers.registered = registered
+        self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
         """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
-        if self.watches:
-            self._optimizers.watch(optimizer)
+        name = _name_of_apply(optimizer)
+        if not self.watches or registration.is_replaced(optimizer, name):
+            return
+        import tensorflow as tf
+
+        wrapper = self._apply if name == "apply" else self._apply_gradients
+        self._averagers.append(self._new_averager())
+        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
+        # Of the instance: its class, which a saved model names, does not change.
+        registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
         """Refuses an optimizer that would step with this rank's gradients alone.
@@ -90,16 +97,72 @@ class Synchronizer:
         Raises:
             InvalidRegistrationError: It was not registered.
         """
-        if self.watches:
-            self._optimizers.require_watched(optimizer)
+        if not self.watches or registration.is_replaced(optimizer, _name_of_apply(optimizer)):
+            return
+        with self.exchanges.noting_refusals():
+            raise InvalidRegistrationError(
+                f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
+                "train a separate model. Call `register` with it, also when you replace an optimizer later, and use "
+                "what it returns."
+            )
 
-    def watch_model(self, model: Any, may_be_idle: bool) -> None:
+    def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Refuses to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
+        if self.exchanges.group.size == 1 or self._registered is None:
+            return
+        strangers = registration.variables_outside(self._registered(), variables)
+        if strangers:
+            raise InvalidRegistrationError(
+                f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
+                "would be neither saved nor given to workers that step in. Make them with `add_weight` of a layer, and "
+                "register the layer too: `register(models=[model, layer], ...)`."
+            )
+
+    def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+        """Keras 3."""
+
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            import tensorflow as tf
+
+            gradients = list(grads)
+            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            with tf.init_scope():  # what is made in a branch of a graph would stay without a value
+                registration.build_optimizer(optimizer, variables)
+            averaged = self._averaged(optimizer, variables, gradients, averager)
+            with _after(averaged):
+                return inner(averaged, trainable_variables)
+
+        return apply
+
+    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+        """tf_keras."""
+
+        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            averaged = self._averaged(optimizer, variables, gradients, averager)
+            with _after(averaged):
+                return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
+
+        return apply_gradients
+
+    def _averaged(
+        self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
+    ) -> list[Any]:
+        """The gradients of all ranks. What is applied is noted of the step that is traced."""
+        with self.exchanges.noting_refusals():
+            self._refuse_strangers(optimizer, variables)
+            refuse_by_name(gradients)
+        applied = AppliedOptimizer(optimizer, variables, gradients)
+        self._traced.note(applied)
+        return averager.average(gradients, applied)
+
+    def watch_model(self, model: Any) -> None:
         """Makes a compiled model train and evaluate together with those of the other ranks.
 
         Args:
             model: The optimizers among its attributes are watched, its `train_step` tells how many samples a batch
                 has, its losses are scaled, and its metrics are those of all ranks when an epoch or an evaluation ends.
-            may_be_idle: Whether it may be given an empty batch in a step in which other ranks have samples.
 
         Raises:
             IncompatibleModelError: It is compiled with XLA, whose code cannot call out; or a metric cannot be merged.
@@ -110,13 +173,13 @@ class Synchronizer:
         refuse_xla(model)
         model.jit_compile = False  # "auto" may mean XLA on a GPU
         for optimizer in registration.optimizers_in(model):
-            self._optimizers.watch(optimizer)
+            self.watch(optimizer)
         check_aggregation(model.metrics)
         if registration.is_replaced(model, "train_step"):
             return
         replacements = {
-            "train_step": self._step_function(model, self._training_step(model), may_be_idle),
-            "test_step": self._step_function(model, model.test_step, may_be_idle, is_test=True),
+            "train_step": self._step_function(model, self._training_step(model)),
+            "test_step": self._step_function(model, model.test_step, is_test=True),
             "compute_loss": self.losses.compute_loss_of(model),
             "get_metrics_result": self._metrics.results_of(model),
         }
@@ -140,9 +203,7 @@ class Synchronizer:
 
         return train_step
 
-    def _step_function(
-        self, model: Any, step_of_user: Callable[[Any], Any], may_be_idle: bool, is_test: bool = False
-    ) -> Any:
+    def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
         """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
         usual_step = UsualStep()
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
@@ -161,7 +222,7 @@ class Synchronizer:
             count = num_samples(data)
             with self._traced.tracing(count, is_test):
                 self._metrics.note_batch(count)
-                if not may_be_idle or (_is_never_empty(data) and not tf.executing_eagerly()):
+                if _is_never_empty(data) and not tf.executing_eagerly():
                     return inner(data)
 
                 def usual() -> Any:
@@ -214,104 +275,6 @@ class Synchronizer:
             yield
         finally:
             self.losses.evaluates_together = False
-
-
-class WatchedOptimizers:
-    """The optimizers of one replica that are watched.
-
-    Attributes:
-        registered: Says which models the optimizers may train; nothing is refused where it is None.
-    """
-
-    def __init__(
-        self, exchanges: ExchangeRecord, traced: TracedStep, new_averager: Callable[[], GradientAverager]
-    ) -> None:
-        self._exchanges, self._traced, self._new_averager = exchanges, traced, new_averager
-        self.registered: Callable[[], Sequence[Any]] | None = None
-        self._averagers: list[GradientAverager] = []
-
-    def forget_full_steps(self) -> None:
-        """Takes the next step of each for a full one."""
-        for averager in self._averagers:
-            averager.forget_full_step()
-
-    def watch(self, optimizer: Any) -> None:
-        """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
-        name = _name_of_apply(optimizer)
-        if registration.is_replaced(optimizer, name):
-            return
-        wrapper = self._apply if name == "apply" else self._apply_gradients
-        import tensorflow as tf
-
-        self._averagers.append(self._new_averager())
-        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
-        # Of the instance: its class, which a saved model names, does not change.
-        registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
-
-    def require_watched(self, optimizer: Any) -> None:
-        """Refuses an optimizer that would step with this rank's gradients alone.
-
-        Raises:
-            InvalidRegistrationError: It was not registered.
-        """
-        if not registration.is_replaced(optimizer, _name_of_apply(optimizer)):
-            with self._exchanges.noting_refusals():
-                raise InvalidRegistrationError(
-                    f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
-                    "train a separate model. Call `register` with it, also when you replace an optimizer later, and "
-                    "use what it returns."
-                )
-
-    def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuses to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
-        if self._exchanges.group.size == 1 or self.registered is None:
-            return
-        strangers = registration.variables_outside(self.registered(), variables)
-        if strangers:
-            raise InvalidRegistrationError(
-                f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
-                "would be neither saved nor given to workers that step in. Make them with `add_weight` of a layer, and "
-                "register the layer too: `register(models=[model, layer], ...)`."
-            )
-
-    def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Keras 3."""
-
-        def apply(grads: Any, trainable_variables: Any = None) -> Any:
-            import tensorflow as tf
-
-            gradients = list(grads)
-            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-            with tf.init_scope():  # what is made in a branch of a graph would stay without a value
-                registration.build_optimizer(optimizer, variables)
-            averaged = self._averaged(optimizer, variables, gradients, averager)
-            with _after(averaged):
-                return inner(averaged, trainable_variables)
-
-        return apply
-
-    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """tf_keras."""
-
-        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            pairs = list(grads_and_vars)
-            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-            averaged = self._averaged(optimizer, variables, gradients, averager)
-            with _after(averaged):
-                return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
-
-        return apply_gradients
-
-    def _averaged(
-        self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
-    ) -> list[Any]:
-        """The gradients of all ranks. What is applied is noted of the step that is traced."""
-        with self._exchanges.noting_refusals():
-            self._refuse_strangers(optimizer, variables)
-            refuse_by_name(gradients)
-        applied = AppliedOptimizer(optimizer, variables, gradients)
-        self._traced.note(applied)
-        return averager.average(gradients, applied)
 
 
 def refuse_xla(model: Any) -> None:

@@ -11,8 +11,7 @@ from raysgd.connections.group import Group
 from raysgd.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout
 from raysgd.tf.parallel.joint_losses import JointLosses
-from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import TracedStep
+from raysgd.tf.parallel.step import TFStep, TracedStep
 from tests.tf.alike import TwoAlike
 
 GRADIENTS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(5, np.float32), np.array(2.0, np.float32)]

@@ -1,6 +1,6 @@
 """How much a rank's share of a batch counts: its samples, the scale of its losses, and losses that are refused.
 
-Covers `raysgd.tf.parallel.traced_step`: it is what the weights are told of a step.
+Covers `raysgd.tf.parallel.step`: it is what the weights are told of a step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import pytest
 
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.tf.hosting import building
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.hosting import hosted
+from raysgd.tf.operator.internals import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.parallel import joint_losses, keras_sync
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.parallel.joint_losses import SUM, JointLosses
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import TracedStep, UsualStep
+from raysgd.tf.parallel.step import TFStep, TracedStep, UsualStep
 from tests.helpers.lazily import imported
 from tests.tf.alike import TwoAlike
 from tests.tf.models import Line, make_data
@@ -168,7 +167,7 @@ def test_what_says_nothing_about_its_samples_is_refused_at_the_first_trace(
     model = model_cls(keras_here)([keras_here.layers.Input([4]), keras_here.layers.Dense(1)])
     model.compile(optimizer="sgd", loss=None if loss is None else loss(keras_here))
     synchronizer = Synchronizer(World(0, 2))
-    synchronizer.watch_model(model, may_be_idle=True)
+    synchronizer.watch_model(model)
     with pytest.raises(IncompatibleModelError, match=message), synchronizer.exchanges.surfacing_errors():
         model.fit(make_data({})[0], verbose=0)
 
@@ -178,7 +177,7 @@ def test_a_scalar_that_an_optimizer_clips_by_its_norm_is_not(keras_here: Any, mo
     model = keras_here.Sequential([keras_here.layers.Input([4]), keras_here.layers.Dense(1)])
     model.compile(optimizer=keras_here.optimizers.SGD(global_clipnorm=0.1), loss=errors)
     synchronizer = Synchronizer(World(0, 2))
-    synchronizer.watch_model(model, may_be_idle=True)
+    synchronizer.watch_model(model)
     model.fit(make_data({})[0], verbose=0)
     assert synchronizer.exchanges.num_completed == 6
 
@@ -221,7 +220,7 @@ def test_losses_of_operators_too(
     operator = operator_cls({}, OperatorContext(TFSettings(operator_cls, {}, seed=1), world, synchronizer))
 
     def train() -> None:
-        building.check_loss(operator, synchronizer)
+        hosted.check_loss(operator, synchronizer)
         with synchronizer.exchanges.surfacing_errors():
             operator.train_batch(next(iter(operator.train_dataset)), {})
 

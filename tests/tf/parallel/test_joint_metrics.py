@@ -76,7 +76,7 @@ def test_a_metric_whose_variables_name_no_aggregation_is_refused(
     expected = r'keeps `(own/)?seen` without an aggregation, .* make it with `self.add_\w+\(..., aggregation="sum"\)`'
 
     def train() -> None:
-        synchronizer.watch_model(model, may_be_idle=True)
+        synchronizer.watch_model(model)
         with synchronizer.merging_metrics():  # metrics of `compile` are known once a batch has come
             model.fit(data, verbose=0)
 
@@ -101,7 +101,7 @@ def test_an_epoch_reports_metrics_of_all_ranks_and_means_of_other_numbers(
     monkeypatch.setattr(keras_sync, "group_of", lambda world: TwoAlike())
     ones = np.ones([4, 1], "float32")
     synchronizer = Synchronizer(World(0, 2))
-    synchronizer.watch_model(model, may_be_idle=True)
+    synchronizer.watch_model(model)
     with synchronizer.merging_metrics():
         history = model.fit(tf.data.Dataset.from_tensor_slices((ones, ones)).batch(3), verbose=0).history
     assert history == {"count": [8.0], "raw": [1.0], "unseen": [7.0]}, "raw: of the last step"
