@@ -12,7 +12,7 @@ from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
-from raysgd.tf.objects import datasets, registration
+from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
@@ -195,12 +195,12 @@ class CreatorOperator(TrainingOperator):
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
-        rate = registration.learning_rate_of(model.optimizer)
-        told = np.array([float(bool(model.stop_training)), 0.0 if rate is None else float(rate.numpy())])
+        [rate] = learning_rates.read([model.optimizer])
+        told = np.array([float(bool(model.stop_training)), rate or 0.0])
         synchronizer.group.from_first(told)
         model.stop_training = bool(told[0])
-        if rate is not None and float(rate.numpy()) != told[1]:
-            rate.assign(told[1])
+        if rate is not None and rate != told[1]:
+            learning_rates.apply([told[1]], [model.optimizer])
 
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None

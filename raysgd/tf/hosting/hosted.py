@@ -59,8 +59,12 @@ class TFHosted(hosted.Hosted):
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
         self._strategy = connections.strategy()
-        counts_steps = self._num_workers > 1 or settings.recovery_options.snapshot_every_n_steps is not None
-        self.synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
+        counts_steps = settings.recovery_options.snapshot_every_n_steps is not None
+        self.synchronizer = (
+            Synchronizer(world, self._num_workers, counts_steps)
+            if self._strategy is None
+            else Synchronizer(World(0, 1))
+        )
         # With a batch size of all workers together a step is the same for any number of them.
         num_joint = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
@@ -72,7 +76,7 @@ class TFHosted(hosted.Hosted):
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
         self.loop = self._loop_of(operator)
-        self.state = KerasState(operator, self.feed, self.loop, is_joint=self._strategy is not None)
+        self.state = KerasState(operator, self.feed, self.loop.fit, is_joint=self._strategy is not None)
         synchronizer.restrict_to(lambda: operator._models)
         check_batches(operator)
         _make_variables(operator, makes_fit, self._strategy is None, synchronizer)
@@ -294,7 +298,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
-    if synchronizer.watches and not is_stock and reduction in ("sum", "mean_with_sample_weight"):
+    if synchronizer.losses is not None and not is_stock and reduction in ("sum", "mean_with_sample_weight"):
         raise IncompatibleModelError(
             f"`register(loss={type(loss).__name__}(reduction={reduction!r}))` with your own `forward` cannot work with "
             'several workers. Use `reduction="sum_over_batch_size"`; for a mean over anything else than samples return '

@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.fit import FitStream, check_state
+from raysgd.tf.fit import FitStream
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
@@ -18,8 +18,13 @@ from raysgd.worker.time.ledger import STEP
 
 
 class OperatorLoop(Loop):
-    """The loop of an operator that draws batches."""
+    """The loop of an operator that draws batches.
 
+    Attributes:
+        fit: The place of a `fit` of Keras; None where the loop is the operator's.
+    """
+
+    fit: FitStream | None = None
     _feed: TFFeed
 
     def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
@@ -61,21 +66,12 @@ class OperatorLoop(Loop):
             return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
         return None
 
-    def fit_state(self) -> dict[str, Any] | None:
-        """Return where a `fit` is; None where there is none."""
-        return None
-
-    def check_fit_state(self, state: Any) -> None:
-        """Refuses what is not from `fit_state`."""
-
-    def resume_fit(self, state: Any) -> None:
-        """Continues there."""
-
 
 class FitLoop(OperatorLoop):
     """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
 
     first_bin = STEP
+    fit: FitStream
     _operator: CreatorOperator
 
     def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
@@ -127,14 +123,3 @@ class FitLoop(OperatorLoop):
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
         return {"num_steps": request.num_steps}
-
-    def fit_state(self) -> dict[str, Any]:
-        return self.fit.state()
-
-    def check_fit_state(self, state: Any) -> None:
-        if state:
-            check_state(state)
-
-    def resume_fit(self, state: Any) -> None:
-        if state:
-            self.fit.resume(state)

@@ -85,12 +85,6 @@ def steps_per_execution(model: Any) -> int:
     return int(number.numpy() if hasattr(number, "numpy") else number)
 
 
-def learning_rate_of(optimizer: Any) -> Any:
-    """The variable that holds the learning rate; None where that is a schedule."""
-    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
-    return rate if hasattr(rate, "assign") else None
-
-
 def check_framework(model: Any) -> None:
     """Refuses a Keras that does not run on TensorFlow.
 

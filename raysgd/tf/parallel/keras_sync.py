@@ -35,27 +35,29 @@ class Synchronizer:
 
     Args:
         world: The place among the replicas.
-        watches: Whether to watch models and optimizers also of a replica that is alone: others may join it later, or
-            its steps have to be counted.
+        num_workers: How many replicas there are meant to be: others may join one that is alone.
+        counts_steps: Whether to watch models and optimizers also where it stays alone.
 
     Attributes:
         step: The step of training, where our own loop hands the batches out.
         validation_step: The same in an evaluation, where each rank goes through its batches for itself.
         exchanges: Counts and times the exchanges of gradients.
-        losses: Scales losses that are no means over the samples; None where nothing is watched.
+        losses: Scales losses that are no means over the samples; None where a replica stays alone.
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
     losses: JointLosses | None = None
 
-    def __init__(self, world: World, watches: bool = False) -> None:
-        self.watches = world.is_distributed or watches
+    def __init__(self, world: World, num_workers: int = 1, counts_steps: bool = False) -> None:
+        is_one_of_many = world.is_distributed or num_workers > 1
+        self.watches = is_one_of_many or counts_steps
         self.step, self.validation_step = TFStep(), TFStep()
         self.exchanges = ExchangeRecord(group_of(world))
         if not self.watches:
             return
         self._traced = traced = TracedStep()
-        self.losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
+        self._losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
+        self.losses = losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
         self._new_averager = partial(GradientAverager, self.exchanges, traced, losses)
         self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
@@ -152,7 +154,8 @@ class Synchronizer:
         """The gradients of all ranks. What is applied is noted of the step that is traced."""
         with self.exchanges.noting_refusals():
             self._refuse_strangers(optimizer, variables)
-            refuse_by_name(gradients)
+            if self.losses is not None:
+                refuse_by_name(gradients)
         applied = AppliedOptimizer(optimizer, variables, gradients)
         self._traced.note(applied)
         return averager.average(gradients, applied)
@@ -169,7 +172,6 @@ class Synchronizer:
         """
         if not self.watches:
             return
-        assert self.losses is not None
         refuse_xla(model)
         model.jit_compile = False  # "auto" may mean XLA on a GPU
         for optimizer in registration.optimizers_in(model):
@@ -180,9 +182,10 @@ class Synchronizer:
         replacements = {
             "train_step": self._step_function(model, self._training_step(model)),
             "test_step": self._step_function(model, model.test_step, is_test=True),
-            "compute_loss": self.losses.compute_loss_of(model),
             "get_metrics_result": self._metrics.results_of(model),
         }
+        if self.losses is not None:
+            replacements["compute_loss"] = self.losses.compute_loss_of(model)
         for name, function in replacements.items():
             registration.replace_method(model, name, function)
 
@@ -269,12 +272,11 @@ class Synchronizer:
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
         """Inside, a Keras loop evaluates; all ranks the same joint batches, or each one its own."""
-        assert self.losses is not None
-        self.losses.evaluates_together = together
+        self._losses.evaluates_together = together
         try:
             yield
         finally:
-            self.losses.evaluates_together = False
+            self._losses.evaluates_together = False
 
 
 def refuse_xla(model: Any) -> None:

@@ -172,7 +172,14 @@ def test_what_says_nothing_about_its_samples_is_refused_at_the_first_trace(
         model.fit(make_data({})[0], verbose=0)
 
 
-def test_a_scalar_that_an_optimizer_clips_by_its_norm_is_not(keras_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_a_replica_that_stays_alone_are_its_own() -> None:
+    assert Synchronizer(World(0, 1), counts_steps=True).losses is None
+    assert Synchronizer(World(0, 1), num_workers=2).losses is not None, "others will join it"
+
+
+def test_gradients_that_an_optimizer_clips_by_their_norm_are_not(
+    keras_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keras_sync, "group_of", lambda world: TwoAlike())
     model = keras_here.Sequential([keras_here.layers.Input([4]), keras_here.layers.Dense(1)])
     model.compile(optimizer=keras_here.optimizers.SGD(global_clipnorm=0.1), loss=errors)
