@@ -11,11 +11,11 @@ import numpy as np
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
-from raysgd.tf.objects import datasets, registration
+from raysgd.tf.fit import acts_on_steps, merger, one_part, stopper, tracker
+from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
-from raysgd.tf.parallel import shared_variables
-from raysgd.tf.parallel.watched_models import refuse_xla
-from raysgd.tf.step.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
+from raysgd.tf.parallel import joint_metrics
+from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
@@ -112,7 +112,7 @@ class CreatorOperator(TrainingOperator):
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
-        synchronizer.watch_model(model, may_be_idle=True)  # each time, because it may have been compiled again
+        synchronizer.watch_model(model)  # each time, because it may have been compiled again
         self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
@@ -124,7 +124,7 @@ class CreatorOperator(TrainingOperator):
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options)
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
-            shared_variables.share_first(synchronizer.group, model.weights)
+            joint_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
@@ -156,7 +156,7 @@ class CreatorOperator(TrainingOperator):
         data, shares = self._validation_options(options)
         merge = merger(
             model,
-            lambda: shared_variables.merge_statistics(synchronizer.group, [model]),
+            lambda: joint_metrics.merge_statistics(synchronizer.group, [model]),
             lambda: synchronizer.evaluating(shares),
         )
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
@@ -195,12 +195,12 @@ class CreatorOperator(TrainingOperator):
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
-        rate = registration.learning_rate_of(model.optimizer)
-        told = np.array([float(bool(model.stop_training)), 0.0 if rate is None else float(rate.numpy())])
+        [rate] = learning_rates.read([model.optimizer])
+        told = np.array([float(bool(model.stop_training)), rate or 0.0])
         synchronizer.group.from_first(told)
         model.stop_training = bool(told[0])
-        if rate is not None and float(rate.numpy()) != told[1]:
-            rate.assign(told[1])
+        if rate is not None and rate != told[1]:
+            learning_rates.apply([told[1]], [model.optimizer])
 
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
@@ -239,7 +239,7 @@ class CreatorOperator(TrainingOperator):
     def warm_up(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""
         part = self._part(self.train_dataset)
-        self._raysgd.context.synchronizer.watch_model(self.model, may_be_idle=True)
+        self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
@@ -253,7 +253,7 @@ class CreatorOperator(TrainingOperator):
 
     def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
         synchronizer = self._raysgd.context.synchronizer
-        synchronizer.watch_model(self.model, may_be_idle=True)
+        synchronizer.watch_model(self.model)
         part = self._part_to_evaluate(dataset, steps)
         with synchronizer.merging_metrics(), synchronizer.evaluating(is_divided(dataset)):
             return self.model.evaluate(part, **options)

@@ -24,9 +24,9 @@ from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.data.stream_data import data_of, dataset_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
-from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects, TFInternals
-from raysgd.tf.operator.operator_context import OperatorContext
-from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
+from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
+from raysgd.tf.parallel.joint_metrics import check_aggregation
+from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
 from raysgd.worker.parts import RegisteredParts
@@ -111,16 +111,23 @@ class TrainingOperator(BaseOperator):
         if not meters.num_batches:
             internals.reset_metrics()
         train_batch = bind_batch_info(self.train_batch)
-        for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
-            is_padding = internals.context.synchronizer.step.is_padding
-            where = {"batch_idx": batch_idx, "global_step": self.global_step, IS_PADDING: is_padding}
-            metrics = train_batch(batch, {**where, **info})
-            if not is_padding:
-                meters.update(*internals.parted(metrics, "train_batch"))
-            self.global_step += 1
+        batch_idx = meters.num_batches
+        for batch in iterator:
+            batch_idx += self._count_left_out()
+            where = {"batch_idx": batch_idx, "global_step": self.global_step}
+            meters.update(*internals.parted(train_batch(batch, {**where, **info}), "train_batch"))
+            batch_idx, self.global_step = batch_idx + 1, self.global_step + 1
+        self._count_left_out()
         summary = meters.summary()
         summary.update(internals.metric_results("train_"))
         return summary
+
+    def _count_left_out(self) -> int:
+        """Counts the steps that other workers had samples for, and this one had none; returns how many were new."""
+        internals = self._raysgd
+        number, internals.num_left_out = internals.num_left_out, 0
+        self.global_step += number
+        return number
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +135,8 @@ class TrainingOperator(BaseOperator):
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
-            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. In the warm-up of a standby
-                worker also `warm_up=True`: the step does not count.
+            batch_info: `batch_idx`, `global_step` and the entries of `info`. In the warm-up of a standby worker also
+                `warm_up=True`: the step does not count.
 
         Returns:
             Metrics of the batch: numbers or tensors of one element. `num_samples` is the weight in the average.
@@ -165,8 +172,7 @@ class TrainingOperator(BaseOperator):
 
         model = required(self, "model")
         output = model(features, training=training)
-        weights = () if sample_weight is None else (sample_weight,)
-        loss = tf.reduce_mean(required(self, "loss")(target, output, *weights))
+        loss = self._raysgd.mean_loss(required(self, "loss"), target, output, sample_weight)
         if model.losses:
             loss += tf.cast(tf.add_n([tf.cast(extra, loss.dtype) for extra in model.losses]), loss.dtype)
         return output, loss
@@ -255,9 +261,12 @@ class TrainingOperator(BaseOperator):
             )
         metric_parts = None if metrics is None else registration.metrics_of(metrics)
         metric_items = [] if metric_parts is None else metric_parts.items
+        synchronizer = self._raysgd.context.synchronizer
+        if synchronizer.watches:
+            check_aggregation(metric_items)
         self._raysgd.registered = RegisteredObjects(parts[0].items, parts[1].items, loss, metric_items)
         for optimizer in parts[1].items:
-            self._raysgd.context.synchronizer.watch(optimizer)
+            synchronizer.watch(optimizer)
         result = [each.mirror(each.items) for each in parts]
         result += [] if loss is None else [loss]
         result += [] if metric_parts is None else [metric_parts.mirror(metric_items)]
@@ -313,7 +322,8 @@ class TrainingOperator(BaseOperator):
 
         For a `train_step` of your own, which reports `loss` itself and the weight under `raysgd.utils.BATCH_WEIGHT`.
         """
-        return self._raysgd.context.synchronizer.weighted(loss, weight)
+        losses = self._raysgd.context.synchronizer.losses
+        return loss if losses is None else losses.weighted(loss, weight)
 
     @property
     def train_dataset(self) -> Any:
@@ -346,7 +356,7 @@ class TrainingOperator(BaseOperator):
         """Takes steps on zeros, so that everything that happens for the first time has happened."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
-        info = {"batch_idx": 0, "global_step": 0, IS_PADDING: False, "warm_up": True, **internals.info_of_call(None, 0)}
+        info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
         internals.train_function = internals.compiled(self.train_step)  # to be kept
         for number in (1, 2):  # two sizes: the second one is traced for all sizes
             step.num_samples = number

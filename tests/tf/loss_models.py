@@ -73,7 +73,7 @@ def make_masked_model(config: dict[str, Any]) -> Any:
         keras.layers.Dense(7),
     ]
     model = keras.Sequential(layers)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=config.get("ignore_class"))
     model.compile(optimizer=keras.optimizers.SGD(0.5), loss=loss, metrics=["accuracy"])
     return model
 
@@ -102,7 +102,7 @@ def make_model_that_reports(config: dict[str, Any]) -> Any:
             x, y = data
             with tf.GradientTape() as tape:
                 predicted = self(x, training=True)
-                loss = tf.nn.compute_average_loss((y - predicted)[:, 0] ** 2, global_batch_size=config["batch_size"])
+                loss = self.compute_loss(x, y, predicted)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             return self.told(loss, y, predicted)
@@ -113,7 +113,7 @@ def make_model_that_reports(config: dict[str, Any]) -> Any:
             return self.told(tf.reduce_mean((y - predicted) ** 2), y, predicted)
 
         def told(self, loss: Any, y: Any, predicted: Any) -> dict[str, Any]:
-            self.mean.update_state(loss)
+            self.mean.update_state(loss, sample_weight=tf.shape(y)[0])
             self.error.update_state(y, predicted)
             return {"raw": loss, **{metric.name: metric.result() for metric in self.metrics}}
 
@@ -124,7 +124,7 @@ def make_model_that_reports(config: dict[str, Any]) -> Any:
     keras.utils.set_random_seed(7)
     model = Model([keras.layers.Input([NUM_FEATURES]), keras.layers.Dense(1)])
     model.mean, model.error = keras.metrics.Mean(name="mean"), keras.metrics.RootMeanSquaredError(name="error")
-    model.compile(optimizer=keras.optimizers.SGD(0.1))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=keras.losses.MeanSquaredError(reduction="sum"))
     return model
 
 
@@ -141,17 +141,11 @@ class Weighted(TrainingOperator):
         self.model, self.optimizer, self.loss = self.register(
             models=model,
             optimizers=keras.optimizers.SGD(0.05),
-            loss=self.average if reduction == "average" else keras.losses.MeanSquaredError(reduction=reduction),
+            loss=keras.losses.MeanSquaredError(reduction=reduction),
         )
         x, y = samples(21)
         data = tf.data.Dataset.from_tensor_slices((x, y, weights_of_samples(21))).batch(config["batch_size"])
         self.register_data(train_dataset=data, validation_dataset=data, sharding="global")
-
-    def average(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        import tensorflow as tf
-
-        errors = (y_true - y_pred)[:, 0] ** 2
-        return tf.nn.compute_average_loss(errors, sample_weight, global_batch_size=self.config["batch_size"])
 
 
 class Tokens(TrainingOperator):

@@ -1,11 +1,12 @@
 """N replicas are one process on the joined batch: weights, optimizer and metrics, for both Keras.
 
 Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosting.hosted`, `raysgd.tf.training_operator`, `raysgd.tf.parallel.keras_sync`
-and `raysgd.tf.parallel.watched_models`: only connected replicas show that they stay equal.
+and `raysgd.tf.parallel.step`: only connected replicas show that they stay equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.internals import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
@@ -71,12 +72,12 @@ def both(lab: TFTrainer, operator_cls: type[TrainingOperator], config: dict[str,
     return run_alone(lab, experiment), run_together(lab, experiment)
 
 
-def assert_same(alone: Findings, together: Findings) -> None:
+def assert_same(alone: Findings, together: Findings, but: Collection[str] = ()) -> None:
     assert largest_difference(alone.state[0], together.state[0]) < 1e-5
     assert largest_difference(together.state[0], together.state[1]) == 0
     assert largest_difference(alone.state[0], together.state[0], "optimizers") < 1e-5
     for one, many in zip(alone.results, together.results, strict=True):
-        kept = [name for name in one if not name.startswith("last_") and name not in ("batch_count", "epoch")]
+        kept = [name for name in one if not name.startswith("last_") and name not in ("batch_count", "epoch", *but)]
         expected = pytest.approx({name: one[name] for name in kept}, rel=1e-5, abs=1e-7, nan_ok=True)
         assert {name: many[name] for name in kept} == expected
 
@@ -124,21 +125,26 @@ LOSSES = {
     "sum_and_weights": (make_model_of_losses, make_data_of_losses, {}),
     "sum_and_weights_eagerly": (make_model_of_losses, make_data_of_losses, {"run_eagerly": True}),
     "masked": (make_masked_model, make_masked_data, {}),
-    "average_loss": (make_model_that_reports, make_data, {"fit_config": {"epochs": 2}}),
+    "masked_and_ignored": (make_masked_model, make_masked_data, {"ignore_class": 2}),
+    "own_step": (make_model_that_reports, make_data, {"fit_config": {"epochs": 2}}),
 }
 
 
 @pytest.mark.keras_in_turns("keras3", "keras2")
-@pytest.mark.parametrize("case", ["sum_and_weights", "average_loss", *soaked("sum_and_weights_eagerly", "masked")])
+@pytest.mark.parametrize(
+    "case", ["sum_and_weights", "masked_and_ignored", "own_step", *soaked("sum_and_weights_eagerly", "masked")]
+)
 def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
     model_creator, data_creator, config = LOSSES[case]
     alone, together = both(lab, make_operator(model_creator, data_creator), config)
-    assert_same(alone, together)
+    # Keras 3 takes the mean over batches of these, whatever their sizes, as far as they are not fixed.
+    of_outputs = [f"{prefix}{name}_loss" for name in "abc" for prefix in ("", "train_", "validation_")]
+    assert_same(alone, together, of_outputs)
     assert all(first == second for first, second in together.single), "what callbacks see, such as early stopping"
 
 
 @pytest.mark.keras_in_turns("keras2")
-@pytest.mark.parametrize("loss", ["weights", *soaked("sum", "average")])
+@pytest.mark.parametrize("loss", ["weights", *soaked("sum")])
 def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, loss: str) -> None:
     assert_same(*both(lab, Weighted, {"loss": loss}))
 
@@ -190,7 +196,7 @@ def test_what_would_come_apart_is_refused(lab: TFTrainer, operator_cls: type[Tra
 
 
 @pytest.mark.keras_in_turns("keras3", "keras2")
-def test_optimizers_of_a_train_step_of_its_own_which_clips_are_those_of_one_process(lab: TFTrainer) -> None:
+def test_optimizers_of_a_train_step_of_its_own_of_which_one_clips_are_those_of_one_process(lab: TFTrainer) -> None:
     """And a new replica takes over what all of them keep."""
     operator_cls = make_operator(make_model_with_a_step_of_its_own, make_data)
 
@@ -208,6 +214,30 @@ def test_optimizers_of_a_train_step_of_its_own_which_clips_are_those_of_one_proc
     assert len(together.state[0]["optimizers"]) == 3  # with the one of `compile`, which is not used
     new = lab.apply_all_workers(lambda: restored(together.state[0]))[0]
     assert largest_difference(new, together.state[0], "optimizers") == 0
+
+
+class Seeing(Line):
+    """Notes what its own code is given."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.seen: list[tuple[int, int, int]] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append((len(batch[0]), batch_info["batch_idx"], batch_info["global_step"]))
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.keras_in_turns("keras2", "keras3")
+def test_a_worker_without_samples_takes_part_in_a_step_that_its_own_code_does_not_see(lab: TFTrainer) -> None:
+    alone, together = both(lab, Seeing, {"num_samples": 5})
+    assert_same(alone, together)
+    assert together.seen == [[(2, 0, 0), (1, 1, 1), (2, 0, 2), (1, 1, 3)], [(2, 0, 0), (2, 0, 2)]]
+
+
+@pytest.mark.keras_in_turns("keras3", "keras2")
+def test_and_in_the_first_step_of_its_process(lab: TFTrainer) -> None:
+    assert_same(*both(lab, Line, {"num_samples": 1, "layers": "embedding"}))
 
 
 @pytest.mark.keras_in_turns("keras3")

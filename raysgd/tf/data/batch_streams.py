@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -259,12 +259,34 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
 
+    Args:
+        source: Where the batches come from.
+        step: Told about each step before its batch is handed out.
+        next_pass: Called whenever a new pass is opened; returns its index.
+        take_part: Takes a step of other ranks for which this one has no samples. Gets a batch of the right form, which
+            is not handed out.
+
     Attributes:
         consumed: Samples of the pass begun last, of all ranks, in the batches handed out so far.
     """
 
     consumed = 0
     _completed = 0
+
+    def __init__(
+        self,
+        source: Any,
+        step: TFStep,
+        next_pass: Callable[[], int],
+        take_part: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(source, step, next_pass)
+        self._take_part = take_part
+
+    def _undoing_padding(self, batch: Any) -> Iterator[Any]:
+        if self._take_part is not None:
+            self._take_part(batch)
+        return iter(())
 
     @property
     def completed(self) -> int:

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.arrays.whole_data import WholeShare
 from raysgd.connections import tensorflow as connections
 from raysgd.engine.shared.types import DataLedger, World
-from raysgd.exceptions import NoDataError
+from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.data import StreamData
 from raysgd.streams.stream import Stream
@@ -65,8 +63,22 @@ class TFFeed(feed.Feed):
         return self._operator_of()._raysgd.data.streams.get("train")
 
     def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFBatchStream:
+        return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
+
+    def _take_part(self, batch: Any) -> None:
+        """A step of other ranks, for which this one has no samples: it is not the user's to see.
+
+        Raises:
+            IncompatibleModelError: It is not known what the user's code would do in it.
+        """
         operator = self._operator_of()
-        return TFBatchStream(source, self._synchronizer.step, begin_pass, lambda: undo_of_padding(operator))
+        if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
+            raise IncompatibleModelError(
+                f"The first step of this process has no sample for worker {self._world.rank}, so it is unknown which "
+                "steps your `train_batch` takes: make the batches larger."
+            )
+        self._synchronizer.take_part(operator.train_step, batch)
+        operator._raysgd.num_left_out += 1
 
     @property
     def train_passes(self) -> Passes:
@@ -165,19 +177,6 @@ class TFFeed(feed.Feed):
         stream = self.train_stream
         ledger: DataLedger | None = stream.ledger() if stream is not None else None
         return ledger
-
-
-def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
-    """Remembers what a step without samples must not change: all that is not trained, and metrics."""
-    variables = [variable for model in operator._models for variable in model.non_trainable_variables]
-    variables += [variable for metric in operator._raysgd.registered.metrics for variable in metric.variables]
-    values = [np.array(variable.numpy()) for variable in variables]
-
-    def undo() -> None:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    return undo
 
 
 class _MissingDataset(OwnSource):

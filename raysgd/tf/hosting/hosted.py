@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,14 @@ from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.streams.data import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import predicting
-from raysgd.tf.hosting import building
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
 from raysgd.tf.hosting.replica_state import KerasState
 from raysgd.tf.objects import datasets, learning_rates, registration, rng
 from raysgd.tf.objects.datasets import DatasetSignature
-from raysgd.tf.operator.operator_context import OperatorContext
+from raysgd.tf.operator.internals import OperatorContext
 from raysgd.tf.operator.settings import TFSettings
-from raysgd.tf.parallel import shared_variables
+from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -60,8 +59,12 @@ class TFHosted(hosted.Hosted):
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
         self._strategy = connections.strategy()
-        counts_steps = self._num_workers > 1 or settings.recovery_options.snapshot_every_n_steps is not None
-        self.synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
+        counts_steps = settings.recovery_options.snapshot_every_n_steps is not None
+        self.synchronizer = (
+            Synchronizer(world, self._num_workers, counts_steps)
+            if self._strategy is None
+            else Synchronizer(World(0, 1))
+        )
         # With a batch size of all workers together a step is the same for any number of them.
         num_joint = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
@@ -73,13 +76,13 @@ class TFHosted(hosted.Hosted):
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
         self.loop = self._loop_of(operator)
-        self.state = KerasState(operator, self.feed, self.loop, is_joint=self._strategy is not None)
+        self.state = KerasState(operator, self.feed, self.loop.fit, is_joint=self._strategy is not None)
         synchronizer.restrict_to(lambda: operator._models)
-        building.check_batches(operator)
-        building.build(operator, makes_fit, self._strategy is None, synchronizer)
-        building.check_loss(operator, makes_fit, synchronizer)
+        check_batches(operator)
+        _make_variables(operator, makes_fit, self._strategy is None, synchronizer)
+        check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
-        shared_variables.share_first(synchronizer.group, weights)
+        joint_metrics.share_first(synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
         rng.part_ways(settings.seed, self.world.rank, operator._models)
@@ -108,7 +111,7 @@ class TFHosted(hosted.Hosted):
             way_out = "Omit it, or register a dataset that the library divides"
             raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
         if self._num_workers > 1 and obstacle is None:
-            building.refuse_stateful(operator._models)
+            refuse_stateful(operator._models)
         made: TrainingOperator = operator
         return made
 
@@ -171,7 +174,7 @@ class TFHosted(hosted.Hosted):
             return
         self.synchronizer.rejoin(World(0, 1))  # no other rank is here yet
         try:
-            with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+            with self.synchronizer.exchanges.surfacing_errors():
                 operator.warm_up()
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
@@ -195,16 +198,16 @@ class TFHosted(hosted.Hosted):
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self.synchronizer
         synchronizer.exchanges.ledger = self._ledger
-        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(), self.loop.scaling_losses():
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring():
             try:
                 yield
             finally:
                 synchronizer.step.forget()
-            shared_variables.merge_statistics(synchronizer.group, self.operator._models)
+            joint_metrics.merge_statistics(synchronizer.group, self.operator._models)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with self.synchronizer.exchanges.surfacing_errors(), self.loop.scaling_losses():
+        with self.synchronizer.exchanges.surfacing_errors():
             try:
                 yield
             finally:
@@ -233,3 +236,95 @@ class TFHosted(hosted.Hosted):
 
     def as_array(self, value: Any) -> Any:
         return predicting.plain(value)
+
+
+def check_batches(operator: TrainingOperator) -> None:
+    """Refuses datasets whose batches a single model cannot take.
+
+    Raises:
+        InvalidRegistrationError: A dataset has others.
+    """
+    if len(operator._models) != 1:
+        return
+    shapes = registration.input_shapes_of(operator._models[0])
+    for name in ("train_dataset", "validation_dataset"):
+        if getattr(operator, name) is not None:
+            datasets.check_batches_for(name, getattr(operator, name), shapes)
+
+
+def refuse_stateful(models: Iterable[Any]) -> None:
+    """Refuses recurrent layers that carry a state from batch to batch.
+
+    Raises:
+        IncompatibleModelError: There is one.
+    """
+    for layer in (layer for model in models for layer in model._flatten_layers()):
+        if hasattr(layer, "cell") and layer.stateful:
+            raise IncompatibleModelError(
+                f"`{type(layer).__name__}(stateful=True)` cannot be divided: its state belongs to rows of the batch "
+                "before, which other workers may have. Use `stateful=False` or `num_workers=1`, or let each worker "
+                "read its own sequences: `raysgd.tf.prepare_dataset_shard(dataset)`."
+            )
+
+
+def _make_variables(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchronizer: Synchronizer) -> None:
+    """Makes all variables where that is possible.
+
+    Args:
+        operator: Has registered models and optimizers.
+        uses_fit: Whether the model is compiled, and knows its optimizers.
+        may_trace: Whether its `train_step` may be traced to find out what each optimizer changes.
+        synchronizer: Watches the model then.
+    """
+    dataset = operator.train_dataset
+    with operator._raysgd.scope():
+        for model in operator._models:
+            if dataset is not None:
+                _try_to_build(model, dataset.element_spec)
+        if uses_fit and may_trace and _has_traced_train_step(operator, synchronizer):
+            return
+        if not uses_fit and len(operator._models) != len(operator._optimizers):
+            return
+        for model, optimizer in zip(operator._models, operator._optimizers, strict=not uses_fit):
+            if model.built and model.trainable_variables:
+                registration.build_optimizer(optimizer, model.trainable_variables)
+
+
+def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
+    """Refuses a loss that is no mean over the samples where the user's `forward` computes with it.
+
+    Raises:
+        IncompatibleModelError: The library could not scale it.
+    """
+    loss = operator._raysgd.registered.loss
+    reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
+    if synchronizer.losses is not None and not is_stock and reduction in ("sum", "mean_with_sample_weight"):
+        raise IncompatibleModelError(
+            f"`register(loss={type(loss).__name__}(reduction={reduction!r}))` with your own `forward` cannot work with "
+            'several workers. Use `reduction="sum_over_batch_size"`; for a mean over anything else than samples return '
+            "`(output, loss, weight)` from `forward`."
+        )
+
+
+def _try_to_build(model: Any, element_spec: Any) -> None:
+    try:
+        registration.build_model(model, element_spec)
+    except Exception as error:  # it builds itself in the first step, as it would without us
+        logger.debug("a model could not be built ahead of its first step: %s", error)
+
+
+def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
+    """Return whether the user's `train_step`, which knows what each optimizer changes, could be traced."""
+    model = operator._models[0]
+    if model.run_eagerly or not registration.has_own_train_step(model):
+        return False
+    synchronizer.watch_model(model)
+    try:
+        with synchronizer.exchanges.surfacing_errors():
+            registration.trace_train_step(model, operator.train_dataset.element_spec)
+    except IncompatibleModelError:
+        raise
+    except Exception as error:  # it says so itself in the first step, if it is no matter of tracing it this early
+        logger.debug("a `train_step` could not be traced ahead of the first step: %s", error)
+        return False
+    return True

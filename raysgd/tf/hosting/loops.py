@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import CreatorOperator
+from raysgd.tf.fit import FitStream
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from raysgd.tf.step import fit_run
-from raysgd.tf.step.fit_run import FitStream
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.loop import Loop
@@ -20,8 +18,13 @@ from raysgd.worker.time.ledger import STEP
 
 
 class OperatorLoop(Loop):
-    """The loop of an operator that draws batches."""
+    """The loop of an operator that draws batches.
 
+    Attributes:
+        fit: The place of a `fit` of Keras; None where the loop is the operator's.
+    """
+
+    fit: FitStream | None = None
     _feed: TFFeed
 
     def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
@@ -49,7 +52,9 @@ class OperatorLoop(Loop):
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()
-        self._operator._raysgd.forget_stale_steps()
+        internals = self._operator._raysgd
+        internals.forget_stale_steps()
+        internals.num_left_out = 0
 
     @property
     def _is_mid_pass(self) -> bool:
@@ -61,25 +66,12 @@ class OperatorLoop(Loop):
             return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
         return None
 
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """Inside, losses that are no means over the samples are scaled."""
-        return self._synchronizer.scaling_losses()
-
-    def fit_state(self) -> dict[str, Any] | None:
-        """Return where a `fit` is; None where there is none."""
-        return None
-
-    def check_fit_state(self, state: Any) -> None:
-        """Refuses what is not from `fit_state`."""
-
-    def resume_fit(self, state: Any) -> None:
-        """Continues there."""
-
 
 class FitLoop(OperatorLoop):
     """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
 
     first_bin = STEP
+    fit: FitStream
     _operator: CreatorOperator
 
     def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
@@ -113,10 +105,6 @@ class FitLoop(OperatorLoop):
     def break_off(self) -> None:
         self.fit.break_off()
 
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """A `fit` does it in its steps, between which users may evaluate by themselves."""
-        return nullcontext()
-
     def ledger(self) -> DataLedger | None:
         return self.fit.ledger()
 
@@ -135,14 +123,3 @@ class FitLoop(OperatorLoop):
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
         return {"num_steps": request.num_steps}
-
-    def fit_state(self) -> dict[str, Any]:
-        return self.fit.state()
-
-    def check_fit_state(self, state: Any) -> None:
-        if state:
-            fit_run.check_state(state)
-
-    def resume_fit(self, state: Any) -> None:
-        if state:
-            self.fit.resume(state)

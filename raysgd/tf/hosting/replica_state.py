@@ -10,8 +10,8 @@ import numpy as np
 
 from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.checkpoints.checkpoint_file import FORMER_OPTIMIZER
+from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.hosting.loops import OperatorLoop
 from raysgd.tf.objects import registration, rng
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.state.copies import StateCopy
@@ -24,13 +24,13 @@ class KerasState(ReplicaState):
     Args:
         operator: Has what is registered, and its own state.
         feed: Has the position in the data.
-        loop: Has the place in a `fit`.
+        fit: The place of a `fit` of Keras; None where the operator has a loop of its own.
         is_joint: Whether it takes all ranks to read a variable.
     """
 
-    def __init__(self, operator: TrainingOperator, feed: TFFeed, loop: OperatorLoop, is_joint: bool) -> None:
+    def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None, is_joint: bool) -> None:
         super().__init__(operator, feed)
-        self._loop = loop
+        self._fit = fit
         self._is_joint = is_joint
 
     def read(self) -> dict[str, Any]:
@@ -49,10 +49,11 @@ class KerasState(ReplicaState):
         return [[_array(variable) for variable in registration.variables_of_optimizer(one)] for one in optimizers]
 
     def _more_progress(self) -> dict[str, Any]:
-        return {"fit": self._loop.fit_state()}
+        return {"fit": None if self._fit is None else self._fit.state()}
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        self._loop.resume_fit(resume.get("fit"))
+        if self._fit is not None and resume.get("fit"):
+            self._fit.resume(resume["fit"])
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         if rank and not self._is_joint:
@@ -81,7 +82,9 @@ class KerasState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         for variables, values, what in self._targets(state):
             _check_fit(variables, values, what)
-        self._loop.check_fit_state((state.get(RESUME) or {}).get("fit"))
+        of_fit = (state.get(RESUME) or {}).get("fit")
+        if self._fit is not None and of_fit:
+            check_state(of_fit)
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         operator = self._operator

@@ -53,6 +53,17 @@ def _optimizers_of_parts(model: Any) -> Iterator[Any]:
             yield from (item for item in items if hasattr(type(item), "apply_gradients"))
 
 
+def replace_method(owner: Any, name: str, function: Any) -> None:
+    """Puts ours in the place of a method of a model or an optimizer, past Keras, which tracks what it is given."""
+    function._is_of_raysgd = True
+    object.__setattr__(owner, name, function)
+
+
+def is_replaced(owner: Any, name: str) -> bool:
+    """Return whether an instance has ours in the place of a method of its class."""
+    return getattr(vars(owner).get(name), "_is_of_raysgd", False)
+
+
 def is_legacy(keras_object: Any) -> bool:
     """Return whether an object is of tf_keras (Keras 2) and not of Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
@@ -72,12 +83,6 @@ def steps_per_execution(model: Any) -> int:
     """Return how many steps a compiled model takes at once."""
     number: Any = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
     return int(number.numpy() if hasattr(number, "numpy") else number)
-
-
-def learning_rate_of(optimizer: Any) -> Any:
-    """The variable that holds the learning rate; None where that is a schedule."""
-    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
-    return rate if hasattr(rate, "assign") else None
 
 
 def check_framework(model: Any) -> None:
@@ -124,19 +129,6 @@ def _policy_of(model: Any) -> str:
     layers = [policy, *(getattr(layer, "dtype_policy", None) for layer in getattr(model, "layers", ()))]
     names = {getattr(found, "name", "") for found in layers}
     return "mixed_float16" if "mixed_float16" in names else ""
-
-
-def choices_of_logs(model: Any) -> list[str]:
-    """The methods with which Keras chooses between the results of the metrics and what the last step returned."""
-    return [
-        name for name in ("_get_metrics_result_or_logs", "_validate_and_get_metrics_result") if hasattr(model, name)
-    ]
-
-
-def is_mean(metric: Any) -> bool:
-    """Return whether a metric is Keras's mean of numbers, and not a class derived from it."""
-    cls = type(metric)
-    return cls.__name__ == "Mean" and cls.__module__.partition(".")[0] in ("keras", "tf_keras")
 
 
 def weights_of(model: Any) -> list[Any]:

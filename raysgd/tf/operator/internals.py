@@ -1,4 +1,4 @@
-"""The library's records about an operator of TensorFlow: what it registered, and its compiled steps."""
+"""The library's records about an operator of TensorFlow: what it works with and registered, and its compiled steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.arrays.ray_batches import RayLoader
+from raysgd.engine.shared.types import World
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.streams.data import StreamData
 from raysgd.tf.data.predicting import inputs
+from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
-from raysgd.tf.operator.operator_context import OperatorContext
-from raysgd.tf.parallel.joint_metrics import variables_of
-from raysgd.tf.parallel.shared_variables import summed
-from raysgd.tf.step.fit_run import FitStream
+from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.parallel.joint_metrics import merged
+from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.worker.operator import Internals, required
+
+
+@dataclass(frozen=True)
+class OperatorContext:
+    """The place of one operator among its replicas, and the objects that it works with."""
+
+    settings: TFSettings
+    world: World
+    synchronizer: Synchronizer = field(default_factory=lambda: Synchronizer(World(rank=0, size=1)))
+    strategy: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class TFInternals(Internals):
         train_function: `train_step`, compiled; None before it is needed.
         test_function: `test_step`, compiled.
         chosen_rates: The learning rates of the optimizers as `setup` chose them; None for one that cannot be set.
+        num_left_out: Steps since the last batch that other ranks had samples for, and this one had none.
         fit: Where a `fit` of Keras is, for operators made of creator functions.
     """
 
@@ -68,6 +80,7 @@ class TFInternals(Internals):
         self.train_function: Any = None
         self.test_function: Any = None
         self._predict_function: Any = None
+        self.num_left_out = 0
         self.chosen_rates: list[float | None] = []
         self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
 
@@ -94,7 +107,17 @@ class TFInternals(Internals):
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
         if kind != self._trained and self._trained is not None:
             self.train_function = self.test_function = self._predict_function = None
+            self.context.synchronizer.step.usual.clear()
         self._trained = kind
+
+    def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
+        """Return the loss of a batch: the mean over the samples, or what a loss of Keras says that it is."""
+        import tensorflow as tf
+
+        losses = self.context.synchronizer.losses
+        if losses is not None:
+            return losses.mean(loss, target, output, weight)
+        return tf.reduce_mean(loss(target, output) if weight is None else loss(target, output, weight))
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
         """Return what the stock `predict_batch` returns."""
@@ -118,7 +141,7 @@ class TFInternals(Internals):
     def metric_results(self, prefix: str) -> dict[str, float]:
         """The results of the registered metrics over all workers."""
         metrics = self.registered.metrics
-        with summed(self.context.synchronizer.group, variables_of(metrics)):
+        with merged(self.context.synchronizer.group, metrics):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
 
     def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:

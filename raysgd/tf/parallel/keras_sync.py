@@ -6,7 +6,7 @@ before it uses them: one exchange for each step, in one flat buffer. It works fo
 
 The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
 the step of one process on the joint batch, however unevenly the samples fall on them. A rank without samples takes
-part with weight 0.
+part with weight 0, and runs nothing of the user's for that.
 
 Why gradients are averaged around the optimizer instance: ADR 31.
 """
@@ -21,16 +21,13 @@ from typing import Any
 from raysgd.connections.group import Group
 from raysgd.connections.tensorflow import group_of
 from raysgd.engine.shared.types import World
-from raysgd.tf.objects import losses
-from raysgd.tf.parallel import mean_check
-from raysgd.tf.parallel.exchange_record import ExchangeRecord
-from raysgd.tf.parallel.gradient_averager import GradientAverager
-from raysgd.tf.parallel.joint_metrics import JointMetrics
-from raysgd.tf.parallel.sample_weights import SampleWeights
-from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.parallel.traced_step import TracedStep, zeros_like
-from raysgd.tf.parallel.watched_models import WatchedModels
-from raysgd.tf.parallel.watched_optimizers import WatchedOptimizers
+from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+from raysgd.tf.objects import registration
+from raysgd.tf.objects.datasets import num_samples
+from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager
+from raysgd.tf.parallel.joint_losses import JointLosses, refuse_by_name
+from raysgd.tf.parallel.joint_metrics import JointMetrics, check_aggregation
+from raysgd.tf.parallel.step import AppliedOptimizer, TFStep, TracedStep, UsualStep
 
 
 class Synchronizer:
@@ -38,29 +35,34 @@ class Synchronizer:
 
     Args:
         world: The place among the replicas.
-        watches: Whether to watch models and optimizers also of a replica that is alone: others may join it later, or
-            its steps have to be counted.
+        num_workers: How many replicas there are meant to be: others may join one that is alone.
+        counts_steps: Whether to watch models and optimizers also where it stays alone.
 
     Attributes:
         step: The step of training, where our own loop hands the batches out.
         validation_step: The same in an evaluation, where each rank goes through its batches for itself.
         exchanges: Counts and times the exchanges of gradients.
+        losses: Scales losses that are no means over the samples; None where a replica stays alone.
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
-    def __init__(self, world: World, watches: bool = False) -> None:
-        self.watches = world.is_distributed or watches
+    losses: JointLosses | None = None
+
+    def __init__(self, world: World, num_workers: int = 1, counts_steps: bool = False) -> None:
+        is_one_of_many = world.is_distributed or num_workers > 1
+        self.watches = is_one_of_many or counts_steps
         self.step, self.validation_step = TFStep(), TFStep()
         self.exchanges = ExchangeRecord(group_of(world))
+        if not self.watches:
+            return
         self._traced = traced = TracedStep()
-        self._weights = SampleWeights(self.exchanges, traced, self.step, self.validation_step)
-        new_averager = partial(GradientAverager, self.exchanges, traced, self._weights)
-        self._averager = new_averager()  # for what is not watched; one for a replica: ranks retrace at different times
-        self._optimizers = WatchedOptimizers(self.exchanges, traced, new_averager)
-        self._metrics = JointMetrics(self.exchanges, traced)
-        self._models = WatchedModels(
-            self.exchanges, traced, self._weights, self._optimizers, self._metrics, self.scaling_losses
-        )
+        self._losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
+        self.losses = losses if is_one_of_many else None
+        self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
+        self._new_averager = partial(GradientAverager, self.exchanges, traced, losses)
+        self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
+        self._averagers = [self._averager]
+        self._metrics = JointMetrics(lambda: self.group, traced)
 
     @property
     def group(self) -> Group:
@@ -70,17 +72,26 @@ class Synchronizer:
     def rejoin(self, world: World) -> None:
         """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
         self.exchanges.group = group_of(world)
-        self._averager.forget_full_step()
-        self._optimizers.forget_full_steps()
+        if self.watches:
+            for averager in self._averagers:
+                averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
         """Refuses, from now on, optimizers that train variables of other models than those."""
-        self._optimizers.registered = registered
+        self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
         """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
-        if self.watches:
-            self._optimizers.watch(optimizer)
+        name = _name_of_apply(optimizer)
+        if not self.watches or registration.is_replaced(optimizer, name):
+            return
+        import tensorflow as tf
+
+        wrapper = self._apply if name == "apply" else self._apply_gradients
+        self._averagers.append(self._new_averager())
+        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
+        # Of the instance: its class, which a saved model names, does not change.
+        registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
         """Refuses an optimizer that would step with this rank's gradients alone.
@@ -88,46 +99,166 @@ class Synchronizer:
         Raises:
             InvalidRegistrationError: It was not registered.
         """
-        if self.watches:
-            self._optimizers.require_watched(optimizer)
+        if not self.watches or registration.is_replaced(optimizer, _name_of_apply(optimizer)):
+            return
+        with self.exchanges.noting_refusals():
+            raise InvalidRegistrationError(
+                f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
+                "train a separate model. Call `register` with it, also when you replace an optimizer later, and use "
+                "what it returns."
+            )
 
-    def watch_model(self, model: Any, may_be_idle: bool) -> None:
-        """Makes a compiled model train and evaluate together with those of the other ranks, see `WatchedModels`."""
-        if self.watches:
-            self._models.watch(model, may_be_idle)
+    def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Refuses to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
+        if self.exchanges.group.size == 1 or self._registered is None:
+            return
+        strangers = registration.variables_outside(self._registered(), variables)
+        if strangers:
+            raise InvalidRegistrationError(
+                f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
+                "would be neither saved nor given to workers that step in. Make them with `add_weight` of a layer, and "
+                "register the layer too: `register(models=[model, layer], ...)`."
+            )
 
-    def warn_of_sum(self, step: Callable[[Any], Any], element_spec: Any, models: Sequence[Any]) -> None:
-        """Warns on rank 0 if the loss that a step takes the gradients of is no mean over the samples."""
-        if self.group.rank == 0 and self.group.size > 1:
-            with self.scaling_losses():
-                mean_check.warn_of_sum(step, element_spec, models, self._traced)
+    def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+        """Keras 3."""
+
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            import tensorflow as tf
+
+            gradients = list(grads)
+            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            with tf.init_scope():  # what is made in a branch of a graph would stay without a value
+                registration.build_optimizer(optimizer, variables)
+            averaged = self._averaged(optimizer, variables, gradients, averager)
+            with _after(averaged):
+                return inner(averaged, trainable_variables)
+
+        return apply
+
+    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+        """tf_keras."""
+
+        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            averaged = self._averaged(optimizer, variables, gradients, averager)
+            with _after(averaged):
+                return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
+
+        return apply_gradients
+
+    def _averaged(
+        self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
+    ) -> list[Any]:
+        """The gradients of all ranks. What is applied is noted of the step that is traced."""
+        with self.exchanges.noting_refusals():
+            self._refuse_strangers(optimizer, variables)
+            if self.losses is not None:
+                refuse_by_name(gradients)
+        applied = AppliedOptimizer(optimizer, variables, gradients)
+        self._traced.note(applied)
+        return averager.average(gradients, applied)
+
+    def watch_model(self, model: Any) -> None:
+        """Makes a compiled model train and evaluate together with those of the other ranks.
+
+        Args:
+            model: The optimizers among its attributes are watched, its `train_step` tells how many samples a batch
+                has, its losses are scaled, and its metrics are those of all ranks when an epoch or an evaluation ends.
+
+        Raises:
+            IncompatibleModelError: It is compiled with XLA, whose code cannot call out; or a metric cannot be merged.
+        """
+        if not self.watches:
+            return
+        refuse_xla(model)
+        model.jit_compile = False  # "auto" may mean XLA on a GPU
+        for optimizer in registration.optimizers_in(model):
+            self.watch(optimizer)
+        check_aggregation(model.metrics)
+        if registration.is_replaced(model, "train_step"):
+            return
+        replacements = {
+            "train_step": self._step_function(model, self._training_step(model)),
+            "test_step": self._step_function(model, model.test_step, is_test=True),
+            "get_metrics_result": self._metrics.results_of(model),
+        }
+        if self.losses is not None:
+            replacements["compute_loss"] = self.losses.compute_loss_of(model)
+        for name, function in replacements.items():
+            registration.replace_method(model, name, function)
+
+    def _training_step(self, model: Any) -> Callable[[Any], Any]:
+        """The `train_step` of a model, which is refused if it would train without the other ranks."""
+        inner = model.train_step
+
+        def train_step(data: Any) -> Any:
+            result = inner(data)
+            if not self._traced.num_applied and _has_variables_to_train(model):
+                with self.exchanges.noting_refusals():
+                    raise IncompatibleModelError(
+                        f"`{type(model).__name__}.train_step` uses no optimizer that the library knows of, so each "
+                        "worker would train a separate model. Keep the optimizers as attributes of the model, like "
+                        "`self.optimizer`, and call their `apply_gradients`."
+                    )
+            return result
+
+        return train_step
+
+    def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
+        """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
+        usual_step = UsualStep()
+        is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
+
+        def inner(data: Any) -> Any:
+            result = step_of_user(data)
+            if is_own:
+                self._metrics.note_returned(result)
+            # Noted while a step is traced; an evaluation has no exchange of gradients, and says nothing.
+            self.exchanges.num_per_step = self._traced.num_applied or self.exchanges.num_per_step
+            return result
+
+        def step(data: Any) -> Any:
+            import tensorflow as tf
+
+            count = num_samples(data)
+            with self._traced.tracing(count, is_test):
+                self._metrics.note_batch(count)
+                if _is_never_empty(data) and not tf.executing_eagerly():
+                    return inner(data)
+
+                def usual() -> Any:
+                    result = inner(data)
+                    usual_step.note(self._traced.exchanges, result)
+                    return tf.nest.map_structure(tf.convert_to_tensor, result)
+
+                if tf.executing_eagerly():
+                    return usual() if count > 0 else usual_step.repeat_with_zeros()
+                return tf.cond(count > 0, usual, lambda: usual_step.repeat_with_zeros())
+
+        return step
 
     def average(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
-        return self._averager.average(gradients) if self.watches else list(gradients)
+        return self._averager.average(gradients, _refuse_to_repeat) if self.watches else list(gradients)
 
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """Inside, losses that are no means over the samples are scaled, see `losses`; with what all ranks have."""
-        return losses.scaled(self._weights.factor, self._averaged_to_clip) if self.watches else nullcontext()
-
-    def _averaged_to_clip(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        if self._traced.num_looked_at is not None:
-            return [0.0]  # not clipped
-        if self._weights.is_evaluation:  # in which no rank waits for others
-            return gradients
-        average, zeros = partial(self._averager.average, is_step=False), [zeros_like(each, each) for each in gradients]
-        self._traced.note(lambda: average([zero() for zero in zeros]))
-        return average(gradients)
-
-    def weighted(self, loss: Any, weight: Any) -> Any:
-        """A loss that is the mean over so much, so scaled that it counts by that over all ranks."""
+    def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
+        """Does without samples what this rank did with its last batch, or would do in a step on this one."""
         import tensorflow as tf
 
-        return loss * tf.cast(self._weights.factor(weight), loss.dtype) if self.watches else loss
+        repeats = self.step.usual
+        if not repeats:
+            with self._traced.tracing(0, is_test=False):
+                tf.function(train_step).get_concrete_function(batch)  # traced, and not run
+                repeats = list(self._traced.exchanges)
+        for repeat in repeats:
+            repeat()
+        self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
         """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
-        return self._metrics.merging()
+        return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager
     def fitting(self, before_exchange: Callable[[], None]) -> Iterator[None]:
@@ -136,13 +267,67 @@ class Synchronizer:
         try:
             yield
         finally:
-            self.exchanges.before_exchange, self._weights.evaluates_together = None, False
+            self.exchanges.before_exchange = None
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
         """Inside, a Keras loop evaluates; all ranks the same joint batches, or each one its own."""
-        self._weights.evaluates_together = together
+        self._losses.evaluates_together = together
         try:
             yield
         finally:
-            self._weights.evaluates_together = False
+            self._losses.evaluates_together = False
+
+
+def refuse_xla(model: Any) -> None:
+    """Refuses a model that was compiled with XLA, whose code cannot call out; "auto" does not count.
+
+    Raises:
+        IncompatibleModelError: It was.
+    """
+    asked = getattr(model, "_compile_config", None)
+    config = getattr(asked, "config", None) or {}
+    if config.get("jit_compile") is True:
+        raise IncompatibleModelError(
+            '`jit_compile=True` does not work with `backend="sockets"`: code that XLA compiled cannot exchange '
+            'gradients. Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
+        )
+
+
+def _refuse_to_repeat() -> None:
+    """Refuses a step without samples whose optimizer the library does not know.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "This worker has no sample in a step whose optimizer is not registered, so it cannot take the step. Register "
+        "the optimizer instead of calling `self.average_gradients`, or batch with `drop_remainder=True`."
+    )
+
+
+def _name_of_apply(optimizer: Any) -> str:
+    """Return what applies gradients: of Keras 3, and of tf_keras."""
+    return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
+
+
+def _after(averaged: Sequence[Any]) -> Any:
+    """Return where nothing is done before the exchange is: a step that breaks off has not even counted itself."""
+    import tensorflow as tf
+
+    first = next((gradient for gradient in averaged if gradient is not None), None)
+    return tf.control_dependencies([] if first is None else [first])
+
+
+def _has_variables_to_train(model: Any) -> bool:
+    try:
+        return bool(model.trainable_variables)
+    except ValueError:  # of tf_keras, for a model that was not built and does without
+        return any(layer.trainable_variables for layer in model.layers)
+
+
+def _is_never_empty(data: Any) -> bool:
+    import tensorflow as tf
+
+    first = tf.nest.flatten(data)[0]
+    return bool(first.shape.rank and first.shape[0])

@@ -25,7 +25,7 @@ def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
         raise TypeError(f'`log({name!r}, ...)`: the first argument is the name of a metric, such as "iou".')
     if name in _COUNTERS:
         raise ValueError(f"`log({name!r}, ...)`: this counts what metrics are averaged by. Return it from the method.")
-    if type(value).__name__ == "SymbolicTensor":
+    if hasattr(value, "graph"):
         raise TypeError(
             f"`log({name!r}, ...)` inside a graph of TensorFlow: return the value from `train_step` or `test_step`, or "
             "call `log` in `train_batch` or `validate_batch`, which are not traced."

@@ -154,18 +154,19 @@ class WithPadding(Numbers):
         yield StreamItem("padding", 0, 1)
 
 
-def test_what_a_step_without_samples_changes_is_undone_when_it_is_over() -> None:
+def test_a_batch_without_samples_is_not_handed_out() -> None:
     step, log = TFStep(), []
 
-    def undo() -> Any:
-        log.append("before")
-        return lambda: log.append("after")
-
-    for batch in TFBatchStream(WithPadding(), step, Passes(), undo).take(None):
-        log.append((batch, step.is_padding))
+    def take_part(batch: Any) -> None:
+        log.append(("taken", batch, step.is_padding))
         step.use()
-    assert log == [("real", False), "before", ("padding", True), "after"]
-    assert step.num_samples is None
+
+    stream = TFBatchStream(WithPadding(), step, Passes(), take_part)
+    for batch in stream.take(None):
+        log.append(("handed out", batch, step.is_padding))
+        step.use()
+    assert log == [("handed out", "real", False), ("taken", "padding", True)]
+    assert (step.num_samples, stream.num_steps_completed, stream.completed) == (None, 2, 4)
 
 
 class Votes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import NotRegisteredError
+from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
@@ -19,9 +19,9 @@ REQUEST = EpochRequest(None, {}, False, seed=3)
 
 
 class Operator:
-    """What a feed looks at: datasets, and what padding may change."""
+    """What a feed looks at: datasets, and whose method trains on a batch."""
 
-    _models: tuple[Any, ...] = ()
+    train_batch = None
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset
@@ -118,6 +118,12 @@ def test_the_index_of_the_pass_and_the_books() -> None:
     assert (ledger.used, feed.pass_index(feed.training(REQUEST))) == (8, 0)
     take(feed)
     assert feed.pass_index(feed.training(REQUEST)) == 1
+
+
+def test_the_first_step_of_a_process_must_have_a_sample_for_a_train_batch_of_the_users() -> None:
+    feed = feed_of()
+    with pytest.raises(IncompatibleModelError, match="The first step of this process has no sample for worker 0"):
+        feed._take_part(None)
 
 
 def test_data_that_were_not_registered_are_an_error_where_a_batch_is_drawn() -> None:

@@ -9,6 +9,7 @@ import pytest
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
@@ -72,8 +73,8 @@ def test_fit_counts_for_itself(keras_here: Any) -> None:
     assert loop.extra_results() == {}
     assert loop.validation_options(REQUEST) == {"num_steps": 2}
     assert loop.progress_text() == "", "it is over"
-    assert loop.fit_state().keys() == {"num_passes", "logs"}
+    assert loop.fit.state().keys() == {"num_passes", "logs"}
     with pytest.raises(ValueError, match="is not a dict"):
-        loop.check_fit_state(5)
-    loop.resume_fit({"num_passes": 4, "logs": {"loss": 1.0}})
+        check_state(5)
+    loop.fit.resume({"num_passes": 4, "logs": {"loss": 1.0}})
     assert loop.results(None) == {"loss": 1.0, "train_loss": 1.0}

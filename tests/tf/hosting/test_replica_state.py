@@ -1,4 +1,4 @@
-"""What a state is made of, which one is refused, and what padding leaves behind, on a replica that is alone."""
+"""What a state is made of, and which one is refused, on a replica that is alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
-from raysgd.tf.hosting.feed import undo_of_padding
 from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.worker.state.replica_state import RESUME
@@ -72,15 +71,3 @@ def test_a_state_that_does_not_fit_changes_nothing(runner: TFRunner, damage: Any
 
 def test_random_states_of_other_layers_are_left_alone(runner: TFRunner) -> None:
     runner.restore(runner.state(), [np.zeros(2)] * 5)
-
-
-def test_what_padding_changes_is_put_back_but_not_what_is_trained(runner: TFRunner) -> None:
-    model = runner.operator._models[0]
-    undo = undo_of_padding(runner.operator)
-    moving, trained = model.non_trainable_weights[0], model.trainable_weights[0]
-    before = np.array(moving.numpy())
-    moving.assign(before + 1.0)
-    trained.assign(np.ones_like(trained.numpy()))
-    undo()
-    assert np.array_equal(moving.numpy(), before)
-    assert np.all(trained.numpy() == 1.0)

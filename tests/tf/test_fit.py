@@ -9,9 +9,8 @@ import pytest
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.tf.data.batch_streams import Passes
-from raysgd.tf.parallel.exchange_record import ExchangeRecord
-from raysgd.tf.step.fit_callbacks import one_part
-from raysgd.tf.step.fit_run import FitPlace, FitStream
+from raysgd.tf.fit import FitPlace, FitStream, one_part
+from raysgd.tf.parallel.averaging import ExchangeRecord
 
 
 class Keras:
