@@ -41,7 +41,7 @@ from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.exceptions import UnpicklableError, WorkerError, WorkersLostError, worker_error
+from raysgd.exceptions import RanksDifferError, UnpicklableError, WorkerError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -488,9 +488,15 @@ class ElasticController:
     def _check(self, call: Call, report: GroupReport) -> None:
         try:
             call.check([answer.value for answer in report.values])
-        except Exception:
+        except Exception as error:
             self._monitoring.await_snapshot()  # of the call before, while a worker is there that can send it
+            if isinstance(error, RanksDifferError):
+                self.snapshots.forget_calls()  # in one of them they may have parted
             raise
+
+    def copies_after(self, call: Call) -> bool:
+        """Return whether the state will be copied after a call that is about to be made."""
+        return self._copies.is_due_after(call)
 
     def _go_on(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
         """Mends or replaces the group after a loss, or changes it where it was held for that.

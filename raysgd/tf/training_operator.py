@@ -73,6 +73,8 @@ class TrainingOperator(BaseOperator):
         warms_up_standby: Whether a standby worker calls `train_batch` twice on zeros, so that it is fast when it steps
             in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")` before
             you write, or set this to False.
+        compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
+            or a tuple of the models to compare, set in `setup`.
     """
 
     run_eagerly = False

@@ -86,6 +86,8 @@ class TrainingOperator(BaseOperator):
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
+        compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
+            or a tuple of the models to compare, set in `setup`.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """

@@ -8,16 +8,23 @@ from collections.abc import Sequence
 from raysgd.exceptions import UnevenStepsError
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.messages.joint_work import difference
+from raysgd.messages.weight_sums import check_equal
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
 
+_REASONS = (
+    "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
+    "`self.model(...)` and `self.backward(loss)`)"
+)
+
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Refuse an epoch of replicas that step together unless all did the same, as often and in the same order.
+    """Refuse an epoch of replicas that step together unless all did the same, in the same order, and are equal.
 
     Raises:
-        UnevenStepsError: They did not.
+        UnevenStepsError: They did not do the same.
+        RanksDifferError: Their weights differ.
     """
     counts = [answer.num_steps for answer in answers]
     if len(set(counts)) > 1:
@@ -29,6 +36,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
     if works and (words := difference(works)):
         raise UnevenStepsError(words)
+    check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:

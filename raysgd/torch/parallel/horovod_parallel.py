@@ -10,7 +10,7 @@ Why the backward pass waits: ADR 25.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -130,6 +130,9 @@ class HorovodParallel(HorovodByHand):
                 'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
         return None
+
+    def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
+        return () if self.synchronizes else None
 
     @property
     def weights_obstacle(self) -> str | None:

@@ -11,7 +11,7 @@ to do so too where user code says how much a batch counts. `raysgd.torch.paralle
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -146,6 +146,10 @@ class NoParallel:
                     "Freeze it after `register` instead of before: a model that is registered with something to train "
                     "may be frozen and unfrozen later."
                 )
+        return None
+
+    def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
+        """Return the names of the parameters of a model, without its wrapper, that are not kept equal; None for all."""
         return None
 
     @property

@@ -1,13 +1,15 @@
-"""Branches on which workers part: an error on all of them, and no harm to the replicas."""
+"""Workers that part, in what they do or in what they are: an error on all of them, and no harm to the replicas."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from raysgd.exceptions import UnevenStepsError
+from raysgd import Recovery
+from raysgd.exceptions import RanksDifferError, UnevenStepsError
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator
 
@@ -15,13 +17,15 @@ pytestmark = pytest.mark.integration
 
 
 class Branches(LinearOperator):
-    """Rank 1 leaves something out of the step, or does it twice, as `info` says for a batch."""
+    """In a batch that `info` names rank 1 leaves something out, or does it twice, or all compute past DDP."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         features, target = self.prepare_batch(batch)
-        what = batch_info.get(batch_info["batch_idx"]) if self.world_rank else ""
+        what = batch_info.get(batch_info["batch_idx"])
+        model = self.model.module if what == "past DDP" else self.model
+        what = what if self.world_rank else ""
         for _ in range(2 if what == "twice" else 1):
-            loss = self.criterion(self.model(*features), target)
+            loss = self.criterion(model(*features), target)
             self.backward(loss)
         if what != "no step":
             self.optimizer_step()
@@ -33,15 +37,29 @@ def weights_of(operator: Any) -> dict[str, Any]:
     return state
 
 
-def test_workers_that_did_not_do_the_same_are_told_and_go_back_to_where_they_were_equal(ray_cluster: None) -> None:
+def compares(operator: Any, value: Any) -> None:
+    operator.compares_ranks = (operator.model,) if value is None else value
+
+
+def test_workers_that_parted_are_told_and_go_back_to_where_they_were_equal(ray_cluster: None) -> None:
     cases = {
-        "no step": "on rank 0 optimizer 1 stepped 3 times; on rank 1 optimizer 1 stepped 2 times",
-        "twice": r"on rank 0 model 1 exchanged gradients 3 times, .*; on rank 1 model 1 exchanged gradients 4 times",
+        "no step": (UnevenStepsError, "rank 0 optimizer 1 stepped 3 times; on rank 1 optimizer 1 stepped 2 times"),
+        "twice": (UnevenStepsError, r"on rank 0 model 1 exchanged gradients 3 times, .*; on rank 1 .* 4 times"),
+        "past DDP": (RanksDifferError, r"`weight` of model 1 \(`Linear`\) on rank 1, .*with `self.model.module\("),
     }
-    with TorchTrainer(training_operator_cls=Branches, num_workers=2, num_cpus_per_worker=0.5) as trainer:
+    recovery = Recovery(snapshot_every_s=0)  # each is of workers that are equal, so each call compares them
+    with TorchTrainer(
+        training_operator_cls=Branches, num_workers=2, num_cpus_per_worker=0.5, recovery_options=recovery
+    ) as trainer:
         trainer.train()
         before = trainer.state_dict()["models"]
-        for what, told in cases.items():
-            with pytest.raises(UnevenStepsError, match=told):
+        for what, (kind, told) in cases.items():
+            with pytest.raises(kind, match=told):
                 trainer.train(info={2: what})
             torch.testing.assert_close(trainer.apply_all_operators(weights_of), before * 2, rtol=0, atol=0)
+        for value in ((), False):
+            trainer.apply_all_operators(partial(compares, value=value))
+            trainer.train(info={2: "past DDP"})
+        trainer.apply_all_operators(partial(compares, value=None))
+        with pytest.raises(RanksDifferError):
+            trainer.train()
