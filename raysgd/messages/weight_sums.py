@@ -21,11 +21,18 @@ _SHARE = 0.01  # of the time, for comparisons
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # numbers that are converted at once, so that this takes half a megabyte
 
+REASONS_OF_TORCH = (
+    "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
+    "`self.model(...)`, and `self.backward(loss)` or `loss.backward()`)"
+)
 _ADVICE = (
     "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers that touch weights "
-    "and differ between workers; a batch that some workers skipped. The next call, or `load`, begins with the last "
-    "snapshot. If your workers are to differ, set `compares_ranks = False` in your operator class, or "
-    "`self.compares_ranks = (self.model,)` in `setup`, with the models to compare."
+    "and differ between workers; a batch that some workers skipped. {way_out}"
+)
+_WAY_OUT = (
+    "The next call, or `load`, begins with the last snapshot. If your workers are to differ, set "
+    "`compares_ranks = False` in your operator class, or `self.compares_ranks = (self.model,)` in `setup`, with the "
+    "models to compare."
 )
 
 
@@ -95,12 +102,13 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
     return float(total), float(squares)
 
 
-def check_equal(told: Mapping[int, WeightSums | None], reasons: str) -> None:
+def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
     """Refuse ranks whose weights differ; where a rank said nothing of its own, none are compared.
 
     Args:
         told: What each rank says.
         reasons: What may have led to it in this framework.
+        way_out: What the user can do.
 
     Raises:
         RanksDifferError: Weights differ.
@@ -108,7 +116,8 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str) -> None:
     sums = {rank: each for rank, each in told.items() if each is not None}
     found = _difference(sums) if len(sums) == len(told) > 1 else ""
     if found:
-        raise RanksDifferError(f"The workers' models are no longer equal: {found}. {_ADVICE.format(reasons=reasons)}")
+        advice = _ADVICE.format(reasons=reasons, way_out=way_out)
+        raise RanksDifferError(f"The workers' models are no longer equal: {found}. {advice}")
 
 
 def _difference(sums: Mapping[int, WeightSums]) -> str:

@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from raysgd.exceptions import UnevenStepsError
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.messages.joint_work import difference
-from raysgd.messages.weight_sums import check_equal
+from raysgd.messages.weight_sums import REASONS_OF_TORCH, check_equal
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
-
-_REASONS = (
-    "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
-    "`self.model(...)` and `self.backward(loss)`)"
-)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
@@ -36,7 +31,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
     if works and (words := difference(works)):
         raise UnevenStepsError(words)
-    check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
+    check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, REASONS_OF_TORCH)
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
