@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,13 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 
 def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
-    parts = [torch.stack((part.sum(), (part * part).sum())) for part in _parts(parameter, is_exact)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _parts(parameter: torch.Tensor, is_exact: bool) -> Iterator[torch.Tensor]:
-    """Yield the numbers, or their bits, a few at a time, so that converting them takes little memory."""
-    flat = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1)
+    """Return the two numbers. A few of the parameter's are converted at once, so that this takes little memory."""
+    flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
-        yield part.view(_BITS[part.element_size()]).long() if is_exact else part.double()
+        if is_exact:  # sums of integers are the same in any order
+            bits = part.view(_BITS[part.element_size()]).long()
+            rows.append(torch.stack((bits.sum(), (bits * bits).sum())))
+        else:
+            numbers = part.double()
+            rows.append(torch.stack((numbers.sum(), numbers.dot(numbers))))
+    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
