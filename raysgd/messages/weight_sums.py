@@ -15,8 +15,9 @@ import numpy as np
 from raysgd._text.rank_words import named
 from raysgd.exceptions import RanksDifferError
 
-_TOLERANCE = 1e-4
-_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.03}  # by the bytes of a number: four times its rounding
+_TOLERANCE = 1e-4  # a hundred times what ranks with other kernels were apart after 8,000 steps
+_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by the bytes of a number; they were 0.14 apart in bfloat16
+_SMALLEST = 1e-3  # of the length of all weights: one that is shorter may be noise around 0
 _SHARE = 0.005  # of the time, for comparisons; with those that go with snapshots, it stays below 1 %
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # numbers that are converted at once, so that this takes half a megabyte
@@ -136,13 +137,15 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
     """Return for each weight whether two ranks differ.
 
-    A sum is measured by the length of the weight, too: it may be next to 0 although the numbers in it are not.
+    Distances are measured by the length of the weight: its sum may be next to 0 although the numbers in it are not.
     """
     these, those = one.numbers, other.numbers
     is_same = (these == those) | (np.isnan(these) & np.isnan(those))
     if these.dtype.kind == "f":
         with np.errstate(invalid="ignore"):
             sizes, distances = np.maximum(np.abs(these), np.abs(those)), np.abs(these - those)
+            squares = sizes[:, 1].copy()
+            sizes[:, 1] = np.maximum(squares, _SMALLEST**2 * squares.sum(where=np.isfinite(squares)))
             sizes[:, 0] += np.sqrt(sizes[:, 1])
             is_same |= np.isfinite(distances) & (distances <= np.array(one.tolerances)[:, None] * sizes)
     apart: Sequence[bool] = (~is_same.all(axis=1)).tolist()
