@@ -18,6 +18,7 @@ from raysgd.engine.processes.transfers import SharedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.joint_work import difference
 from raysgd.messages.weight_sums import ComparisonPace
 
 
@@ -126,6 +127,7 @@ class EpochCalls:
             on_wait=self._listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
             check=check,
+            parted=difference,
             is_short=True,
             is_repeatable=dataset is None,
         )

@@ -41,7 +41,14 @@ from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.exceptions import RanksDifferError, UnpicklableError, WorkerError, WorkersLostError, worker_error
+from raysgd.exceptions import (
+    RanksDifferError,
+    UnevenStepsError,
+    UnpicklableError,
+    WorkerError,
+    WorkersLostError,
+    worker_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -468,7 +475,7 @@ class ElasticController:
         self.snapshots.poll()
         began = self._lifecycle.now()
         if group.remote_ranks:
-            self._monitoring.begin_call(can_hold=call.resume is not None)
+            self._monitoring.begin_call(call)
         else:
             self._monitoring.end()
         report = group.on_replica(
@@ -509,6 +516,10 @@ class ElasticController:
             return self._change_held(report)
         tell = partial(tell_stuck, self._monitoring.renew())
         diagnosis = classify(report)
+        told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
+        if parted := call.parted(told):
+            self._monitoring.await_snapshot()  # of the call before, while a worker is there that can send it
+            raise UnevenStepsError(parted) from diagnosis.faults[0].error
         if call.can_rejoin and self._changes.is_short_of_memory(diagnosis):
             return self._is_inside_after(self._changes.wait_for_memory(report, tell))
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)

@@ -15,6 +15,7 @@ from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
@@ -143,6 +144,11 @@ class ClassRunner(OperatorChanges):
     def heartbeat(self) -> Heartbeat:
         """A sign of life; called from a second thread."""
         return self._activity.heartbeat()
+
+    def joint_work_of(self, error: BaseException) -> JointWork | None:
+        """Return what it did that all ranks have to do alike, if this error may come from a difference in that."""
+        loop = self._hosted.loop
+        return loop.joint_work if loop.may_be_parted(error) else None
 
     def progress(self) -> CallProgress | None:
         """Returns how far the running call is; called from a second thread."""

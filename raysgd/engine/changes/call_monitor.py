@@ -35,6 +35,7 @@ class CallMonitor:
         hold: Stops the call at a step boundary; None for a call that cannot be stopped and continued.
         at_round: Called behind each round of questions.
         first_round_s: When the first round is, if there are few workers; None: when any other would be.
+        parted: See `Call`.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class CallMonitor:
         hold: StepHold | None = None,
         at_round: Callable[[], None] = lambda: None,
         first_round_s: float | None = None,
+        parted: Callable[[Mapping[int, Any]], str] = lambda told: "",
     ) -> None:
         self._lifecycle = lifecycle
         self._take_inside = take_inside
         self._hold = hold
         self._at_round = at_round
+        self._parted, self._has_freed = parted, False
         self._infos: object = None
         self._expect_no_answers()
         self._next_round = lifecycle.now() + self._first_round_s(first_round_s)
@@ -129,6 +132,14 @@ class CallMonitor:
             self._kill_hung(dict(polled.silent))
         if polled.answers:
             self._look_for_snapshot()
+            self._free_parted()
+
+    def _free_parted(self) -> None:
+        """Ends the wait of ranks for others that did something else; the call then fails, which tells what they did."""
+        group = self._lifecycle.group
+        if group is not None and not self._has_freed and self._parted(self.heartbeats):
+            self._has_freed = True
+            group.interrupt()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:
         self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})

@@ -9,6 +9,7 @@ from raysgd.engine.changes.call_monitor import CallMonitor
 from raysgd.engine.changes.growth import Growth
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.step_hold import StepHold
+from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.replica import Capture
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,11 @@ class Monitoring:
         """Monitors the group while it changes, or waits."""
         self.monitor = CallMonitor(self._lifecycle, self._take_inside, at_round=self._at_round)
 
-    def begin_call(self, can_hold: bool) -> None:
-        """Monitors a call; with `can_hold`, it can be stopped at a step boundary and continued."""
-        hold = StepHold(self._lifecycle, self._growth) if can_hold else None
+    def begin_call(self, call: Call) -> None:
+        """Monitors a call; one that can be continued can be stopped at a step boundary."""
+        hold = StepHold(self._lifecycle, self._growth) if call.resume is not None else None
         self.monitor = CallMonitor(
-            self._lifecycle, self._take_inside, hold, self._at_round_of_call, first_round_s=_FIRST_ROUND_S
+            self._lifecycle, self._take_inside, hold, self._at_round_of_call, _FIRST_ROUND_S, call.parted
         )
         self._growth.let_step_in()
 

@@ -321,6 +321,10 @@ class WorkerGroup:
         members.give_ranks(ranks.in_places(workers, places), ranks.in_places(infos, places))
         self.num_workers, self.gone = len(members), set()
 
+    def interrupt(self) -> None:
+        """Ends all waiting of ranks for each other, and so breaks their group."""
+        self._members.interrupt(range(len(self)))
+
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
         self._members.workers[rank].kill()

@@ -28,8 +28,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
             'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
             "them equal yourself."
         )
-    works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
-    if works and (words := difference(works)):
+    if words := difference(dict(enumerate(answers))):
         raise UnevenStepsError(words)
     check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, REASONS_OF_TORCH)
 

@@ -11,7 +11,7 @@ import torch
 from raysgd import Recovery
 from raysgd.exceptions import RanksDifferError, UnevenStepsError
 from raysgd.torch import TorchTrainer
-from tests.torch.operators_for_tests import LinearOperator
+from tests.torch.operators_for_tests import LinearOperator, dataset
 
 pytestmark = pytest.mark.integration
 
@@ -29,6 +29,29 @@ class Branches(LinearOperator):
             self.backward(loss)
         if what != "no step":
             self.optimizer_step()
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+class Turns(LinearOperator):
+    """Trains two models of different sizes in turns; in the batch that `info` names rank 1 takes the wrong one."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        models = [torch.nn.Linear(3, 1), torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 1))]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        self.turns, self.steppers, self.criterion = self.register(
+            models=models, optimizers=optimizers, criterion=torch.nn.MSELoss()
+        )
+        self.model, self.seen = self.turns[0], []
+        self.register_data(train_loader=self.make_loader(dataset(20)), validation_loader=None)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, target = self.prepare_batch(batch)
+        is_wrong = self.world_rank == 1 and batch_info.get("wrong") == batch_info["batch_idx"]
+        turn = (batch_info["batch_idx"] + is_wrong) % 2
+        loss = self.criterion(self.turns[turn](*features), target)
+        self.steppers[turn].zero_grad()
+        loss.backward()
+        self.steppers[turn].step()
         return {"train_loss": loss.detach(), "num_samples": len(target)}
 
 
@@ -63,3 +86,28 @@ def test_workers_that_parted_are_told_and_go_back_to_where_they_were_equal(ray_c
         trainer.apply_all_operators(partial(compares, value=None))
         with pytest.raises(RanksDifferError):
             trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "info", "told"),
+    [
+        (Branches, {2: "twice"}, "on rank 0 .* 3 times, .*; on rank 1 model 1 exchanged gradients 4 times"),
+        (
+            Turns,
+            {"wrong": 1},
+            "on rank 0 .*model 2 exchanged gradients once; on rank 1 .*model 2 exchanged gradients 0 times",
+        ),
+    ],
+    ids=["waits for the driver", "exchanges another size"],
+)
+def test_the_driver_as_a_worker_is_told_too(
+    ray_cluster: None, operator_cls: type[LinearOperator], info: dict[Any, Any], told: str
+) -> None:
+    with TorchTrainer(
+        training_operator_cls=operator_cls, num_workers=2, num_cpus_per_worker=0.5, use_local=True
+    ) as trainer:
+        for _ in range(2):  # each model twice: DDP exchanges its buckets in the second forward pass
+            trainer.train()
+        with pytest.raises(UnevenStepsError, match=told):
+            trainer.train(info=info)
+        trainer.train()
