@@ -50,6 +50,13 @@ class UnevenStepsError(RaySGDError, RuntimeError):
     """The ranks of a synchronous epoch took different numbers of steps, or did different things in them."""
 
 
+class RanksDifferError(RaySGDError, RuntimeError):
+    """The weights of models that the library keeps equal differ between the workers. Never retried.
+
+    The message names the models, their parameters and the ranks. The next call begins with the last snapshot.
+    """
+
+
 class IncompatibleModelError(RaySGDError, ValueError):
     """A model, or how it was compiled, does not work with the backend or in the place where it is to be trained."""
 

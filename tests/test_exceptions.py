@@ -274,6 +274,7 @@ def test_every_exception_pickles_with_its_message(cls: type[BaseException]) -> N
         (exceptions.WorkersLostError, (exceptions.RaySGDError, RuntimeError)),
         (exceptions.StorageError, (exceptions.RaySGDError, OSError)),
         (exceptions.UnevenStepsError, (exceptions.RaySGDError, RuntimeError)),
+        (exceptions.RanksDifferError, (exceptions.RaySGDError, RuntimeError)),
     ],
 )
 def test_old_and_new_code_may_both_catch_what_they_expect(

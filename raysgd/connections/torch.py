@@ -24,7 +24,6 @@ from raysgd.connections.mesh.meeting import Deadline, Endpoint, listen_at
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.connections.mesh.process_sockets import open_sockets, opened_since
 from raysgd.connections.mesh.routes import neighbors, others
-from raysgd.connections.mesh.words import RankStatements
 from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.shared.types import Rendezvous, World
 
@@ -68,7 +67,6 @@ class TorchConnection(Connection):
     form_timeout_s: float = FORM_TIMEOUT_S
     _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
-    _words: RankStatements | None = field(default=None, repr=False, compare=False)
     _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
@@ -156,7 +154,6 @@ class TorchConnection(Connection):
             lanes.append(others(world.rank, world.size))
         on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
         self._board = Board(world.rank, world.size, on_board)
-        self._words = RankStatements(world.rank, world.size, self._board, self.interrupt)
         self._gloo = GlooConnections(self._board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self._form_timeout_s)
@@ -308,7 +305,7 @@ class TorchConnection(Connection):
         for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
                 part.close()
-        self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = self._words = None
+        self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
         self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         self._is_formed, self._beside = False, []
         while self._own_variables:
@@ -354,11 +351,6 @@ def board_of_group() -> Board:
     assert _joined is not None, "no group was joined"
     assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
-
-
-def words_of_group() -> RankStatements | None:
-    """Return what the ranks of this process's group say of themselves; None for a rank that is alone."""
-    return None if _joined is None else _joined._words
 
 
 def is_group_broken() -> bool:

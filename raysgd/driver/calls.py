@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,8 @@ from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.transfers import SharedValue
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.joint_work import difference
+from raysgd.messages.weight_sums import ComparisonPace
 
 
 def asked(
@@ -61,6 +64,7 @@ class EpochCalls:
         self._use_local = use_local
         self.sharing = sharing
         self._validation_starts_over = False
+        self._comparisons = ComparisonPace()
 
     def requests(
         self,
@@ -109,23 +113,32 @@ class EpochCalls:
             can_resume: Whether it can continue with the batches that are left, in another group.
             check: Called with the answers before they count; raises where the replicas are not equal any more.
         """
-        runner = self._runner_cls
+        runner, comparisons = self._runner_cls, self._comparisons
+
+        def requests(worlds: Sequence[World]) -> Requests:
+            compares = len(worlds) > 1 and (comparisons.is_due or self._controller.copies_after(call))
+            return self.requests("train", replace(asked, compares_ranks=compares), dataset, worlds)
+
         call = Call(
             runner.train_epoch,
-            partial(self.requests, "train", asked, dataset),
+            requests,
             changes_state=True,
             keeps_alike=True,
             on_wait=self._listeners.on_wait,
             resume=runner.resume_epoch if can_resume else None,
             check=check,
+            parted=difference,
             is_short=True,
             is_repeatable=dataset is None,
         )
+        began = time.perf_counter()
         try:
             answers = self._throughput.run(call, max_retries)
         except BaseException:
             self.sharing.forget()
             raise
+        costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
+        comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
             self.sharing.note_place("train", dataset, answers[0].place)
         self._listeners.tell_end("train", asked, answers[0])

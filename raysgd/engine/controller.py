@@ -32,6 +32,7 @@ from raysgd.engine.startup import Loan
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.transfers import DividedValue
 from raysgd.exceptions import (
+    RanksDifferError,
     TrainerShutdownError,
     UnpicklableError,
     WorkerError,
@@ -616,6 +617,10 @@ class ElasticController:
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
+    def copies_after(self, call: Call) -> bool:
+        """Return whether the state will be copied after a call that is about to be made."""
+        return self.snapshots.is_due_after(call)
+
     def _attempt(
         self,
         group: WorkerGroup,
@@ -634,7 +639,7 @@ class ElasticController:
         self.snapshots.poll()
         began = self._lifecycle.now()
         if group.remote_ranks:
-            self._monitor.begin(of_call=True, can_hold=call.resume is not None)
+            self._monitor.begin(call)
         else:
             self._monitor.end()
         report = group.on_replica(
@@ -649,8 +654,10 @@ class ElasticController:
         if report.ok and not _is_held(report):
             try:
                 call.check([answer.value for answer in report.values])
-            except Exception:
+            except Exception as error:
                 self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+                if isinstance(error, RanksDifferError):
+                    self.snapshots.forget_calls()  # in one of them they may have parted
                 raise
             self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
         return report

@@ -555,6 +555,10 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------------- end
 
+    def interrupt(self) -> None:
+        """Ends all waiting of ranks for each other, and so breaks their group."""
+        self._interrupt(range(len(self.workers)))
+
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
         self.workers[rank].kill()

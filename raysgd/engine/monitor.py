@@ -19,6 +19,7 @@ from raysgd.engine.group import WorkerGroup
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.shared import replica
+from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -60,15 +61,11 @@ class Monitor:
         self.begin()
         self.is_on = is_of_restore
 
-    def begin(self, *, of_call: bool = False, can_hold: bool = False) -> None:
-        """Watches the group from now on, while it changes, or waits.
-
-        Args:
-            of_call: Whether a call runs.
-            can_hold: Whether that can be stopped at a step boundary and continued.
-        """
-        now = self._lifecycle.now()
+    def begin(self, call: Call | None = None) -> None:
+        """Watches the group from now on: while it runs a call, or while it changes, or waits."""
+        now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
+        self._parted = None if call is None else call.parted
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
         self._steps_per_s = 0.0
@@ -174,6 +171,14 @@ class Monitor:
             self._kill_hung(dict(silent))
         if answers and not self._is_of_restore:
             self._look_for_snapshot()
+            self._free_parted()
+
+    def _free_parted(self) -> None:
+        """Ends the wait of ranks for others that did something else; the call then fails, which tells what they did."""
+        group = self._lifecycle.group
+        if group is not None and self._parted is not None and self._parted(self.heartbeats):
+            self._parted = None
+            group.interrupt()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:
         self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})

@@ -40,7 +40,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
 from raysgd.engine.startup import StandbyWorker
 from raysgd.engine.transfers import DividedValue, LostPartError
-from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
+from raysgd.exceptions import ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,10 @@ class Recovery:
         self._lifecycle.check_active()
         self._monitor.go_on()
         diagnosis = classify(report)
+        told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
+        if parted := call.parted(told):
+            self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
+            raise UnevenStepsError(parted) from diagnosis.faults[0].error
         if call.can_rejoin and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)

@@ -395,6 +395,11 @@ class Snapshots:
         self._num_gaps_coming = self._num_gaps
         self.must_follow = self._is_stale = self._is_stale_for_ranks = False
 
+    def forget_calls(self) -> None:
+        """Leaves `landed` as the state to go on from: the calls since are not to be run again."""
+        self._calls.clear()
+        self._call_s.clear()
+
     def clear(self) -> None:
         """Drops everything, once nothing in the driver works on it any more."""
         if self._coming is not None and not self._coming.needs_worker:

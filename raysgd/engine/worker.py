@@ -394,7 +394,8 @@ class WorkerProcess:
         fault = describe_fault(
             error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief, operator=operator
         )
-        failure = Failure(kind, fault, log_lines.drain())
+        joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
+        failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":
             self._connection.give_up(error)  # only this tells the ranks that wait for this one
         return failure

@@ -13,6 +13,7 @@ from raysgd._numbers.results import WorkerMetrics
 from raysgd.arrays.whole_data import DataPosition
 from raysgd.engine.shared.types import Heartbeat
 from raysgd.messages.joint_work import JointWork
+from raysgd.messages.weight_sums import WeightSums
 
 VALIDATES = "validates"
 """In the `info` of an epoch: whether `fit` validates after epochs."""
@@ -25,7 +26,7 @@ class EpochRequest:
     A replica in the driver calls `redraw` between steps, some ten times a second: nothing else runs there that could
     show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
 
-    `shard_key` names data that takes the place of what is registered.
+    `shard_key` names data that takes the place of what is registered. `compares_ranks` asks for sums of the weights.
     """
 
     num_steps: int | None
@@ -35,6 +36,7 @@ class EpochRequest:
     shard_key: str | None = None
     redraw: Callable[[], None] | None = None
     starts_over: bool = False
+    compares_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class EpochAnswer:
 
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
     training call ended with; `place` where it stopped in data that only this call had; `joint_work` what it did that
-    all ranks have to do alike, where that is recorded; `num_inherited` how many samples of workers that are gone its
-    metrics count; `num_used` how many samples all ranks have trained on in the call, or in its last pass. It is 0 where
-    that is not known.
+    all ranks have to do alike, where that is recorded; `weight_sums` what its weights are, where that was asked;
+    `num_inherited` how many samples of workers that are gone its metrics count; `num_used` how many samples all ranks
+    have trained on in the call, or in its last pass. It is 0 where that is not known.
     """
 
     metrics: WorkerMetrics | None
@@ -55,6 +57,7 @@ class EpochAnswer:
     heartbeat: Heartbeat | None = None
     place: DataPosition | None = None
     joint_work: JointWork | None = None
+    weight_sums: WeightSums | None = None
     num_inherited: float = 0
     num_used: int = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from raysgd._text.rank_words import named
 
@@ -17,11 +18,13 @@ class JointWork:
         counts: How often it did what.
         marks: A number before the first thing or after each of the last ones, which follows from all before it.
         is_over: Whether its call has ended.
+        number: The number of the call in its group.
     """
 
     counts: Mapping[str, int]
     marks: tuple[int, ...]
     is_over: bool = True
+    number: int = 1
 
     @property
     def num(self) -> int:
@@ -36,10 +39,18 @@ class JointWork:
         return num_behind >= len(other.marks) or other.marks[-1 - num_behind] == self.marks[-1]
 
 
-def difference(works: Mapping[int, JointWork]) -> str:
-    """Return what ranks did that cannot become the same; nothing where it can."""
-    most = max(works.values(), key=lambda work: work.num)
-    if all(work.can_become(most) for work in works.values()):
+def difference(told: Mapping[int, Any]) -> str:
+    """Return what ranks did that cannot become the same; nothing where it can.
+
+    Args:
+        told: Heartbeats, answers and failures, by rank. Those without `joint_work` do not count, and those of a call
+            before: that rank has not begun this one.
+    """
+    found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
+    newest = max((work.number for work in found.values()), default=0)
+    works: dict[int, JointWork] = {rank: work for rank, work in found.items() if work.number == newest}
+    most = max(works.values(), key=lambda work: work.num, default=None)
+    if most is None or all(work.can_become(most) for work in works.values()):
         return ""
     return (
         f"The workers did not do the same in a call: {_told(works)}. Replicas that exchange gradients have to compute "

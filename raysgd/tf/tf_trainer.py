@@ -35,6 +35,7 @@ from raysgd.messages.placement import Placement
 from raysgd.messages.prediction_data import BatchRequest, Found
 from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
+from raysgd.messages.weight_sums import check_equal
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.streams.data import check_stream_of_call
@@ -54,6 +55,9 @@ from raysgd.worker.state.state_checks import check_parts
 logger = logging.getLogger(__name__)
 
 _RANKS = "ranks"
+_REASONS = (
+    "weights that are changed by hand, as with `variable.assign_sub(...)`, or by an optimizer that is not registered"
+)
 
 
 class TFTrainer(ChangingTrainer[OperatorT]):
@@ -263,7 +267,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return predicting.source_of(data, asked)
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Nothing."""
+        check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same

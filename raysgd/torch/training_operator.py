@@ -85,6 +85,8 @@ class TrainingOperator(BaseOperator):
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. The state of another worker then replaces what is registered. What else `train_batch`
             changes stays: check `batch_info.get("warm_up")`, or set this to False.
+        compares_ranks: Whether training calls raise `RanksDifferError` where the weights of the workers come to differ;
+            or a tuple of the models to compare, set in `setup`.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """

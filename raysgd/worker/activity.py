@@ -58,7 +58,16 @@ class Activity:
     def _heartbeat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Heartbeat:
         epoch, loop, spent = self._hosted.feed.epoch, self._hosted.loop, self._ledger.reading()
         return Heartbeat(
-            epoch, step, phase, num_samples, snapshot, time.monotonic(), loop.own_s, loop.ledger(), time=spent
+            epoch,
+            step,
+            phase,
+            num_samples,
+            snapshot,
+            time.monotonic(),
+            loop.own_s,
+            loop.ledger(),
+            time=spent,
+            joint_work=loop.joint_work,
         )
 
     def progress(self) -> CallProgress | None:

@@ -16,6 +16,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.shared.types import World
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.messages.weight_sums import WeightSums
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.data.loop import Loop
@@ -104,8 +105,8 @@ class Hosted(ABC):
         """The context for the operator's `predict_batch`: it leaves everything as it was."""
 
     @abstractmethod
-    def num_updates(self) -> int:
-        """A number that changes when weights are trained."""
+    def weight_sums(self) -> WeightSums | None:
+        """Returns what the weights are that have to be equal on all ranks; None where there are none."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:

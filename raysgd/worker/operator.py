@@ -174,6 +174,7 @@ class BaseOperator:
 
     resumes_epochs: bool | None = None
     warms_up_standby: bool = True
+    compares_ranks: bool | Sequence[Any] = True
 
     _raysgd: Any
     _config = ReadOnlyView("config")

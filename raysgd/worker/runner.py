@@ -15,6 +15,7 @@ from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
@@ -144,6 +145,11 @@ class ClassRunner(OperatorChanges):
         """A sign of life; called from a second thread."""
         return self._activity.heartbeat()
 
+    def joint_work_of(self, error: BaseException) -> JointWork | None:
+        """Return what it did that all ranks have to do alike, if this error may come from a difference in that."""
+        loop = self._hosted.loop
+        return loop.joint_work if loop.may_be_parted(error) else None
+
     def progress(self) -> CallProgress | None:
         """Returns how far the running call is; called from a second thread."""
         return self._activity.progress()
@@ -202,22 +208,9 @@ class ClassRunner(OperatorChanges):
         return self._evaluation.validate(request, share)
 
     def validate_state(self, state: Any, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Takes over the state of workers that go on training, and validates it.
-
-        Raises:
-            ValueError: The operator's `validate` trains, which these workers would never hear of.
-        """
-        hosted = self._hosted
+        """Takes over the state of workers that go on training, and validates it."""
         self.restore(state, None)
-        before = hosted.num_updates()
-        answer = self._evaluation.validate(request, share)
-        if hosted.num_updates() != before:
-            raise ValueError(
-                f"`{type(hosted.operator).__name__}.validate` changes weights. It ran on workers that only validate, "
-                'so the others would not have these changes: leave out `blocking=False`, or `validate="async"` of '
-                "`fit`."
-            )
-        return answer
+        return self._evaluation.validate(request, share)
 
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None

@@ -145,6 +145,7 @@ class Training:
         before, after = run.ledger_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0
         beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work, "num_used": num_used}
+        beside["weight_sums"] = self._hosted.weight_sums() if request.compares_ranks else None
         answer = replace(answer, epoch_idx=run.epoch_idx, **beside)
         run.finish(answer)
         loop.end_call()

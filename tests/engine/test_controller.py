@@ -20,7 +20,13 @@ from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, World
-from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
+from raysgd.exceptions import (
+    RanksDifferError,
+    ReservationTimeoutError,
+    TrainerShutdownError,
+    WorkerError,
+    WorkersLostError,
+)
 from tests.helpers.fakes import (
     WORDS,
     CountingReplica,
@@ -52,6 +58,7 @@ class Trainer:
         is_large: bool = False,
         use_local: bool = False,
         captures: bool = True,
+        snapshot_every_s: float = 0.0,
         max_workers: int = 3,
         start_budget: RetryBudget | None = None,
         **scaling: Any,
@@ -64,6 +71,7 @@ class Trainer:
                 partial(CountingReplica, is_large=is_large),
                 use_local=use_local,
                 captures=captures,
+                snapshot_every_s=snapshot_every_s,
                 words=WORDS,
             ),
             ScalingPolicy(max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}),  # no jitter
@@ -431,17 +439,21 @@ def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
     assert trainer.last_event == ("ended", 3, 0, "OSError")
 
 
-def test_values_that_do_not_pass_the_check_of_their_call_do_not_count() -> None:
-    def refuse(values: Sequence[float]) -> None:
-        raise ArithmeticError(f"{values}")
+@pytest.mark.parametrize(("error_cls", "kept"), [(ArithmeticError, 3), (RanksDifferError, 1)])
+def test_values_that_do_not_pass_the_check_of_their_call_do_not_count(error_cls: type[Exception], kept: int) -> None:
+    """Nor do calls since the last snapshot, where ranks may have parted in any of them."""
 
-    trainer = started()
+    def refuse(values: Sequence[float]) -> None:
+        raise error_cls(f"{values}")
+
+    trainer = started(snapshot_every_s=3600.0)
     trainer.add(1)
+    trainer.add(2)
     call = Call(add, lambda worlds: [(10,)] * len(worlds), changes_state=True, check=refuse)
-    with pytest.raises(ArithmeticError, match="11"):
+    with pytest.raises(error_cls, match="13"):
         trainer.controller.run(call, max_retries=3)
-    assert trainer.last_event == ("ended", 3, 0, "ArithmeticError")
-    assert trainer.add(100) == [101, 101, 101]
+    assert trainer.last_event == ("ended", 3, 0, error_cls.__name__)
+    assert trainer.add(100) == [100 + kept] * 3
 
 
 def test_arguments_that_cannot_be_made_leave_the_group_alone() -> None:

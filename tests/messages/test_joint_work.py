@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from raysgd.engine.shared.types import Heartbeat
 from raysgd.messages.joint_work import JointWork, difference
 
 
-def work(done: str, is_over: bool = False, num_marks: int = 4) -> JointWork:
-    """What a rank did, a letter for each thing; its marks are what it had done by then."""
+def work(done: str, is_over: bool = False, num_marks: int = 4, number: int = 1) -> Heartbeat:
+    """What a rank says it did, a letter for each thing; its marks are what it had done by then."""
     marks = [hash(done[:num]) for num in range(len(done) + 1)]
-    return JointWork({letter: done.count(letter) for letter in done}, tuple(marks[-num_marks:]), is_over)
+    counts = {letter: done.count(letter) for letter in done}
+    return Heartbeat(joint_work=JointWork(counts, tuple(marks[-num_marks:]), is_over, number))
 
 
 @pytest.mark.parametrize(
@@ -22,9 +26,12 @@ def work(done: str, is_over: bool = False, num_marks: int = 4) -> JointWork:
         [work("ab"), work("abab", is_over=True)],
         [work(""), work("a")],
         [work("xx"), work("ababab")],  # so far behind that nothing is known
+        [work("aba", True), work("xx", number=2)],  # that rank is still in the call before
+        [Heartbeat(), work("a"), object()],
+        [Heartbeat()],
     ],
 )
-def test_ranks_that_may_come_to_the_same_do_not_differ(works: list[JointWork]) -> None:
+def test_ranks_that_may_come_to_the_same_do_not_differ(works: list[Any]) -> None:
     assert difference(dict(enumerate(works))) == ""
 
 
@@ -38,5 +45,5 @@ def test_ranks_that_may_come_to_the_same_do_not_differ(works: list[JointWork]) -
         ([work("ab", True), work("ba", True)], "a, b as often on all of them, but in another order."),
     ],
 )
-def test_ranks_that_cannot_are_told_apart_by_what_they_did(works: list[JointWork], told: str) -> None:
+def test_ranks_that_cannot_are_told_apart_by_what_they_did(works: list[Any], told: str) -> None:
     assert told in difference(dict(enumerate(works)))

@@ -151,6 +151,9 @@ class Rank:
     def reform(self) -> None:
         """Nothing: there are no wrappers."""
 
+    def left_out_of(self, model: torch.nn.Module) -> tuple[str, ...]:
+        return ()
+
 
 def _all_reduce(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -188,6 +191,7 @@ def train(rank: Rank, session: Session) -> list[list[float]]:
     world = session.world
     steps = JointSteps(cast(Any, session))
     steps._parallel, steps._is_checked = cast(Any, rank), True
+    steps._comparisons = cast(Any, SimpleNamespace(is_due=True, note_call=lambda *_: None))  # without a clock
     loader = RepeatingLoader(
         over_joint_batches(
             DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=JOINT // world.size, shuffle=True), world, 5

@@ -18,7 +18,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.callbacks import Checkpointing, EarlyStopping
-from raysgd.exceptions import IncompatibleModelError, WorkerError
+from raysgd.exceptions import IncompatibleModelError, RanksDifferError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.objects.registration import variables_of_optimizer
@@ -573,6 +573,11 @@ def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
     assert trainer.state_dict()["epoch"] == epoch
 
 
+def add_rank(operator: Any) -> None:
+    weight = operator.model.weights[0]
+    weight.assign(weight + float(operator.world_rank))
+
+
 def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_here: Any, tmp_path: Path) -> None:
     config = {"batch_size": 2, "optimizer": "adam"}
     with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1) as trainer:
@@ -587,6 +592,11 @@ def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_he
         assert again == rest
         trainer.get_model().save(tmp_path / "model.keras")
         state, tested = trainer.state_dict(), trainer.validate()
+        trainer.apply_all_operators(add_rank)
+        with pytest.raises(RanksDifferError, match=r"kernel.*` of model 1 \(`Sequential`\) on rank 1"):
+            trainer.train()
+        trainer.load(path)
+        assert trainer.train() == rest
     with pytest.raises(RuntimeError, match="This trainer was shut down"):
         trainer.train()
     model = keras_here.models.load_model(tmp_path / "model.keras")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
@@ -28,7 +27,7 @@ OPTIONS = {"num_workers": 2, "num_cpus_per_worker": 0.5, "use_gpu": False, "vali
 
 
 class Validated(BatchNormOperator):
-    """Has batch norms and metrics of its own; waits with its validation while there is a file, and trains in it."""
+    """Has batch norms and metrics of its own; waits with its validation while there is a file."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -40,9 +39,6 @@ class Validated(BatchNormOperator):
         self.log("size", float(self.world_size))
         self.log("shift", self.shift)
         self.log("spread", float(batch[0].std()))
-        if self.config.get("trains"):
-            with torch.no_grad():
-                next(self.model.parameters()).add_(1.0)
         return super().validate_batch(batch, batch_info)
 
 
@@ -53,7 +49,7 @@ def closed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainer(ray_cluster: None, closed: Path) -> Iterator[TorchTrainer]:
-    config = {"validation_closed": str(closed), "trains": False, "shift": 0.0}
+    config = {"validation_closed": str(closed), "shift": 0.0}
     with TorchTrainer(training_operator_cls=Validated, config=config, **OPTIONS) as made:
         yield made
 
@@ -121,9 +117,6 @@ def test_the_weights_are_those_of_the_last_call_whatever_is_trained_and_lost_mea
         assert_same(handle.result(300), inline)
     assert_same(trainer.validate(blocking=False).result(300), trainer.validate())
     assert group.group is validating
-    trainer.update_config(trains=True)
-    with pytest.raises(ValueError, match="changes weights"):
-        trainer.validate(blocking=False).result(300)
 
 
 def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,7 @@ def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False
 
 
 def train_unprepared(config: dict[str, Any]) -> None:
-    """Takes a step with something that is not prepared."""
+    """Takes steps with something that is not prepared, or past what was."""
     loader: Any = DataLoader(samples(), batch_size=4)
     if config["missing"] == "lengths":
         loader = sample_stream(is_known=False)
@@ -254,7 +255,9 @@ def train_unprepared(config: dict[str, Any]) -> None:
     if config["missing"] != "optimizer":
         optimizer = helpers.prepare_optimizer(optimizer)
     another = torch.optim.Adam(model.parameters(), lr=0.1)
-    for indices, inputs, _ in loader:
+    is_past_ddp = config["missing"] == "exchange"
+    model = model.module if is_past_ddp else model
+    for indices, inputs, _ in chain.from_iterable(repeat(loader, 1000 if is_past_ddp else 1)):
         output, counts = model(indices, inputs)
         (output.mean() + counts.mean()).backward()
         optimizer.step()

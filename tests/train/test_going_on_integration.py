@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.exceptions import RanksDifferError
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train.torch import TorchConfig, TorchTrainer
 from tests.helpers.trail import losses_in
@@ -257,7 +258,7 @@ def test_a_function_whose_own_exchange_breaks_starts_again_from_its_checkpoint(t
 
 
 @pytest.mark.usefixtures("patient")
-def test_what_is_not_prepared_is_an_error_at_the_first_step(tmp_path: Path) -> None:
+def test_what_is_not_prepared_is_an_error_and_so_are_workers_whose_weights_differ(tmp_path: Path) -> None:
     trainer = Trainer("torch", (1, 2), logdir=tmp_path, elastic=True)
     try:
         trainer.start()
@@ -267,8 +268,9 @@ def test_what_is_not_prepared_is_an_error_at_the_first_step(tmp_path: Path) -> N
             ("loader", r"`prepare_data_loader\(loader, exact=True\)`"),
             ("model", "no model is prepared for several workers"),
             ("lengths", "needs a stream whose rows are counted before they are read"),
+            ("exchange", r"`.*` of model 1 \(`Counting`\) on rank 1.*leave `elastic` out"),
         ):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(RanksDifferError if missing == "exchange" else ValueError, match=words):
                 trainer.run(train_unprepared, {"missing": missing})
     finally:
         trainer.shutdown()

@@ -28,9 +28,6 @@ class Board:
         rank: This rank.
         size: The number of all ranks.
         connections: The socket to each neighbor, see `_routes.py`; nothing else uses them.
-
-    Attributes:
-        on_idle: Called in the receiving thread when half a second has passed without a message.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
@@ -40,10 +37,7 @@ class Board:
         self._num_requests = 0
         self._broken_by = ""
         self._has_changed = threading.Condition()
-        self._watched = ""
-        self._hear: Callable[[bytes], None] | None = None
-        self.on_idle: Callable[[], None] = lambda: None
-        self._links = Links(rank, size, connections, self._handle, self._break, lambda: self.on_idle())
+        self._links = Links(rank, size, connections, self._handle, self._break)
         self._links.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
@@ -81,11 +75,6 @@ class Board:
         """Writes under `key`, for all."""
         self._write(PeerMessage(_PUT, key, value))
 
-    def watch(self, prefix: str, hear: Callable[[bytes], None]) -> None:
-        """From now on, calls `hear` in the receiving thread with each value that comes under a key like that."""
-        with self._has_changed:
-            self._watched, self._hear = prefix, hear
-
     @property
     def values(self) -> list[bytes]:
         """All that stands on it now."""
@@ -95,12 +84,6 @@ class Board:
     def delete(self, key: str) -> bool:
         """Removes `key` for all; returns whether it had a value here."""
         return self._write(PeerMessage(_DELETE, key))
-
-    def forget(self, prefix: str, but: str) -> None:
-        """Removes all keys that begin with `prefix` from this rank's copy alone, except those that begin with `but`."""
-        with self._has_changed:
-            for key in [each for each in self._values if each.startswith(prefix) and not each.startswith(but)]:
-                del self._values[key]
 
     def _write(self, message: PeerMessage) -> bool:
         """Returns whether there was a value before."""
@@ -141,11 +124,6 @@ class Board:
             for rank, message in received:
                 self._handle_one(rank, message)
             self._has_changed.notify_all()
-            hear = self._hear
-            heard = [each.value for _, each in received if each.kind == _PUT and each.key.startswith(self._watched)]
-        if hear is not None:
-            for value in heard:
-                hear(value)
 
     def _handle_one(self, rank: int, message: PeerMessage) -> None:
         if message.kind in (_PUT, _DELETE):

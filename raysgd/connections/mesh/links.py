@@ -22,7 +22,6 @@ from raysgd.connections.mesh.routes import next_of_all, next_of_one
 _HEAD = struct.Struct("<iiBIII")  # source, destination, kind, number of the request, and the lengths of key and value
 _ALL = -1
 _PART = 1 << 16
-_IDLE_MS = 500
 
 
 class PeerMessage(NamedTuple):
@@ -160,7 +159,6 @@ class Links:
         connections: The socket to each neighbor; nothing else uses them.
         on_messages: Called in the receiving thread with what came together.
         on_end: Called with the reason when a connection ends.
-        on_idle: Called in the receiving thread when half a second has passed without a message.
     """
 
     def __init__(
@@ -170,10 +168,9 @@ class Links:
         connections: Mapping[int, socket.socket],
         on_messages: Callable[[Received], None],
         on_end: Callable[[str], None],
-        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._size = rank, size
-        self._on_messages, self._on_end, self._on_idle = on_messages, on_end, on_idle
+        self._on_messages, self._on_end = on_messages, on_end
         self._is_ended = False
         self._is_cut = False
         self._bell: tuple[int, ...] = os.pipe() if connections else ()  # its second end wakes the receiving thread
@@ -232,10 +229,7 @@ class Links:
         """Waits for something, passes on what is for others too, and hands the rest over; only then tells of an end."""
         letters: list[RoutedMessage] = []
         ends: list[MeshBroken] = []
-        ready = self._poll.poll(_IDLE_MS)
-        if not ready:
-            self._on_idle()
-        for number, events in ready:
+        for number, events in self._poll.poll():
             if (link := self._by_number.get(number)) is None:
                 self._watch_rests()
                 continue

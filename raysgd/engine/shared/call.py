@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +30,8 @@ class Call:
         leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
         check: Called with the values of all ranks before they count; what it raises ends the group, because its ranks
             are not in one state.
+        parted: Called with what ranks say, by rank: heartbeats while they are in the call, values and failures once it
+            has failed. Returns how they did different things, so that some would wait for others for ever.
         may_rejoin: Whether survivors of a loss may continue it at all.
         is_short: Whether it may end so soon that the way to the workers counts.
         is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
@@ -45,6 +47,7 @@ class Call:
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
+    parted: Callable[[Mapping[int, Any]], str] = lambda told: ""
     may_rejoin: bool = True
     is_short: bool = False
     is_repeatable: bool = True

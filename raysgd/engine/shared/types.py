@@ -152,11 +152,19 @@ class ClusterView:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for which one worker's call did not return a value; `notes` are what it logged before."""
+    """The reason for which one worker's call did not return a value.
+
+    Attributes:
+        kind: The kind of it.
+        fault: The exception.
+        notes: What the worker logged before.
+        joint_work: What it did in the call that all ranks have to do alike, if the group failed.
+    """
 
     kind: FailureKind
     fault: WorkerFault
     notes: tuple[WorkerLogLine, ...] = ()
+    joint_work: Any = None
 
 
 @dataclass(frozen=True)
@@ -280,6 +288,8 @@ class Heartbeat:
         data: What became of the samples; None where the library does not divide the data.
         notes: What its process logged since the last sign of life or answer.
         time: What its time was spent on; None where that was not measured.
+        joint_work: What it did in the training call, running or last, that all ranks have to do alike. None where that
+            was not recorded.
     """
 
     epoch: int = 0
@@ -292,6 +302,7 @@ class Heartbeat:
     data: DataLedger | None = None
     notes: tuple[WorkerLogLine, ...] = ()
     time: TimeSpent | None = None
+    joint_work: Any = None
 
     @property
     def is_training(self) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from raysgd.arrays.ray_batches import ray_batches_of
 from raysgd.connections import tensorflow as connections
@@ -13,6 +16,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.streams.data import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import predicting
@@ -219,8 +223,16 @@ class TFHosted(hosted.Hosted):
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
-    def num_updates(self) -> int:
-        return sum(int(optimizer.iterations) for optimizer in self.operator._optimizers)
+    def weight_sums(self) -> WeightSums | None:
+        began, models = time.perf_counter(), models_to_compare(self.operator._models, self.operator.compares_ranks)
+        found = [(number, model, each) for number, model in models if model.built for each in model.trainable_variables]
+        if not found:
+            return None
+        names = [f"`{getattr(v, 'path', v.name)}` of model {number} (`{type(m).__name__}`)" for number, m, v in found]
+        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # one at a time
+        rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
+        numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
+        return WeightSums(tuple(names), numbers, tolerances, time.perf_counter() - began)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:

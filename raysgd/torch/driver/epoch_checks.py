@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from raysgd.exceptions import UnevenStepsError
 from raysgd.messages.epochs import EpochAnswer
 from raysgd.messages.joint_work import difference
+from raysgd.messages.weight_sums import REASONS_OF_TORCH, check_equal
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Refuse an epoch of replicas that step together unless all did the same, as often and in the same order.
+    """Refuse an epoch of replicas that step together unless all did the same, in the same order, and are equal.
 
     Raises:
-        UnevenStepsError: They did not.
+        UnevenStepsError: They did not do the same.
+        RanksDifferError: Their weights differ.
     """
     counts = [answer.num_steps for answer in answers]
     if len(set(counts)) > 1:
@@ -26,9 +28,9 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
             'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
             "them equal yourself."
         )
-    works = {rank: answer.joint_work for rank, answer in enumerate(answers) if answer.joint_work is not None}
-    if works and (words := difference(works)):
+    if words := difference(dict(enumerate(answers))):
         raise UnevenStepsError(words)
+    check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, REASONS_OF_TORCH)
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:

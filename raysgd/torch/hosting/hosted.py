@@ -15,6 +15,7 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
+from raysgd.messages.weight_sums import WeightSums
 from raysgd.streams.data import StreamData
 from raysgd.torch.data import batch_norms, predicting
 from raysgd.torch.data.batch_streams import DividedLoaderSource
@@ -37,8 +38,8 @@ from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.gathers import comparing_sizes
 from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.weight_sums import sums_of
 from raysgd.torch.step.advice import with_advice
-from raysgd.torch.step.schedulers import IdleSchedulers
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
@@ -270,10 +271,10 @@ class TorchHosted(hosted.Hosted):
         self._modes.give_back()
         self._prediction.close()
         self._arming.begin(run.epoch_idx, stream.source)
-        internals, registered = self.internals, self.internals.registered
+        internals = self.internals
         internals.gradients.begin_call()
         stream.prepare = self._prepare
-        began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
+        began_at = stream.num_steps_taken
         try:
             noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
             can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
@@ -284,8 +285,6 @@ class TorchHosted(hosted.Hosted):
                     yield
                 self._arming.finish(stream.num_steps_taken - began_at)
             internals.gradients.end_call()
-            if not stream.is_mid_pass:
-                idle.warn(self.operator, internals.once)
         finally:
             self.parallel.rows.close_call()
             self.parallel.step.close_call()
@@ -349,9 +348,9 @@ class TorchHosted(hosted.Hosted):
         finally:
             modes.give_back()
 
-    def num_updates(self) -> int:
-        models = self.internals.registered.original_models
-        return sum(parameter._version for model in models for parameter in model.parameters())
+    def weight_sums(self) -> WeightSums | None:
+        models, chosen = self.internals.registered.trained, self.operator.compares_ranks
+        return sums_of(models, chosen, self.parallel.left_out_of, self.settings.batch_options.deterministic)
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:

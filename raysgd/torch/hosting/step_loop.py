@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from raysgd._numbers.meters import AverageMeterCollection
+from raysgd.connections._origins import with_causes
+from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.torch import is_connection_error
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.recovery import Undo
@@ -79,6 +81,9 @@ class StepLoop(Loop):
     def is_lost(self, error: BaseException) -> bool:
         return is_connection_error(error)
 
+    def may_be_parted(self, error: BaseException) -> bool:
+        return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
+
     def _num_changes(self) -> int:
         if not self._watched:
             return self._num_optimizer_steps
@@ -97,7 +102,7 @@ class StepLoop(Loop):
     @property
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be made that one."""
-        return (self._is_unchanged or self.undo_log.can_undo) and not self._parallel.record.has_parted
+        return self._is_unchanged or self.undo_log.can_undo
 
     def _begin_step(self) -> None:
         self._is_in_batch = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,10 @@ class DDP(NoParallel):
         number = self._numbers.setdefault(id(wrapped), len(self._numbers) + 1)
         work = f"model {number} exchanged gradients"
         ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed, work)
+
+    def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
+        own = (each for each in self._wrapped if "process_group" not in each.options)
+        return next((each.model.parameters_to_ignore for each in own if each.model.module is model), None)
 
     @property
     def obstacle(self) -> str | None:

@@ -10,7 +10,7 @@ Why the backward pass waits: ADR 25.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -129,6 +129,9 @@ class HorovodParallel(HorovodByHand):
                 "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
                 'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
+
+    def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
+        return () if self.synchronizes else None
 
     def arm(
         self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True

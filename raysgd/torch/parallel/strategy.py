@@ -10,7 +10,7 @@ arithmetic.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -140,6 +140,10 @@ class NoParallel:
                     "Freeze it after `register` instead of before: a model that is registered with something to train "
                     "may be frozen and unfrozen later."
                 )
+
+    def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
+        """Return the names of the parameters of a model, without its wrapper, that are not kept equal; None for all."""
+        return None
 
     @property
     def weights_obstacle(self) -> str | None:

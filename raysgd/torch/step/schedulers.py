@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +9,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
-from raysgd._text.once import Once
 from raysgd.messages.epochs import VALIDATES
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import BatchStep
-
-logger = logging.getLogger(__name__)
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
 """Name and metrics of one worker -> the mean over all workers; None where there is none."""
@@ -134,27 +130,3 @@ def _scheduling(operator: Any) -> tuple[Any, str | None, str | None]:
 
 def _several(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-
-
-class IdleSchedulers:
-    """Notices registered schedulers that are not stepped in an epoch."""
-
-    def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._schedulers = schedulers
-        self._before = self._progress()
-
-    def _progress(self) -> list[Any]:
-        return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]
-
-    def warn(self, operator: Any, once: Once) -> None:
-        """Warns once about schedulers that are never stepped, if the library is to step them."""
-        is_ours = operator.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
-        is_idle = any(each is not None for each in self._before) and self._progress() == self._before
-        if not is_ours or not is_idle or getattr(operator, "scheduler", None) is not None:
-            return
-        if once.is_first("idle schedulers") and operator.world_rank == 0:
-            logger.warning(
-                "no scheduler was stepped in this epoch: the library steps `self.scheduler`, which is not set. Set it "
-                "in `setup` to what `register` returns for `schedulers`, one or a list. To step it yourself, pass "
-                '`scheduler_step_freq="manual"`'
-            )

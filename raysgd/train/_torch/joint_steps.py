@@ -9,8 +9,10 @@ Why it is so, and what decides whether a step counts: ADR 121.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.air._running import RunningSession, current_session
 from raysgd.connections.torch import exchanges_at_once, is_connection_error
+from raysgd.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
 from raysgd.torch.parallel.strategy import repeat_first
+from raysgd.torch.parallel.weight_sums import sums_of
 from raysgd.torch.step.undo_log import UndoLog
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 
@@ -65,6 +69,9 @@ class JointSteps:
         self._at = 0  # that of the batch
         self._open: BatchStart | None = None  # the batch whose end was not seen yet
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
+        self._comparisons = ComparisonPace()
+        self._is_comparing = False
+        self._agreed_at = time.perf_counter()
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -398,6 +405,7 @@ class JointSteps:
         if broken is not None:
             return broken
         try:
+            self._compare_weights()
             for model in self._models:
                 model.reducer._rebuild_buckets()  # the next forward pass would do it, where user code would fail
             for model in self._with_buffers:  # for the same reason they do not go with the forward pass
@@ -414,18 +422,39 @@ class JointSteps:
         Returns:
             What is wrong, if something is.
         """
-        membership, own = self._membership, torch.tensor([rates, self._num_steps, self._at], dtype=torch.float64)
+        membership, is_due = self._membership, self._comparisons.is_due
+        own = torch.tensor([rates, self._num_steps, self._at, is_due], dtype=torch.float64)
         means = own.clone()
         try:
             self._parallel.all_sum(means)
         except Exception as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        is_alone = bool(means[0].isnan()) or not torch.equal(means[1:], own[1:])
+        self._is_comparing = bool(means[3])  # on all ranks, where it is due on one
+        is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
         if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
             return None
         membership.flaw = "not all workers take this step" if is_alone else _RATES_DIFFER
         return _lost(membership.flaw)
+
+    def _compare_weights(self) -> None:
+        """Compares the weights of all ranks, as they are before the step, if that is due.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        now, world, costs_s = time.perf_counter(), self._membership.place.world, list[float]()
+        models = [model.module for model in self._models]
+        own = sums_of(models, True, self._parallel.left_out_of, is_exact=False) if self._is_comparing else None
+        if own is not None:
+            numbers = torch.zeros(world.size, len(own.names), 2, dtype=torch.float64)
+            numbers[world.rank] = torch.from_numpy(own.numbers)
+            self._parallel.all_sum(numbers)
+            told = {rank: replace(own, numbers=rows) for rank, rows in enumerate(numbers.numpy())}
+            check_equal(told, REASONS_OF_TORCH, "If your workers are to differ, leave `elastic` out.")
+            costs_s = [time.perf_counter() - now]
+        self._comparisons.note_call(now - self._agreed_at, costs_s)
+        self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
         """Returns the error by which the driver knows that the group is broken.

@@ -43,6 +43,10 @@ class Loop:
         """Return whether an exception means that the group is broken."""
         return False
 
+    def may_be_parted(self, error: BaseException) -> bool:
+        """Return whether an exception may come of ranks that did different things."""
+        return False
+
     @property
     def own_s(self) -> float | None:
         """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""

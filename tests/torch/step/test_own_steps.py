@@ -292,32 +292,6 @@ def test_several_schedulers_are_stepped_each(freq: str, steps: list[int], contai
     assert runner.operator.steps == steps  # type: ignore[attr-defined]
 
 
-IDLE = "no scheduler was stepped in this epoch: the library steps `self.scheduler`, which is not set"
-
-
-@pytest.mark.parametrize("freq", ["epoch", "batch"])
-def test_schedulers_that_nobody_steps_are_warned_of_once(freq: str, caplog: pytest.LogCaptureFixture) -> None:
-    runner = scheduled(freq)
-    train(runner, num_steps=3)
-    assert IDLE not in caplog.text, "the pass is not over"
-    for _ in range(3):
-        train(runner)
-    assert caplog.text.count(IDLE) == 1
-
-
-class StepsByHand(Scheduled):
-    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        result = super().train_epoch(iterator, info)
-        self.schedulers[1].step()
-        return result
-
-
-def test_schedulers_that_are_stepped_somehow_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    for runner in (scheduled(operator_cls=StepsByHand), scheduled(assign=lambda both: both[0]), scheduled("manual")):
-        train(runner)
-    assert not caplog.records
-
-
 class OnPlateau(Scheduled):
     """Reports a metric that gets worse."""
 

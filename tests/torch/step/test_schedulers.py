@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd._text.once import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import BatchStep
-from raysgd.torch.step.schedulers import IdleSchedulers, SchedulerSteps
+from raysgd.torch.step.schedulers import SchedulerSteps
 from tests.torch.operators_for_tests import an_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no optimizer is needed here
@@ -71,35 +67,3 @@ def test_a_plateau_is_told_the_mean_over_all_workers() -> None:
     assert plateau.best == 2.0
     with pytest.raises(ValueError, match=r"`scheduler_metric='train_loss'`: no worker .* reports `accuracy`"):
         steps.after_epoch({"accuracy": 1.0}, no_mean)
-
-
-class TestIdleSchedulers:
-    """Those that are registered and that nothing steps."""
-
-    def warnings(self, caplog: pytest.LogCaptureFixture, schedulers: Any, **operator: Any) -> int:
-        idle, once = IdleSchedulers(schedulers), Once()
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                idle.warn(SimpleNamespace(**{"scheduler_step_freq": "epoch", "world_rank": 0, **operator}), once)
-        return len(caplog.records)
-
-    def test_the_user_is_warned_of_them_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert self.warnings(caplog, [a_scheduler()]) == 1
-
-    @pytest.mark.parametrize(
-        "operator", [{"scheduler_step_freq": "manual"}, {"scheduler": torch.nn.Identity()}, {"world_rank": 1}]
-    )
-    def test_the_user_is_not_warned_of_what_is_meant(
-        self, operator: dict[str, Any], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        assert self.warnings(caplog, [a_scheduler()], **operator) == 0
-
-    def test_there_is_nothing_to_say_without_any(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert self.warnings(caplog, []) == 0
-
-    def test_one_that_has_stepped_is_not_idle(self, caplog: pytest.LogCaptureFixture) -> None:
-        scheduler = a_scheduler()
-        idle = IdleSchedulers([scheduler])
-        scheduler.step()
-        idle.warn(SimpleNamespace(scheduler_step_freq="epoch", world_rank=0), Once())
-        assert not caplog.records

@@ -218,16 +218,16 @@ class Pair(DDP):
 @pytest.mark.parametrize(
     ("numbers", "flaw"),
     [
-        ((0.1, 1.0, 3.0), None),
-        ((math.nan, 0.0, 3.0), "not all workers take this step"),
-        ((0.1, 2.0, 3.0), "not all workers take this step"),
-        ((0.1, 1.0, 4.0), "not all workers take this step"),
-        ((0.2, 1.0, 3.0), "the learning rates of the workers differ: give schedulers to `prepare_state`"),
+        ((0.1, 1.0, 3.0, 0.0), None),
+        ((math.nan, 0.0, 3.0, 0.0), "not all workers take this step"),
+        ((0.1, 2.0, 3.0, 0.0), "not all workers take this step"),
+        ((0.1, 1.0, 4.0, 0.0), "not all workers take this step"),
+        ((0.2, 1.0, 3.0, 0.0), "the learning rates of the workers differ: give schedulers to `prepare_state`"),
     ],
     ids=["alike", "alone", "another number of steps", "another batch", "another rate"],
 )
 def test_ranks_that_do_not_do_alike_do_not_step(
-    process_group: None, numbers: tuple[float, float, float], flaw: str | None
+    process_group: None, numbers: tuple[float, float, float, float], flaw: str | None
 ) -> None:
     alone = Alone(2)
     alone.steps._parallel = Pair(*numbers)
