@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
@@ -26,16 +26,32 @@ from raysgd.worker.state.replica_state import RESUME, ReplicaState
 logger = logging.getLogger(__name__)
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
-FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
+# Keys in `RESUME` of what only snapshots carry.
+FROZEN = "frozen"  # parameters that were frozen or unfrozen since `setup`
+GRADIENTS = "gradients"  # those that no optimizer has stepped with yet
 
 
 class TorchState(ReplicaState):
-    """Reads and replaces the state of models, optimizers, schedulers and the precision."""
+    """Reads and replaces the state of models, optimizers, schedulers and the precision.
 
-    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed) -> None:
+    Args:
+        operator: Has registered them.
+        parallel: How the replicas are kept equal.
+        feed: Has the data.
+        waiting: Returns the parameters with gradients that no optimizer has stepped with yet.
+    """
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        parallel: NoParallel,
+        feed: TorchFeed,
+        waiting: Callable[[], Sequence[Any]] = tuple,
+    ) -> None:
         super().__init__(operator, feed)
         self._internals = operator._raysgd
         self._parallel = parallel
+        self._waiting = waiting
         self._encoder = StateEncoder()
         self._flags = self._read_flags()
         self._added = AddedGroups(self._internals.registered.optimizers)
@@ -50,11 +66,23 @@ class TorchState(ReplicaState):
         return parts
 
     def _more_progress(self) -> dict[str, Any]:
-        return {FROZEN: [_changes(before, now) for before, now in zip(self._flags, self._read_flags(), strict=False)]}
+        flags = zip(self._flags, self._read_flags(), strict=False)
+        progress: dict[str, Any] = {FROZEN: [_changes(before, now) for before, now in flags]}
+        waiting = {*map(id, self._waiting())}
+        if waiting:
+            progress[GRADIENTS] = [
+                {name: each.grad for name, each in part.named_parameters() if id(each) in waiting}
+                for part in self.registered.trained
+            ]
+        return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
         if FROZEN in resume:
             self._freeze(resume[FROZEN])
+        gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
+        for part, saved in zip(self.registered.trained, gradients, strict=True):
+            for name, parameter in part.named_parameters():
+                parameter.grad = saved[name].detach().clone().to(parameter.device) if name in saved else None
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         if self._parallel.is_sharded:
@@ -202,7 +230,7 @@ def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)
-    return {**state, RESUME: {name: value for name, value in resume.items() if name != FROZEN}}
+    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (FROZEN, GRADIENTS)}}
 
 
 def _changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:

@@ -1,0 +1,391 @@
+"""Undo: what a batch may change is copied before the batch, and put back where the batch has to be repeated.
+
+A worker that is lost breaks the exchange that the others are in, in the middle of their batch. Stock code has changed
+buffers by then, and nothing else: its only exchange comes before its only step. User code may have done anything. So
+the first batch of each call is copied whole and watched: where weights change, or an optimizer steps, before an
+exchange, all later batches are copied, too. What was not copied and may have changed is never repeated; the call then
+restarts from the snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from raysgd.engine.shared.time_spent import UNDO
+from raysgd.torch.objects import rng
+from raysgd.torch.objects.precision import Precision
+from raysgd.worker.time.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+_OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
+_STATES_OF_ADAM = 2  # tensors in the state of an optimizer for each one that it trains
+
+
+class Undo:
+    """Copies what the batches of one rank may change, and puts it back.
+
+    Args:
+        models: The trained modules, without wrappers.
+        optimizers: Their optimizers, which report their steps to `note_step`.
+        others: Other objects that a batch may change, such as schedulers.
+        followers: Returns the objects that change when an optimizer steps.
+        copies: When everything is copied. True: before each batch. False: never, as in stock code; buffers are. None:
+            before the first batch of a call, and from then on before each one if that batch shows that it is needed.
+        ledger: Where the time of copies is booked.
+
+    Attributes:
+        copies_all: Whether everything is copied before each batch by now.
+        is_whole: Whether everything was copied before this batch.
+        num_exchanges: The exchanges of gradients in this batch.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        others: Sequence[Any] = (),
+        followers: Callable[[], Iterable[Any]] = tuple,
+        *,
+        copies: bool | None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
+        self.copies_all, self._watches = copies is True, copies is None
+        self._ledger = ledger or Ledger()
+        self._is_used = self._is_off = False
+        self._copies = _Copies()
+        self._parameters: list[torch.nn.Parameter] = []
+        self._buffers: list[tuple[dict[str, Any], str]] = []
+        self._frozen: list[torch.nn.Parameter] = []
+        self._moving: list[torch.nn.Parameter] = []  # frozen parameters that changed in the first batch
+        self._digests: list[torch.Tensor] = []
+        self._num_usual = math.inf  # exchanges of the first batch
+        self._is_first = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the batch, which is over or of no interest."""
+        self._is_open = self._is_copied = self.is_whole = self._has_stepped = False
+        self.num_exchanges = self._num_collectives = 0
+        self._rest: list[Callable[[], object]] = []  # what puts back all but tensors
+        self._schedules: list[dict[str, Any]] = []
+
+    def switch_off(self) -> None:
+        """Copy nothing: a loss in the middle of a batch restarts the call from the snapshot."""
+        self._is_off = True
+
+    def open_call(self, is_used: bool = True) -> None:
+        """Begin a call, or go on with one after a loss; without `is_used`, none of its batches could be repeated."""
+        self.forget()
+        self._is_used = is_used and not self._is_off
+        self._is_first, self._num_usual = True, math.inf
+        if not self._is_used:
+            return
+        self._parameters = [each for model in self._models for each in model.parameters()]
+        modules = [module for model in self._models for module in model.modules()]
+        self._buffers = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._frozen = [] if self.copies_all else [each for each in self._parameters if not each.requires_grad]
+        self._moving, self._digests = [], digests_of(self._frozen)
+
+    # ---------------------------------------------------------------------------------------------------- in a batch
+
+    def begin(self, waiting: Sequence[torch.Tensor] = ()) -> None:
+        """Copy what the batch that begins may change.
+
+        Args:
+            waiting: Parameters with gradients of earlier batches that no optimizer has stepped with yet.
+        """
+        self._is_open = True
+        if not self._is_used:
+            return
+        copies_all = self.copies_all or (self._watches and self._is_first) or bool(waiting)
+        if not (copies_all or self._buffers or self._moving):
+            self._copies = _Copies()
+            return
+        before = self._ledger.enter(UNDO)
+        try:
+            self._take(waiting, copies_all)
+            self._is_copied = True
+        except (MemoryError, RuntimeError) as error:  # of PyTorch, without memory
+            logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
+            self._copies = _Copies()
+            self._is_off, self._is_used = True, False
+        finally:
+            self._ledger.enter(before)
+
+    def _take(self, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
+        places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in self._buffers]
+        self._rest = [partial(_put_into, places)]
+        named = [value for _, _, value in places if value is not None and not _overlaps(value)]
+        if not copies_all:
+            self._copies.take([*self._moving, *(each for each in named if each.layout == torch.strided)])
+            return
+        gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
+        held: list[torch.Tensor] = [each for _, each in gradients if each is not None]
+        seen = {*map(id, self._parameters)}
+        for each in (*self._optimizers, *self._others, *self._followers()):
+            self._look_into(vars(each), seen, held)
+        self._copies.take([*self._parameters, *(each for each in (*named, *held) if each.layout == torch.strided)])
+        flags = [each.requires_grad for each in self._parameters]
+        self._rest += [partial(_set_flags, self._parameters, flags), partial(_set_gradients, gradients)]
+        self._rest.append(rng.put_back_later())
+        self._schedules = [_numbers_in(each) for each in self._others]
+        self.is_whole = True
+
+    def _look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
+        """Note the content of containers, and of objects of known kinds; collect the tensors in them."""
+        if id(value) in seen:
+            return
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            tensors.append(value)
+        elif isinstance(value, dict):
+            seen.add(id(value))
+            self._rest.append(partial(_refill, value, dict(value)))
+            for each in value.values():
+                self._look_into(each, seen, tensors)
+        elif isinstance(value, list | tuple):
+            seen.add(id(value))
+            if isinstance(value, list):
+                self._rest.append(partial(_refill_list, value, list(value)))
+            for each in value:
+                self._look_into(each, seen, tensors)
+        elif isinstance(value, _OPEN):
+            seen.add(id(value))
+            self._look_into(vars(value), seen, tensors)
+
+    def note_exchange(self) -> None:
+        """Called when gradients of a model are exchanged, at most once in each backward pass."""
+        if not self._is_open:
+            return
+        self.num_exchanges += 1
+        if not self._watches or not self._is_used or self.copies_all:
+            return
+        is_more = not self._is_first and self.num_exchanges > self._num_usual
+        self.copies_all = self._has_stepped or is_more or (self._is_first and self._has_changed())
+
+    def note_step(self) -> None:
+        """Called before an optimizer steps."""
+        self._has_stepped = True
+        if self._watches and not self.copies_all:
+            self._num_collectives = _num_collectives()
+
+    def _has_changed(self) -> bool:
+        """Return whether weights or schedules are others than in the copy."""
+        return self._copies.differ(self._parameters) or self._schedules != [*map(_numbers_in, self._others)]
+
+    def end(self) -> None:
+        """The batch is complete."""
+        if self._is_open and self._is_used and not self.copies_all:
+            if self._watches and self._has_stepped:
+                self.copies_all = _num_collectives() != self._num_collectives
+            if self._is_first and (self.num_exchanges or not self._watches):
+                self._end_first()
+        self.forget()
+
+    def _end_first(self) -> None:
+        if self._watches and not self._has_stepped and self._has_changed():  # by hand, and it is not known when
+            self.copies_all = True
+        self._is_first, self._num_usual = False, self.num_exchanges
+        digests = digests_of(self._frozen)
+        pairs = list(zip(self._frozen, self._digests, digests, strict=True))
+        self._moving = [each for each, before, now in pairs if not torch.equal(before, now)]
+        self._frozen = [each for each, before, now in pairs if torch.equal(before, now)]
+        self._digests = [now for _, before, now in pairs if torch.equal(before, now)]
+
+    # ------------------------------------------------------------------------------------------------- after a loss
+
+    def can_put_back(self, has_broken: bool) -> bool:
+        """Return whether the state is that before the batch, or can be made that one.
+
+        Args:
+            has_broken: Whether one of the exchanges that were noted has failed.
+        """
+        if not self._is_open or self.is_whole:
+            return True
+        if not self._is_used or self._has_stepped:
+            return False
+        if self._watches and self.num_exchanges - has_broken >= self._num_usual:
+            return False  # user code was past what it does before its step
+        return all(map(torch.equal, digests_of(self._frozen), self._digests))
+
+    def put_back(self) -> None:
+        """Put back what the batch has changed, where `can_put_back` says so."""
+        if self._is_copied:
+            for each in self._rest:
+                each()
+            self._copies.put_back()
+        self.forget()
+
+
+class _Copies:
+    """Copies of tensors, on their devices, in memory that is used again."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []  # where the content of each tensor is, which `.data = ...` changes
+        self._copies: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors, and let go of the memory that this does not need."""
+        self._tensors = []
+        del self._copies[len(tensors) :]
+        for index, tensor in enumerate(tensors):
+            if index == len(self._copies):
+                self._copies.append(_room_for(tensor))
+            elif not _fits(self._copies[index], tensor):
+                self._copies[index] = _room_for(tensor)
+        _copy(self._copies, tensors)
+        self._tensors, self._places = list(tensors), [each.data for each in tensors]
+
+    def differ(self, first: Sequence[torch.Tensor]) -> bool:
+        """Return whether the first of the tensors have other numbers than when they were copied."""
+        pairs = zip(first, self._copies, strict=False)
+        return not all(each.shape == copy.shape and torch.equal(each, copy) for each, copy in pairs)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the tensors the numbers that they had."""
+        for tensor, place in zip(self._tensors, self._places, strict=True):
+            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
+                tensor.data = place
+        _copy(self._tensors, self._copies)
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, requires_grad=False)
+
+
+def _fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors: on a GPU, those of a kind together."""
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        chosen = kinds.setdefault((target.device, None if target.is_cpu else target.dtype), ([], []))
+        chosen[0].append(target)
+        chosen[1].append(source)
+    for of_kind, from_there in kinds.values():
+        torch._foreach_copy_(of_kind, from_there)
+
+
+def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what to put back in the place of a tensor: itself, or a copy where its numbers cannot be written back."""
+    return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether elements share memory, as in an expanded tensor, into which PyTorch does not write."""
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _put_into(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    for container, name, value in places:
+        container[name] = value
+
+
+def _set_flags(parameters: Iterable[torch.Tensor], flags: Iterable[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        parameter.requires_grad_(flag)
+
+
+def _set_gradients(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def _refill(container: dict[Any, Any], content: dict[Any, Any]) -> None:
+    container.update(content)  # nothing is missing at any moment: another thread may read it
+    for name in container.keys() - content.keys():
+        del container[name]
+
+
+def _refill_list(container: list[Any], content: list[Any]) -> None:
+    container[:] = content
+
+
+def _numbers_in(schedule: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(schedule).items() if isinstance(value, int | float)}
+
+
+def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a digest of each tensor, to see later whether it has changed."""
+    return [*map(_digest_of, tensors)]
+
+
+def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums of the bits of a tensor, which others than equal numbers hardly have: one sum for each row."""
+    bits = tensor.detach()
+    if bits.is_complex():
+        bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
+    size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
+    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # sums of words are faster
+    return bits.view(kind).sum(-1, dtype=torch.int64)
+
+
+def _num_collectives() -> int:
+    """Return how many collectives this process has begun in the group of all ranks, those of user code with them."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return 0 if group is None else group._get_sequence_number_for_group()
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def lacks_memory(models: Sequence[torch.nn.Module], optimizers: Sequence[Any], num_sharing: int) -> str | None:
+    """Return what copies of everything would take, in words, where that is more than half of the free memory.
+
+    Args:
+        models: The trained modules.
+        optimizers: Their optimizers.
+        num_sharing: How many workers share the memory of the node.
+    """
+    parameters = [each for model in models for each in model.parameters()]
+    buffers = [each for model in models for each in model.buffers()]
+    num_bytes = sum(each.nbytes for each in (*parameters, *buffers))
+    held: list[torch.Tensor] = []
+    for each in optimizers:
+        Undo([], [], copies=False)._look_into(getattr(each, "state", None), {*map(id, parameters)}, held)
+    of_states = sum(each.nbytes for each in held)
+    num_bytes += of_states or _STATES_OF_ADAM * sum(each.nbytes for each in parameters if each.requires_grad)
+    free = _free_bytes(next((each.device for each in parameters), torch.device("cpu")), num_sharing)
+    if free is None or num_bytes <= free // 2:
+        return None
+    return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
+
+
+def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
+    """Return the free memory of a GPU, or this worker's part of that of the node; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_left_in_container()], default=0) // num_sharing or None
+
+
+def _left_in_container() -> list[int]:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
+    except OSError:
+        return []
+    return [int(limit) - int(used)] if limit.strip().isdigit() else []
