@@ -76,7 +76,8 @@ class Undo:
     def forget(self) -> None:
         """Forget the batch, which is over or of no interest."""
         self._is_open = self._is_copied = self.is_whole = self._has_stepped = False
-        self.num_exchanges = self._num_collectives = 0
+        self.num_exchanges = 0
+        self._num_collectives: int | None = None  # of all ranks and kinds, where an optimizer stepped last
         self._rest: list[Callable[[], object]] = []  # what puts back all but tensors
         self._schedules: list[dict[str, Any]] = []
 
@@ -177,18 +178,23 @@ class Undo:
     def note_step(self) -> None:
         """Called before an optimizer steps."""
         self._has_stepped = True
-        if self._watches and not self.copies_all:
+        if self._watches and self._is_used and not self.copies_all:
             self._num_collectives = _num_collectives()
 
     def _has_changed(self) -> bool:
         """Return whether weights or schedules are others than in the copy."""
         return self._copies.differ(self._parameters) or self._schedules != [*map(_numbers_in, self._others)]
 
+    def note_return(self) -> None:
+        """Called when user code is done with the batch; what is exchanged from here to its end is the library's."""
+        if self._num_collectives is not None:
+            self.copies_all = self.copies_all or _num_collectives() != self._num_collectives
+        self._num_collectives = None
+
     def end(self) -> None:
         """The batch is complete."""
+        self.note_return()
         if self._is_open and self._is_used and not self.copies_all:
-            if self._watches and self._has_stepped:
-                self.copies_all = _num_collectives() != self._num_collectives
             if self._is_first and (self.num_exchanges or not self._watches):
                 self._end_first()
         self.forget()

@@ -299,6 +299,7 @@ class JointSteps:
         if mark is not self._open:  # another loader's batch followed its step
             return "done"
         membership, self._open = self._membership, None
+        self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
         if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
