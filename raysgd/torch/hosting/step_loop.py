@@ -186,7 +186,7 @@ def make_undo(
     if undo is False or not all(map(tells_of_steps, optimizers)):
         made.switch_off()
         return made
-    lack = None if copies is False else lacks_memory(models, optimizers, world.local_size)
+    lack = None if copies is False else lacks_memory(models, world.local_size)
     if lack is not None:
         made.switch_off()
         if world.local_rank == 0:

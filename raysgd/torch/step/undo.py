@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from raysgd.worker.time.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
-_STATES_OF_ADAM = 2  # tensors in the state of an optimizer for each one that it trains
 
 
 class Undo:
@@ -67,8 +66,8 @@ class Undo:
         self._parameters: list[torch.nn.Parameter] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._frozen: list[torch.nn.Parameter] = []
-        self._moving: list[torch.nn.Parameter] = []  # frozen parameters that changed in the first batch
-        self._digests: list[torch.Tensor] = []
+        self._digests: list[torch.Tensor] = []  # of these
+        self._moving: dict[int, torch.nn.Parameter] = {}  # those of them that changed in the first batch, by identity
         self._num_usual = math.inf  # exchanges of the first batch
         self._is_first = True
         self.forget()
@@ -78,8 +77,9 @@ class Undo:
         self._is_open = self._is_copied = self.is_whole = self._has_stepped = False
         self.num_exchanges = 0
         self._num_collectives: int | None = None  # of all ranks and kinds, where an optimizer stepped last
-        self._rest: list[Callable[[], object]] = []  # what puts back all but tensors
-        self._schedules: list[dict[str, Any]] = []
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self._contents: list[tuple[Any, Any]] = []  # of dicts and lists
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def switch_off(self) -> None:
         """Copy nothing: a loss in the middle of a batch restarts the call from the snapshot."""
@@ -96,7 +96,7 @@ class Undo:
         modules = [module for model in self._models for module in model.modules()]
         self._buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         self._frozen = [] if self.copies_all else [each for each in self._parameters if not each.requires_grad]
-        self._moving, self._digests = [], digests_of(self._frozen)
+        self._moving, self._digests = {}, digests_of(self._frozen)
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
@@ -116,7 +116,6 @@ class Undo:
         before = self._ledger.enter(UNDO)
         try:
             self._take(waiting, copies_all)
-            self._is_copied = True
         except (MemoryError, RuntimeError) as error:  # of PyTorch, without memory
             logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
             self._copies = _Copies()
@@ -125,45 +124,34 @@ class Undo:
             self._ledger.enter(before)
 
     def _take(self, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in self._buffers]
-        self._rest = [partial(_put_into, places)]
-        named = [value for _, _, value in places if value is not None and not _overlaps(value)]
-        if not copies_all:
-            self._copies.take([*self._moving, *(each for each in named if each.layout == torch.strided)])
-            return
-        gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
-        held: list[torch.Tensor] = [each for _, each in gradients if each is not None]
-        seen = {*map(id, self._parameters)}
-        for each in (*self._optimizers, *self._others, *self._followers()):
-            self._look_into(vars(each), seen, held)
-        self._copies.take([*self._parameters, *(each for each in (*named, *held) if each.layout == torch.strided)])
-        flags = [each.requires_grad for each in self._parameters]
-        self._rest += [partial(_set_flags, self._parameters, flags), partial(_set_gradients, gradients)]
-        self._rest.append(rng.put_back_later())
-        self._schedules = [_numbers_in(each) for each in self._others]
-        self.is_whole = True
+        self._places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in self._buffers]
+        tensors = [each for _, _, each in self._places if each is not None]
+        if copies_all:
+            self._gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
+            tensors += [each for _, each in self._gradients if each is not None]
+            seen = {*map(id, self._parameters)}
+            for each in (*self._optimizers, *self._others, *self._followers()):
+                self._look_into(vars(each), seen, tensors)
+            self._flags = [each.requires_grad for each in self._parameters]
+            self._put_back_generators = rng.put_back_later()
+            self._schedules = self._read_schedules()
+        parameters = self._parameters if copies_all else [*self._moving.values()]
+        self._copies.take([*parameters, *filter(_is_writable, tensors)])
+        self._is_copied, self.is_whole = True, copies_all
 
     def _look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Note the content of containers, and of objects of known kinds; collect the tensors in them."""
+        """Note what containers hold, and objects of known kinds; collect the tensors in them."""
+        value = vars(value) if isinstance(value, _OPEN) else value
         if id(value) in seen:
             return
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            seen.add(id(value))
             tensors.append(value)
-        elif isinstance(value, dict):
-            seen.add(id(value))
-            self._rest.append(partial(_refill, value, dict(value)))
-            for each in value.values():
+        if isinstance(value, dict | list):
+            self._contents.append((value, value.copy()))
+        if isinstance(value, dict | list | tuple):
+            for each in value.values() if isinstance(value, dict) else value:
                 self._look_into(each, seen, tensors)
-        elif isinstance(value, list | tuple):
-            seen.add(id(value))
-            if isinstance(value, list):
-                self._rest.append(partial(_refill_list, value, list(value)))
-            for each in value:
-                self._look_into(each, seen, tensors)
-        elif isinstance(value, _OPEN):
-            seen.add(id(value))
-            self._look_into(vars(value), seen, tensors)
 
     def note_exchange(self) -> None:
         """Called when gradients of a model are exchanged, at most once in each backward pass."""
@@ -183,7 +171,10 @@ class Undo:
 
     def _has_changed(self) -> bool:
         """Return whether weights or schedules are others than in the copy."""
-        return self._copies.differ(self._parameters) or self._schedules != [*map(_numbers_in, self._others)]
+        return self._copies.differ(self._parameters) or self._schedules != self._read_schedules()
+
+    def _read_schedules(self) -> list[Any]:
+        return [getattr(each, "last_epoch", None) for each in self._others]
 
     def note_return(self) -> None:
         """Called when user code is done with the batch; what is exchanged from here to its end is the library's."""
@@ -194,20 +185,19 @@ class Undo:
     def end(self) -> None:
         """The batch is complete."""
         self.note_return()
-        if self._is_open and self._is_used and not self.copies_all:
-            if self._is_first and (self.num_exchanges or not self._watches):
-                self._end_first()
+        is_telling = self.num_exchanges > 0 or not self._watches
+        if self._is_open and self._is_used and self._is_first and is_telling and not self.copies_all:
+            self._end_first()
         self.forget()
 
     def _end_first(self) -> None:
         if self._watches and not self._has_stepped and self._has_changed():  # by hand, and it is not known when
             self.copies_all = True
         self._is_first, self._num_usual = False, self.num_exchanges
-        digests = digests_of(self._frozen)
-        pairs = list(zip(self._frozen, self._digests, digests, strict=True))
-        self._moving = [each for each, before, now in pairs if not torch.equal(before, now)]
-        self._frozen = [each for each, before, now in pairs if torch.equal(before, now)]
-        self._digests = [now for _, before, now in pairs if torch.equal(before, now)]
+        before, self._digests = self._digests, digests_of(self._frozen)
+        for each, *digests in zip(self._frozen, before, self._digests, strict=True):
+            if not torch.equal(*digests):
+                self._moving[id(each)] = each
 
     # ------------------------------------------------------------------------------------------------- after a loss
 
@@ -223,13 +213,27 @@ class Undo:
             return False
         if self._watches and self.num_exchanges - has_broken >= self._num_usual:
             return False  # user code was past what it does before its step
-        return all(map(torch.equal, digests_of(self._frozen), self._digests))
+        pairs = zip(self._frozen, self._digests, strict=True)
+        return all(id(each) in self._moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
 
     def put_back(self) -> None:
         """Put back what the batch has changed, where `can_put_back` says so."""
+        for container, content in self._contents:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.update(content)  # nothing is missing at any moment: another thread may read it
+                for name in container.keys() - content.keys():
+                    del container[name]
+        for buffers, name, value in self._places:
+            buffers[name] = value
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self.is_whole:
+            for parameter, flag in zip(self._parameters, self._flags, strict=True):
+                parameter.requires_grad_(flag)
+            self._put_back_generators()
         if self._is_copied:
-            for each in self._rest:
-                each()
             self._copies.put_back()
         self.forget()
 
@@ -243,22 +247,20 @@ class _Copies:
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+    def take(self, tensors: list[torch.Tensor]) -> None:
         """Copy tensors, and let go of the memory that this does not need."""
-        self._tensors = []
-        del self._copies[len(tensors) :]
         for index, tensor in enumerate(tensors):
-            if index == len(self._copies):
-                self._copies.append(_room_for(tensor))
-            elif not _fits(self._copies[index], tensor):
-                self._copies[index] = _room_for(tensor)
+            kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
+            if len({*kinds}) > 1 or len(kinds) == 1:
+                self._copies[index : index + 1] = [torch.empty_like(tensor, requires_grad=False)]
+        del self._copies[len(tensors) :]
         _copy(self._copies, tensors)
-        self._tensors, self._places = list(tensors), [each.data for each in tensors]
+        self._tensors, self._places = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
         """Return whether the first of the tensors have other numbers than when they were copied."""
         pairs = zip(first, self._copies, strict=False)
-        return not all(each.shape == copy.shape and torch.equal(each, copy) for each, copy in pairs)
+        return not all(torch.equal(each, copy) for each, copy in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -269,64 +271,25 @@ class _Copies:
         _copy(self._tensors, self._copies)
 
 
-def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, requires_grad=False)
-
-
-def _fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
-
-
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors: on a GPU, those of a kind together."""
-    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        chosen = kinds.setdefault((target.device, None if target.is_cpu else target.dtype), ([], []))
-        chosen[0].append(target)
-        chosen[1].append(source)
-    for of_kind, from_there in kinds.values():
-        torch._foreach_copy_(of_kind, from_there)
+        kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
+    for pairs in kinds.values():
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what to put back in the place of a tensor: itself, or a copy where its numbers cannot be written back."""
+    """Return what to put back in the place of a tensor: itself, or a copy of a sparse one."""
     return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as in an expanded tensor, into which PyTorch does not write."""
-    return tensor.layout == torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-
-
-def _put_into(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    for container, name, value in places:
-        container[name] = value
-
-
-def _set_flags(parameters: Iterable[torch.Tensor], flags: Iterable[bool]) -> None:
-    for parameter, flag in zip(parameters, flags, strict=True):
-        parameter.requires_grad_(flag)
-
-
-def _set_gradients(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
-def _refill(container: dict[Any, Any], content: dict[Any, Any]) -> None:
-    container.update(content)  # nothing is missing at any moment: another thread may read it
-    for name in container.keys() - content.keys():
-        del container[name]
-
-
-def _refill_list(container: list[Any], content: list[Any]) -> None:
-    container[:] = content
-
-
-def _numbers_in(schedule: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(schedule).items() if isinstance(value, int | float)}
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether numbers can be written into a tensor: not into a sparse or an expanded one."""
+    if tensor.layout != torch.strided:
+        return False
+    return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -354,23 +317,16 @@ def _num_collectives() -> int:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def lacks_memory(models: Sequence[torch.nn.Module], optimizers: Sequence[Any], num_sharing: int) -> str | None:
-    """Return what copies of everything would take, in words, where that is more than half of the free memory.
+def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int) -> str | None:
+    """Return what copies of everything take, in words, if that is more than half of the free memory.
 
     Args:
-        models: The trained modules.
-        optimizers: Their optimizers.
+        models: The trained modules, with optimizers that hold as much as Adam.
         num_sharing: How many workers share the memory of the node.
     """
-    parameters = [each for model in models for each in model.parameters()]
-    buffers = [each for model in models for each in model.buffers()]
-    num_bytes = sum(each.nbytes for each in (*parameters, *buffers))
-    held: list[torch.Tensor] = []
-    for each in optimizers:
-        Undo([], [], copies=False)._look_into(getattr(each, "state", None), {*map(id, parameters)}, held)
-    of_states = sum(each.nbytes for each in held)
-    num_bytes += of_states or _STATES_OF_ADAM * sum(each.nbytes for each in parameters if each.requires_grad)
-    free = _free_bytes(next((each.device for each in parameters), torch.device("cpu")), num_sharing)
+    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
+    free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
     if free is None or num_bytes <= free // 2:
         return None
     return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
@@ -381,17 +337,11 @@ def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
+        words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
+        free = int(words[0]) * 1024
+    except (OSError, IndexError):  # not Linux
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*found, *_left_in_container()], default=0) // num_sharing or None
-
-
-def _left_in_container() -> list[int]:
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((folder / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
-    except OSError:
-        return []
-    return [int(limit) - int(used)] if limit.strip().isdigit() else []
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    with suppress(OSError, ValueError):  # without a container, or without a limit
+        free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+    return free // num_sharing
