@@ -176,7 +176,6 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
             "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
-            "undo": recovery.undo == "auto",
         }
         return [name for name, is_used in used.items() if is_used]
 

@@ -36,7 +36,7 @@ _ADVICE = {
     "exchanging gradients": "make the batches larger, or accumulate gradients over several",
     "waiting for a slower rank": "`trainer.status()` names the rank; give all ranks alike machines and data",
     "copying snapshots": "copy less often: a larger `snapshot_every_n_steps`",
-    "copying to undo a batch": '`Recovery(undo="auto")` limits it to 2 % of the time of the steps',
+    "copying to undo a batch": "`Recovery(undo=False)` copies nothing, and restarts from the snapshot instead",
     "recovering from losses": "`spare_workers=1` shortens recoveries",
 }
 

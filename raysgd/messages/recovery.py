@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from raysgd._arguments import checks
 from raysgd.engine.shared.group_spec import EverySeconds
-
-Undo = Literal["auto"] | bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +28,9 @@ class Recovery:
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot. None:
             only after calls. The driver collects copies four times a second: choose a number of steps that take a
             second or more.
-        undo: Whether workers copy what a batch may change before the batch, so that they can rejoin after a loss in the
-            middle of it. "auto": where a batch may be half done, or its models have running statistics, and as often
-            as it takes at most 2 % of the time of the steps. True: before each batch. With `TorchTrainer`.
+        undo: Whether workers copy what a batch may change before the batch, to repeat it after a loss in the middle.
+            None: buffers always, everything where it is needed. True: everything, before each batch; with
+            `TorchTrainer`. False: nothing; a loss in the middle of a batch restarts the call from the snapshot.
 
     Raises:
         ValueError: A value cannot work.
@@ -48,7 +45,7 @@ class Recovery:
     settle_timeout_s: float = 120.0
     snapshot_every_s: EverySeconds = "auto"
     snapshot_every_n_steps: int | None = None
-    undo: Undo = "auto"
+    undo: bool | None = None
 
     def __post_init__(self) -> None:
         checks.check_seconds("heartbeat_s", self.heartbeat_s, checks.MIN_HEARTBEAT_S)
@@ -58,5 +55,5 @@ class Recovery:
         if self.snapshot_every_n_steps is not None:
             hint = "None copies the state between calls only."
             checks.check_count("snapshot_every_n_steps", self.snapshot_every_n_steps, hint)
-        if self.undo is not True and self.undo is not False and self.undo != "auto":
-            raise ValueError(f'`undo={self.undo!r}`: allowed are "auto", True and False.')
+        if self.undo is not None and not isinstance(self.undo, bool):
+            raise ValueError(f"`undo={self.undo!r}`: allowed are None (the default), True and False.")

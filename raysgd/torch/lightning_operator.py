@@ -403,6 +403,12 @@ class LightningOperator(TrainingOperator):
         return self._hooks.call("on_after_batch_transfer", batch, 0)
 
     @property
+    def _needs_copies(self) -> bool | None:  # type: ignore[override]
+        if not self._module.automatic_optimization:
+            return True
+        return None if any(map(self._hooks.overrides, ("optimizer_step", "backward"))) else False
+
+    @property
     def model(self) -> Any:
         """The module, wrapped where there are several workers."""
         return self._raysgd.registered.models[0]

@@ -92,6 +92,7 @@ class TrainingOperator(BaseOperator):
     """
 
     scheduler_metric: str | None = None
+    _needs_copies: bool | None = False  # before each batch, to undo it; None: if the first one of a call shows that
     train_loader: Any
     validation_loader: Any
 

@@ -132,14 +132,14 @@ class Hosted(ABC):
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
-        if operator.resumes_epochs is None and not _is_of_library(type(operator).train_epoch):
+        if operator.resumes_epochs is None and not is_of_library(type(operator).train_epoch):
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 
     @property
     def has_own_validate(self) -> bool:
         """True if the `validate` of the operator is the user's, which may need no data. The library's needs some."""
-        return not _is_of_library(type(self.operator).validate)
+        return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
         """Tells the operator what has changed since it was made, as those were told that were there."""
@@ -192,13 +192,14 @@ class Hosted(ABC):
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Takes over a state; see `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
-        self.loop.note_boundary()
+        self.loop.note_restored()
 
     def close(self) -> None:
         """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
         self.feed.close()
 
 
-def _is_of_library(method: Any) -> bool:
+def is_of_library(method: Any) -> bool:
+    """Return whether a method is the library's."""
     is_ours: bool = method.__module__.startswith("raysgd.")
     return is_ours

@@ -122,7 +122,7 @@ class Training:
             return HeldAtStep(run.num_completed, self._snapshot(run))
         except BaseException as error:
             is_alone = not hosted.world.is_distributed
-            if loop.is_whole and (is_alone or not loop.is_lost(error)):
+            if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
             elif is_alone and stream is feed.train_stream:  # its optimizer stepped, so the batch counts
                 stream.settle()
@@ -219,7 +219,8 @@ class Training:
         loop.break_off()
         self._inside.clear()
         if run is not None:
-            loop.return_to_boundary()
+            if loop.is_whole:  # else the state of another rank follows
+                loop.return_to_boundary()
             self._note_place(run)
             run.detach()
 

@@ -55,7 +55,7 @@ FIGURES = {
     "streams": {"epoch_s", "open_s", "open_mib", "lost", "repeated", "lost_resized", "repeated_resized"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
-    "undo_cost": {"step_us", "added_us", "booked_us", "copied_share"},
+    "undo_cost": {"step_ms", "added_ms", "first_batch_ms"},
     "checkpoint": {
         "stall_ms",
         "next_train_delay_ms",

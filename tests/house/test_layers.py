@@ -197,7 +197,7 @@ FRAMEWORKS_OF_FUNCTIONS = {
     ("raysgd.train._torch", "raysgd.torch.parallel.handover"),
     ("raysgd.train._torch", "raysgd.torch.parallel.options"),
     ("raysgd.train._torch", "raysgd.torch.parallel.strategy"),
-    ("raysgd.train._torch", "raysgd.torch.step.undo_log"),
+    ("raysgd.train._torch", "raysgd.torch.step.undo"),
     ("raysgd.train.tensorflow", "raysgd.tf.objects.datasets"),
 }
 # Data frames in shards need no framework until somebody asks for a dataset of one; the examples train with both.

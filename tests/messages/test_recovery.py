@@ -28,7 +28,7 @@ from raysgd.exceptions import InvalidCountError
             for value in (0, -1, 1.5, True)
         ],
         ({"snapshot_every_s": -1}, ValueError, "`snapshot_every_s=-1`: need a number of seconds"),
-        *[({"undo": value}, ValueError, f"`undo={value!r}`: allowed are") for value in ("always", None, 1, 0.5)],
+        *[({"undo": value}, ValueError, f"`undo={value!r}`: allowed are") for value in ("auto", 1, 0.5)],
         ({"snapshot_every_s": "atuo"}, ValueError, "`snapshot_every_s='atuo'`.* Did you mean `auto`"),
     ],
 )

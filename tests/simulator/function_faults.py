@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.torch.step.undo_log import UndoLog
+from raysgd.torch.step.undo import Undo
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker.ahead import MessageQueues
@@ -69,7 +69,7 @@ def _moves_up(real: Any) -> Any:
 
 
 def _undoes_nothing(real: Any) -> Any:
-    return lambda self: self.end() or True
+    return lambda self: self.end()
 
 
 def _waits_for_all(real: Any) -> Any:
@@ -83,7 +83,7 @@ def _waits_for_all(real: Any) -> Any:
 FAULTS = (
     Mutation("a step counts though not all ranks hold its gradients", Membership, "count_step", _counts_in_any_case),
     Mutation("a rank that waits does not step with those that have", Membership, "join", _never_behind),
-    Mutation("the first of two steps of a batch is not undone", UndoLog, "undo", _undoes_nothing),
+    Mutation("the first of two steps of a batch is not undone", Undo, "put_back", _undoes_nothing),
     Mutation("a group is left while the function is in it", Membership, "leave", nothing),
     Mutation(
         "what is reported in a failed batch is told", Session, "is_repeating", lambda real: property(lambda _: False)

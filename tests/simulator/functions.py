@@ -216,7 +216,7 @@ def train(rank: Rank, session: Session) -> list[list[float]]:
                 weights.grad = torch.zeros_like(weights)
                 weights.grad[indices] = 1 / len(indices)
                 weights.grad = steps.average(
-                    cast(Any, SimpleNamespace(buffer=partial(getattr, weights, "grad")))
+                    cast(Any, SimpleNamespace(buffer=partial(getattr, weights, "grad"), is_last=lambda: True))
                 ).wait()
                 optimizer.step()
             sim.point(rank)

@@ -153,7 +153,7 @@ class Invariants:
         """A rank says how far it is, before another group is formed."""
         self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
-        self.require(replica.is_whole or not self._simulation.schedule.undo, "a batch cannot be undone")
+        self.require(replica.is_whole or self._simulation.schedule.undo is False, "a batch cannot be undone")
 
     def note_settled(self, has_hung: bool) -> None:
         """It is known who survives. What is lost later, while the next group forms, is no reason for it."""

@@ -24,8 +24,7 @@ from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, Replica
 from raysgd.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
-from raysgd.torch.step.tensor_copies import TensorCopies
-from raysgd.torch.step.undo_log import UndoLog
+from raysgd.torch.step.undo import Undo, _Copies
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.state.copies import PendingCopies
 from tests.simulator.befalling import ENDLESS
@@ -638,10 +637,9 @@ MUTATIONS = (
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
     ),
     Mutation("a batch that broke off is not undone", StepLoop, "return_to_boundary", nothing, (92,)),
-    Mutation("a batch counts as undone that was not copied", UndoLog, "can_undo", always_is(True), (363,)),
-    Mutation("what a batch has changed is not seen", StepLoop, "_is_unchanged", always_is(True), (363,)),
-    Mutation("weights are not put back", TensorCopies, "put_back", nothing, (92,)),
-    Mutation("what optimizers know is not put back", UndoLog, "before_step", nothing, (92,)),
+    Mutation("a batch counts as undone that was not copied", Undo, "can_put_back", always(True), (363,)),
+    Mutation("weights are not put back", _Copies, "put_back", nothing, (92,)),
+    Mutation("what optimizers know is not put back", Undo, "_look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
     Mutation("a call begins before the state is copied", PendingCopies, "unmade", always([]), (16,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),

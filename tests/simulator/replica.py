@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol, cast
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.messages.recovery import Undo
 from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.worker.data.rank_rows import RankRows
@@ -136,7 +135,7 @@ class Surroundings(Protocol):
     snapshot_every: int | None
     is_large: bool
     has_halves: bool
-    undo: Undo
+    undo: bool | None
 
     def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         """A place where something may happen."""

@@ -16,7 +16,6 @@ from raysgd.engine.lifecycle import Clock, ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import StateHandover, World
-from raysgd.messages.recovery import Undo
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
 from tests.simulator.kernel import Condition, Kernel, Lock, Stopped
@@ -180,7 +179,7 @@ class Simulation:
         return self.schedule.has_halves
 
     @property
-    def undo(self) -> Undo:
+    def undo(self) -> bool | None:
         return self.schedule.undo
 
     def point(self, label: str, replica: SimReplica) -> Iterable[float]:

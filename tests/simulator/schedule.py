@@ -9,7 +9,6 @@ from typing import Any
 
 from raysgd.engine.policies import AUTO, ResizeCheck
 from raysgd.engine.shared.group_spec import EverySeconds
-from raysgd.messages.recovery import Undo
 
 POINTS = {
     # where: about how often a run comes there
@@ -66,7 +65,7 @@ SIMPLER = (
 """What of a schedule is simplest as it is by itself."""
 
 IN_DRIVER = ("interrupt", "stop")
-UNDO: tuple[Undo, ...] = (False, "auto", True)
+UNDO = (False, None, True)
 
 NUM_FAULTS = (1, 2, 3, 4, 6, 9, 12)
 """How many a schedule has. Chosen by how soon one half of the faults in `mutations` is found: see `rates`."""
@@ -119,7 +118,7 @@ class Schedule:
     renews: bool = False
     is_large: bool = False
     has_halves: bool = False
-    undo: Undo = False
+    undo: bool | None = False
     snapshot_every: int | None = None
     resize_check_s: ResizeCheck = None
     tells: bool = True

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from raysgd.messages.recovery import Undo
+from raysgd.engine.shared.types import World
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.hosting.step_loop import StepLoop
+from raysgd.torch.hosting.step_loop import StepLoop, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.state.time_budget import TimeBudget
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -35,6 +34,12 @@ class _Pair(TrainingOperator):
         self._raysgd = internals
 
 
+class _Joined(NoParallel):
+    """Replicas that survivors of a loss would keep equal in another group."""
+
+    obstacle = None
+
+
 class TornBatch:
     """What the batches of a replica change. What counts steps is in the state of one optimizer, and in a weight.
 
@@ -42,15 +47,17 @@ class TornBatch:
         undo: See `Recovery`.
     """
 
-    def __init__(self, undo: Undo) -> None:
-        self._operator, parallel = _Pair(), NoParallel()
+    def __init__(self, undo: bool | None) -> None:
+        self._operator, parallel = _Pair(), _Joined()
         self._optimizers = self._operator._raysgd.registered.optimizers
-        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), undo=undo)
-        self._loop.undo_log._budget = TimeBudget(1.0, 0.0, lambda: 0.0)  # real time decides nothing here
+        made = make_undo(self._operator, parallel, undo, World(0, 2))
+        assert made is not None
+        self._undo = made
+        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
         self.open_call()
 
     def open_call(self) -> None:
-        self._loop.undo_log.open_call(is_of_use=True)
+        self._undo.open_call()
         self._loop.note_boundary()
 
     def begin(self) -> None:
@@ -72,7 +79,8 @@ class TornBatch:
         return self._loop.is_whole
 
     def leave_group(self) -> None:
-        self._loop.return_to_boundary()
+        if self._loop.is_whole:
+            self._loop.return_to_boundary()
 
     @property
     def num_steps(self) -> tuple[float, float]:
@@ -86,4 +94,4 @@ class TornBatch:
         with torch.no_grad():
             second.fill_(num_steps)
         self._optimizers[0].state[first]["step"].fill_(num_steps)
-        self._loop.note_boundary()
+        self._loop.note_restored()

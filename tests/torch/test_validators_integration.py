@@ -179,7 +179,7 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, closed: Path) 
         testing.kill_worker(trainer, 1, at="step:1")
         trainer.train()
         assert trainer.apply_all_operators(of_config) == [(7.0, 8.0)] * 2
-        assert trainer._used_options() == ["spare_workers", "snapshot_every_n_steps", "undo"]
+        assert trainer._used_options() == ["spare_workers", "snapshot_every_n_steps"]
 
 
 def of_config(operator: Any) -> tuple[float, float]:

@@ -27,7 +27,6 @@ from unittest import mock
 import ray
 
 from raysgd import Recovery
-from raysgd.messages.recovery import Undo
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig, Trainer
 from raysgd.train import torch as for_torch
 from tests.helpers.hygiene import RaySurroundings
@@ -40,6 +39,7 @@ RESIZE_CHECK_S = 1.0
 FEWER, SPARE = "with fewer", "with a spare"
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 Weights = list[float]
+Pair = tuple[Weights, Weights]
 
 
 class Told(logging.Handler):
@@ -57,7 +57,7 @@ class Told(logging.Handler):
         return next((words for at, words in self.events if loss.at <= at < until and "resumed" in words), "")
 
 
-def run_operator(program: str, folder: Path, killer: Killer, undo: Undo, num_spares: int) -> tuple[Weights, Weights]:
+def run_operator(program: str, folder: Path, killer: Killer, undo: bool | None, num_spares: int) -> Pair:
     """Trains an operator pass after pass; returns its weights, and those of a run in which nobody is killed."""
     config = {"num_steps": NUM_STEPS, "step_s": STEP_S}
     options = {"recovery_options": Recovery(undo=undo), "resize_check_s": RESIZE_CHECK_S, "spare_workers": num_spares}
@@ -75,7 +75,7 @@ def run_operator(program: str, folder: Path, killer: Killer, undo: Undo, num_spa
         return weights, weights_of(trainer)
 
 
-def run_function(by_fit: bool, folder: Path, killer: Killer, undo: Undo, num_spares: int) -> tuple[Weights, Weights]:
+def run_function(by_fit: bool, folder: Path, killer: Killer, undo: bool | None, num_spares: int) -> Pair:
     """Runs a function; returns the same."""
     config = {"folder": str(folder), "deaths": (), "step_s": STEP_S, "admits": True}
     killer.start()
@@ -101,7 +101,7 @@ def run_function(by_fit: bool, folder: Path, killer: Killer, undo: Undo, num_spa
     return json.loads((folder / "weights.json").read_text()), undisturbed(int((folder / "last pass").read_text()))
 
 
-def run_torchft(folder: Path, killer: Killer, undo: Undo, num_spares: int) -> tuple[Weights, Weights]:
+def run_torchft(folder: Path, killer: Killer, undo: bool | None, num_spares: int) -> Pair:
     """Runs groups of torchft, in its own environment."""
     sys.path.insert(0, str(BENCHMARKS))
     from _torchft import run_groups
@@ -113,7 +113,7 @@ def run_torchft(folder: Path, killer: Killer, undo: Undo, num_spares: int) -> tu
     return [], []
 
 
-RUNS: dict[str, Callable[..., tuple[Weights, Weights]]] = {
+RUNS: dict[str, Callable[..., Pair]] = {
     **{name: lambda *arguments, name=name: run_operator(name, *arguments) for name in PROGRAMS},
     "function of Trainer": lambda *arguments: run_function(False, *arguments),
     "function of fit": lambda *arguments: run_function(True, *arguments),
@@ -121,7 +121,7 @@ RUNS: dict[str, Callable[..., tuple[Weights, Weights]]] = {
 }
 
 
-def train_with_kills(program: str, num_kills: int, undo: Undo, num_spares: int, seed: int) -> dict[str, Any]:
+def train_with_kills(program: str, num_kills: int, undo: bool | None, num_spares: int, seed: int) -> dict[str, Any]:
     """Runs one program; returns what was seen."""
     told, logger, began = Told(), logging.getLogger("raysgd.engine.shared.group_events"), time.time()
     logger.addHandler(told)
@@ -178,13 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--program", choices=RUNS, nargs="+", default=["gan"], help="what is trained")
     parser.add_argument("--kills", type=int, default=30, help="how many")
-    parser.add_argument("--undo", choices=("auto", "always"), default="always", help="when copies are taken")
+    parser.add_argument("--undo", action="store_true", help="copy before each batch, not only where it is needed")
     parser.add_argument("--spares", type=int, default=1, help="workers that wait to step in")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of all chance")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", file=sys.stderr, flush=True)
     ray.init(num_cpus=NUM_WORKERS + 1, include_dashboard=False)
-    undo: Undo = "auto" if arguments.undo == "auto" else True
+    undo = arguments.undo or None
     runs = []
     for program in arguments.program:
         before = RaySurroundings.now()

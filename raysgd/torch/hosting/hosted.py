@@ -24,7 +24,7 @@ from raysgd.torch.data.predicting import PredictionLoader
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.hosting.arming import StepArming
 from raysgd.torch.hosting.replica_state import TorchState
-from raysgd.torch.hosting.step_loop import StepLoop, overrides
+from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
@@ -114,9 +114,9 @@ class TorchHosted(hosted.Hosted):
         self._check_data()
         self._warn_of_batch_norms()
         self._arming = StepArming(self.operator, self.parallel)
-        self.state = TorchState(self.operator, self.parallel, self.feed)
-        undo = settings.recovery_options.undo
-        self.loop = StepLoop(self.operator, self.parallel, self.feed, self._ledger, undo)
+        undo = make_undo(self.operator, self.parallel, settings.recovery_options.undo, world, self._ledger)
+        self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
+        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
         self._drawn, self._initial_seed = rng.capture(), torch.initial_seed()
@@ -277,8 +277,9 @@ class TorchHosted(hosted.Hosted):
         began_at = stream.num_steps_taken
         try:
             noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
-            can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
-            self.loop.undo_log.open_call(can_rejoin and self.loop.can_resume(stream))
+            if self.loop.undo is not None:
+                can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
+                self.loop.undo.open_call(can_rejoin and self.loop.can_resume(stream))
             self._open_rows(run, stream)
             with self.parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:

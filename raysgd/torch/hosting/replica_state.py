@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._state.state_codec import EncodedState, StateEncoder, decode
@@ -24,16 +24,32 @@ from raysgd.worker.state.replica_state import RESUME, ReplicaState
 logger = logging.getLogger(__name__)
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
-TRAINED = "trained"  # key in it of what only snapshots carry: what `rewrap` has changed since `setup`
+# Keys in `RESUME` of what only snapshots carry.
+TRAINED = "trained"  # what `rewrap` has changed since `setup`
+GRADIENTS = "gradients"  # those that no optimizer has stepped with yet
 
 
 class TorchState(ReplicaState):
-    """Reads and replaces the state of models, optimizers, schedulers and the precision."""
+    """Reads and replaces the state of models, optimizers, schedulers and the precision.
 
-    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed) -> None:
+    Args:
+        operator: Has registered them.
+        parallel: How the replicas are kept equal.
+        feed: Has the data.
+        waiting: Returns the parameters with gradients that no optimizer has stepped with yet.
+    """
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        parallel: NoParallel,
+        feed: TorchFeed,
+        waiting: Callable[[], Sequence[Any]] = tuple,
+    ) -> None:
         super().__init__(operator, feed)
         self._internals = operator._raysgd
         self._parallel = parallel
+        self._waiting = waiting
         self._encoder = StateEncoder()
         self._state_of = parallel.state_of
 
@@ -46,10 +62,21 @@ class TorchState(ReplicaState):
         return parts
 
     def _more_progress(self) -> dict[str, Any]:
-        return {TRAINED: self._internals.trained.since_setup}
+        progress: dict[str, Any] = {TRAINED: self._internals.trained.since_setup}
+        waiting = {*map(id, self._waiting())}
+        if waiting:
+            progress[GRADIENTS] = [
+                {name: each.grad for name, each in part.named_parameters() if id(each) in waiting}
+                for part in self.registered.trained
+            ]
+        return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Nothing: what is trained was taken over before the state was checked."""
+        """What is trained was taken over before the state was checked."""
+        gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
+        for part, saved in zip(self.registered.trained, gradients, strict=True):
+            for name, parameter in part.named_parameters():
+                parameter.grad = saved[name].detach().clone().to(parameter.device) if name in saved else None
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         if self._parallel.is_sharded:
@@ -177,4 +204,4 @@ def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)
-    return {**state, RESUME: {name: value for name, value in resume.items() if name != TRAINED}}
+    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (TRAINED, GRADIENTS)}}

@@ -1,7 +1,9 @@
-"""Notes of half-done steps: what optimizers and models tell about changes, and the way back to before it."""
+"""The loop of an operator of PyTorch: it knows whether a step is half done, and the way back to before it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,125 +12,136 @@ from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.connections._origins import with_causes
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.torch import is_connection_error
+from raysgd.engine.shared.types import World
 from raysgd.messages.joint_work import JointWork
-from raysgd.messages.recovery import Undo
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.own_steps import tells_of_steps
-from raysgd.torch.step.undo_log import UndoLog
+from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.data.loop import Loop
+from raysgd.worker.hosted import is_of_library
 from raysgd.worker.time.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+_STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
 class StepLoop(Loop):
-    """The loop of an operator; it watches the models.
+    """The loop of an operator; optimizers report to it when they begin to step.
 
-    It counts steps of optimizers, which may bypass PyTorch's own count of changes. Batches that may change a model
-    before their last collective are watched more closely: an optimizer may begin there and have changed nothing yet,
-    and PyTorch's count knows of other changes too, such as the first half of a step of sharpness-aware minimization.
+    Args:
+        operator: Takes the steps.
+        parallel: How the replicas are kept equal.
+        feed: Has the data.
+        undo: Copies what batches change; None where no batch is repeated after a loss.
     """
 
     def __init__(
-        self,
-        operator: TrainingOperator,
-        parallel: NoParallel,
-        feed: TorchFeed,
-        ledger: Ledger | None = None,
-        undo: Undo = "auto",
+        self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed, undo: Undo | None = None
     ) -> None:
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
         self.step = parallel.step
-        self._num_optimizer_steps = 0
-        self._stepped: set[int] = set()  # by identity: the optimizers that stepped in this batch
-        self._waiting: list[Any] = []  # those with gradients of batches before that they did not step with yet
-        self._is_in_batch = False
-        self._watched: list[torch.nn.Parameter] = []
+        self.undo = undo
+        self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # by identity of optimizers: what their steps are recorded as
-        self._num_changes_at_boundary = 0
+        self._stepped: set[int] = set()  # by identity: the optimizers that stepped since the last boundary
+        self._not_stepped: list[Any] = []  # those that did not step in the batch before it
+        self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
+        self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
+        self._has_own_gradients = False  # that were not exchanged, and wait
+        self._is_in_batch = False
         self._global_step_at_boundary = 0
-        internals = operator._raysgd
-        registered, precision, callbacks = internals.registered, internals.precision, internals.callbacks
-        self.undo_log = UndoLog(
-            registered.trained,
-            registered.optimizers,
-            [*registered.schedulers, *([precision] if precision.is_mixed else [])],
-            lambda: callbacks.changed_by_steps,
-            undo,
-            _may_change_models_early(operator),
-            lambda: not self._is_unchanged,
-            ledger,
-        )
-        self.step.opens, self.step.exchanges = self._begin_step, self.undo_log.note_exchange
-        self._watch_models()
-
-    def _watch_models(self) -> None:
-        operator = self._operator
-        registered = operator._raysgd.registered
-        optimizers = registered.optimizers
-        is_close = _may_change_models_early(operator) or not all(map(tells_of_steps, optimizers))
-        if is_close:
-            self._watched = [parameter for part in registered.trained for parameter in part.parameters()]
-        for number, optimizer in enumerate(filter(tells_of_steps, optimizers), start=1):
+        self.step.opens = self._begin_batch
+        if undo is not None:
+            self.step.exchanges = undo.note_exchange
+        for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
-            register(self._note_step)
-            if is_close:
-                optimizer.register_step_pre_hook(self.undo_log.before_step)
+            optimizer.register_step_pre_hook(self._note_step)
 
     def is_lost(self, error: BaseException) -> bool:
-        return is_connection_error(error)
+        return self._parallel.exchanges.has_broken or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
-    def _num_changes(self) -> int:
-        if not self._watched:
-            return self._num_optimizer_steps
-        return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
-
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        self._num_optimizer_steps += 1
         self._stepped.add(id(optimizer))
+        if self.undo is not None:
+            self.undo.note_step()
         if self._parallel.synchronizes:
             self._parallel.record.note(self._works[id(optimizer)])
 
     @property
-    def _is_unchanged(self) -> bool:
-        return self._num_changes() == self._num_changes_at_boundary
+    def can_return(self) -> bool:
+        is_copied = self.undo is not None and self.undo.is_whole
+        return is_copied or not self._stepped
 
     @property
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be made that one."""
-        return self._is_unchanged or self.undo_log.can_undo
+        if self._has_own_gradients:
+            return False
+        if self.undo is None or not self._is_in_batch:
+            return not self._stepped
+        return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
-    def _begin_step(self) -> None:
+    def _begin_batch(self) -> None:
+        self._waiting = self.waiting_parameters()
         self._is_in_batch = True
-        self._stepped.clear()
-        self.undo_log.begin(self._waiting)
+        if self.undo is not None:
+            self.undo.begin(self._waiting)
+
+    def waiting_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters with gradients that no optimizer has stepped with yet."""
+        if not self._keeps_gradients:
+            return []
+        if self._is_in_batch:
+            optimizers = [each for each in self._optimizers if id(each) not in self._stepped]
+        else:
+            optimizers = self._not_stepped
+        return [each for each in _parameters_of(optimizers) if each.grad is not None]
 
     def note_boundary(self) -> None:
         if self._is_in_batch:
-            optimizers = self._operator._raysgd.registered.optimizers
-            self._waiting = [each for each in optimizers if id(each) not in self._stepped]
-            self._is_in_batch = False
-        self.undo_log.end()
-        self._num_changes_at_boundary = self._num_changes()
+            self._end_batch()
+        self._stepped.clear()
         self._global_step_at_boundary = self._operator.global_step
+
+    def _end_batch(self) -> None:
+        self._not_stepped = [each for each in self._optimizers if id(each) not in self._stepped]
+        self._is_in_batch = False
+        if self.undo is not None:
+            was_exchanged = self.undo.num_exchanges > 0 and not self._has_own_gradients
+            self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
+            self.undo.end()
+
+    def note_restored(self) -> None:
+        """The state is another one: gradients that there are wait."""
+        self._is_in_batch = self._has_own_gradients = False
+        self._not_stepped = list(self._optimizers)
+        if self.undo is not None:
+            self.undo.forget()
+        self.note_boundary()
 
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step_at_boundary
         if not self._is_in_batch:
             return
         self._is_in_batch = False
-        waiting = set(map(id, self._waiting))
-        for optimizer in self._operator._raysgd.registered.optimizers:
-            if id(optimizer) not in waiting:
-                _clear(optimizer)
-        if self.undo_log.undo():
-            self._num_changes_at_boundary = self._num_changes()
+        waiting = {*map(id, self._waiting)}
+        for parameter in _parameters_of(self._optimizers):
+            if id(parameter) not in waiting:
+                parameter.grad = None
+        if self.undo is not None:
+            self.undo.put_back()
+        self._stepped.clear()
+
+    def end_call(self) -> None:
+        self.note_boundary()
 
     @property
     def completes_metrics(self) -> bool:
@@ -155,15 +168,54 @@ class StepLoop(Loop):
         return self._parallel.record.work
 
 
-def _may_change_models_early(operator: TrainingOperator) -> bool:
-    """Tells whether a batch may change a model and need the other ranks after that."""
-    names = ("train_epoch", "train_batch", "forward", "backward", "optimizer_step")
-    return len(operator._raysgd.registered.optimizers) > 1 or any(overrides(operator, name) for name in names)
+def make_undo(
+    operator: TrainingOperator, parallel: NoParallel, undo: bool | None, world: World, ledger: Ledger | None = None
+) -> Undo | None:
+    """Return the copies of what batches change; None where no batch is repeated after a loss.
+
+    Args:
+        operator: Takes the batches.
+        parallel: How the replicas are kept equal.
+        undo: See `Recovery`.
+        world: The place of this worker.
+        ledger: Where the time of copies is booked.
+    """
+    if parallel.obstacle is not None:
+        return None
+    internals = operator._raysgd
+    registered, precision, callbacks = internals.registered, internals.precision, internals.callbacks
+    others = [*registered.schedulers, *([precision] if precision.is_mixed else [])]
+    copies = True if undo else needs_copies(operator)
+    models, optimizers = registered.trained, registered.optimizers
+    made = Undo(models, optimizers, others, lambda: callbacks.changed_by_steps, copies=copies, ledger=ledger)
+    if undo is False or not all(map(tells_of_steps, optimizers)):
+        made.switch_off()
+        return made
+    lack = None if copies is False else lacks_memory(models, world.local_size)
+    if lack is not None:
+        made.switch_off()
+        if world.local_rank == 0:
+            logger.warning(
+                "copies of what a batch may change would take %s, which is too much: none are taken, so a worker that "
+                "is lost in the middle of a batch restarts the call from the snapshot. `Recovery(undo=False)` chooses "
+                "that without this warning",
+                lack,
+            )
+    return made
 
 
-def _clear(optimizer: Any) -> None:
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        parameter.grad = None
+def needs_copies(operator: TrainingOperator) -> bool | None:
+    """Return whether a batch of an operator may have to be copied before it: None if its first batch shows that."""
+    own = operator._needs_copies
+    if own or len(operator._raysgd.registered.optimizers) > 1:
+        return True
+    is_of_user = any(not is_of_library(getattr(type(operator), name)) for name in _STEPPING_RUNGS)
+    return None if own is None or is_of_user else False
+
+
+def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def overrides(operator: TrainingOperator, name: str) -> bool:

@@ -116,36 +116,16 @@ def restore(state: Any) -> None:
             write(own)
 
 
-class GeneratorCopies:
-    """Copies of the states of the global generators, but only of those that are drawn from: reading all takes long."""
+def put_back_later() -> Callable[[], None]:
+    """Note the states of the global generators; return what gives them these states again."""
+    names = [name for name in _GENERATORS if name != "torch_cuda" or torch.cuda.is_initialized()]
+    states = [(_GENERATORS[name][1], _GENERATORS[name][0]()) for name in names]
 
-    def __init__(self) -> None:
-        self._whole: dict[str, Any] = {}
-        self._used: list[tuple[Callable[[], Any], Callable[[Any], Any]]] | None = None
-        self._states: list[Any] = []
-
-    def take(self) -> None:
-        """Copy them: all of them until `learn` was called."""
-        if self._used is None:
-            self._whole = capture()
-        else:
-            self._states = [read() for read, _ in self._used]
-
-    def learn(self) -> None:
-        """Copy only those from now on that were drawn from since the last copy."""
-        if self._used is None and self._whole:
-            now = capture()
-            changed = {key for key in now if now[key] != self._whole[key]}
-            drawn = {key if key == "torch_cuda" else key.partition("_")[0] for key in changed}
-            self._used = [functions for name, functions in _GENERATORS.items() if name in drawn]
-
-    def put_back(self) -> None:
-        """Give them the states that they had."""
-        if self._used is None:
-            restore(self._whole)
-            return
-        for (_, write), state in zip(self._used, self._states, strict=True):
+    def put_back() -> None:
+        for write, state in states:
             write(state)
+
+    return put_back
 
 
 _GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

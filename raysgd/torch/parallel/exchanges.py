@@ -111,6 +111,11 @@ class Exchanges:
         if self._error is None and self._is_lost(error):
             self._error = error
 
+    @property
+    def has_broken(self) -> bool:
+        """True if an exchange of the running step has failed because the group is broken."""
+        return self._error is not None
+
     def check(self) -> None:
         """Ends a step; raises if it cannot count because the group broke in it.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.parallel.weight_sums import sums_of
-from raysgd.torch.step.undo_log import UndoLog
+from raysgd.torch.step.undo import Undo, digests_of
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 
 _DTYPES = (torch.float32, torch.float64)
@@ -60,9 +60,8 @@ class JointSteps:
         self._with_buffers: list[DistributedDataParallel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
-        self._undo_log, self._undone = UndoLog([], [], [], tuple, False, False, bool), (0, 0, False)
-        self._num_changes = 0  # of parameters, where this batch began
-        self._is_torn = False  # an exchange or another step was seen to follow a change of a model in its batch
+        self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
+        self._digests: list[torch.Tensor] | None = None  # of the weights, behind the last step of the first batch
         self._num_steps = 0  # of optimizers in this batch
         self._num_usual = 0  # the same in each batch, as the first one has shown; 0 before that
         self._weight = 1.0
@@ -101,7 +100,12 @@ class JointSteps:
         self._shared.append(optimizer)
         self._optimizers.append(optimizer)
         step_only_where(optimizer, partial(self._counts, optimizer))
+        optimizer.register_step_post_hook(self._note_stepped)
         setattr(optimizer.step.__func__, _JOINT, True)  # type: ignore[attr-defined]
+
+    def _note_stepped(self, *_: Any) -> None:
+        if not self._num_usual and not self._undo.copies_all:
+            self._digests = digests_of(self._parameters())
 
     def _counts(self, optimizer: torch.optim.Optimizer, closure: Any) -> bool:
         if closure is None:
@@ -283,16 +287,14 @@ class JointSteps:
 
     def _begin_undo(self) -> None:
         """Copies what the batch may change before its last step, with which it counts."""
-        wanted = len(self._models), len(self._optimizers), self._is_torn
-        if self._undone != wanted:
-            models, optimizers = [model.module for model in self._models], self._optimizers
-            self._undo_log, self._undone = UndoLog(models, optimizers, [], tuple, True, self._is_torn, bool), wanted
-            self._undo_log.open_call(is_of_use=True)
-        self._num_changes = self._count_changes()
-        self._undo_log.begin([])
-
-    def _count_changes(self) -> int:
-        return sum(parameter._version for model in self._models for parameter in model.parameters())
+        num_parts = len(self._models), len(self._optimizers)
+        if self._num_parts != num_parts:
+            copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
+            models = [model.module for model in self._models]
+            self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
+            self._undo.open_call()
+        self._digests = None
+        self._undo.begin()
 
     def close_batch(self, mark: BatchStart) -> str:
         """Returns what became of a batch: "failed", "done", or "seen" where no step was taken.
@@ -304,18 +306,22 @@ class JointSteps:
         if mark is not self._open:  # another loader's batch followed its step
             return "done"
         membership, self._open = self._membership, None
+        self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
         if has_unsaid and not membership.has_repeated(mark):  # none was the last one: the first batch, or too few
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
-            if (not self._undo_log.undo() and self._num_steps > 1) or is_done:
+            if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
+            self._undo.put_back()
             for optimizer in self._optimizers:  # user code may do so behind a step only, and skip that here
                 optimizer.zero_grad()
             return "failed"
-        self._undo_log.end()
+        self._undo.end()
+        if self._digests is not None and self._has_moved_since_step():
+            self._undo.copies_all = True  # by user code, which goes on behind a step that does not count
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
             if membership.begin_exchange():  # others that do step would wait for this rank, and get something else
@@ -329,6 +335,13 @@ class JointSteps:
             self._learn(self._num_steps)
         return "done" if is_done else "seen"
 
+    def _has_moved_since_step(self) -> bool:
+        assert self._digests is not None
+        return not all(map(torch.equal, self._digests, digests_of(self._parameters())))
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for model in self._models for parameter in model.parameters())
+
     def leave_batch(self, mark: BatchStart) -> bool:
         """The function leaves the pass in the middle of a batch; returns whether a step was taken on that."""
         self._is_left = self._is_left or mark is self._open
@@ -336,7 +349,8 @@ class JointSteps:
 
     def _learn(self, num_steps: int) -> None:
         """Takes note of how many steps each batch has."""
-        self._num_usual, self._is_torn = num_steps, self._is_torn or num_steps > 1
+        self._num_usual = num_steps
+        self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
         """A pass has batches with a step, and others without."""
@@ -351,8 +365,8 @@ class JointSteps:
         if not membership.begin_exchange():
             return completed(gradients)
         self._has_exchanged = True
-        if not self._is_torn and self._count_changes() != self._num_changes:
-            self._is_torn = True
+        if bucket.is_last():
+            self._undo.note_exchange()
         if self._weight != 1.0:
             gradients.mul_(self._weight) if self._weight else gradients.zero_()
         try:
@@ -392,8 +406,10 @@ class JointSteps:
         self._check_prepared()
         self._num_steps += 1
         if not self._num_usual or self._num_steps < self._num_usual:
-            self._undo_log.before_step(optimizer)
-            return not self._membership.has_failed
+            if self._membership.has_failed:
+                return False
+            self._undo.note_step()
+            return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER
         return self._membership.count_step(self._agree)

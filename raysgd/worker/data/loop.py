@@ -35,6 +35,11 @@ class Loop:
         return True
 
     @property
+    def can_return(self) -> bool:
+        """True if the state can be made that of a completed step where user code raised, on all ranks alike."""
+        return self.is_whole
+
+    @property
     def completes_metrics(self) -> bool:
         """True if a loop of the library sees to what is missing in the metrics of its batches."""
         return False
@@ -67,6 +72,10 @@ class Loop:
 
     def note_boundary(self) -> None:
         """Called where the state is that of a completed step."""
+
+    def note_restored(self) -> None:
+        """Called where the state was replaced by that of a completed step."""
+        self.note_boundary()
 
     def begin_call(self) -> None:
         """Forgets what the call before has left."""

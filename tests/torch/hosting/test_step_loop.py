@@ -1,31 +1,51 @@
-"""Whether a step is half done, told by optimizers and by PyTorch's own count of changes."""
+"""Whether a step is half done, and the way back to before it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from raysgd.engine.shared.types import World
+from raysgd.operators import GANOperator
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.hosting.step_loop import StepLoop
+from raysgd.torch.hosting import step_loop
+from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
+WORLD = World(0, 2)
+
+
+class Joined(NoParallel):
+    """Replicas that survivors of a loss would keep equal in another group."""
+
+    obstacle = None
+
 
 class Plain(TrainingOperator):
     """Built by hand: only what the loop looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_optimizers: int = 1) -> None:
         self.part = torch.nn.Linear(1, 1)
-        self.sgd = torch.optim.SGD(self.part.parameters(), lr=0.1)
+        optimizers = [torch.optim.SGD(self.part.parameters(), lr=0.1) for _ in range(num_optimizers)]
+        self.sgd = optimizers[0]
         self.global_step = 0
-        registered = RegisteredObjects(original_models=[self.part], optimizers=[self.sgd])
+        registered = RegisteredObjects(original_models=[self.part], optimizers=optimizers)
         internals: Any = SimpleNamespace(registered=registered, precision=Precision(), callbacks=InstalledCallbacks())
         self._raysgd = internals
+
+    def compute(self) -> None:
+        self.part(torch.ones(1, 1)).sum().backward()
+
+    @property
+    def gradient(self) -> float | None:
+        return None if self.part.weight.grad is None else self.part.weight.grad.item()
 
 
 class OwnBatch(Plain):
@@ -33,33 +53,126 @@ class OwnBatch(Plain):
         return {}
 
 
-def loop_of(operator: Plain) -> StepLoop:
-    loop = StepLoop(operator, NoParallel(), TorchFeed(lambda name: None, NoParallel(), 1))
+class OwnForward(Plain):
+    def forward(self, features: Any, target: Any) -> Any:
+        return super().forward(features, target)
+
+
+class SaysSo(Plain):
+    _needs_copies = True
+
+
+def loop_of(operator: Plain, undo: bool | None = None, parallel: NoParallel | None = None) -> StepLoop:
+    parallel = parallel or Joined()
+    made = make_undo(operator, parallel, undo, WORLD)
+    loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
+    if made is not None:
+        made.open_call()
     loop.note_boundary()
     return loop
 
 
-def change_by_hand(operator: Plain) -> None:
-    with torch.no_grad():
-        operator.part.weight.add_(1.0)
-
-
-def test_a_stock_batch_is_half_done_once_its_optimizer_steps() -> None:
-    operator = Plain()
-    loop = loop_of(operator)
-    change_by_hand(operator)
-    assert loop.is_whole, "no code of the user's runs there"
+def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing_is_copied() -> None:
+    operator = OwnBatch()
+    loop = loop_of(operator, parallel=NoParallel())
+    assert loop.undo is None
+    loop.step.opens()
+    operator.compute()
+    assert loop.is_whole
     operator.sgd.step()
     assert not loop.is_whole
+    assert not loop.can_return
     loop.note_boundary()
     assert loop.is_whole
 
 
-def test_a_batch_of_the_users_own_is_half_done_with_the_first_change() -> None:
+@pytest.mark.parametrize(
+    ("operator", "needs"),
+    [(Plain(), False), (OwnForward(), False), (OwnBatch(), None), (Plain(num_optimizers=2), True), (SaysSo(), True)],
+)
+def test_user_code_that_may_step_is_watched_and_several_optimizers_are_always_copied(
+    operator: Plain, needs: bool | None
+) -> None:
+    assert needs_copies(operator) is needs
+
+
+def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
+    operator: Any = GANOperator.__new__(GANOperator)
+    operator._raysgd = Plain()._raysgd
+    assert needs_copies(operator) is False, "with one optimizer; it registers two"
+
+
+@pytest.mark.parametrize(("undo", "is_copied"), [(True, True), (None, False), (False, False)])
+def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
+    operator = Plain()
+    loop = loop_of(operator, undo)
+    loop.step.opens()
+    operator.sgd.step()
+    assert loop.is_whole == loop.can_return == is_copied
+
+
+def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
+    loop = loop_of(Plain(), undo=False)
+    loop.step.opens()
+    assert (loop.is_whole, loop.can_return) == (False, True)
+
+
+def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
+    loop = loop_of(OwnBatch())
+    loop.step.opens()
+    assert not loop.is_whole
+    assert "would take 8 of 10 MiB that are free" in caplog.text
+
+
+def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    change_by_hand(operator)
+    for waits in (False, True):
+        loop.step.opens()
+        operator.sgd.zero_grad()
+        operator.compute()
+        loop.step.exchanges()
+        if not waits:
+            operator.sgd.step()
+        loop.note_boundary()
+        assert [each is not None for each in loop.waiting_parameters()] == [waits] * 2 * waits
+        loop.step.opens()
+        operator.compute()
+        assert loop.is_whole
+        loop.return_to_boundary()
+        assert operator.gradient == (1.0 if waits else None)
+
+
+def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
+    operator = OwnBatch()
+    loop = loop_of(operator)
+    loop.step.opens()
+    operator.compute()
+    loop.note_boundary()
     assert not loop.is_whole
+    loop.step.opens()
+    operator.compute()
+    loop.step.exchanges()
+    loop.note_boundary()
+    assert not loop.is_whole, "those of the batch before are among them"
+    loop.step.opens()
+    operator.sgd.step()
+    loop.note_boundary()
+    assert loop.is_whole
+
+
+def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
+    operator = OwnBatch()
+    loop = loop_of(operator)
+    loop.step.opens()
+    operator.compute()
+    operator.sgd.step()
+    loop.note_restored()
+    assert loop.is_whole
+    assert loop.waiting_parameters() == list(operator.part.parameters())
 
 
 def test_batches_since_the_last_boundary_are_not_counted_twice() -> None:

@@ -164,21 +164,10 @@ def test_a_state_from_a_machine_with_a_gpu_is_restored_without_one() -> None:
     assert draw() == expected
 
 
-def test_copies_of_generators_cover_those_alone_that_were_drawn_from() -> None:
-    copies = rng.GeneratorCopies()
-    copies.take()
-    torch.rand(1)
-    copies.learn()
-    copies.take()
-    assert len(copies._states) == 1
-    expected = torch.rand(3)
-    copies.put_back()
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_copies_of_generators_cover_all_of_them_at_first() -> None:
-    copies = rng.GeneratorCopies()
-    copies.take()
-    expected = [torch.rand(1).item(), random.random(), np.random.rand()]
-    copies.put_back()
-    assert [torch.rand(1).item(), random.random(), np.random.rand()] == expected
+def test_generators_are_put_back_to_where_they_were_noted() -> None:
+    put_back = rng.put_back_later()
+    expected = draw()
+    put_back()
+    assert draw() == expected
+    put_back()
+    assert draw() == expected

@@ -197,6 +197,29 @@ def test_loaders_may_take_turns_and_passes_be_left(process_group: None) -> None:
     assert first.epoch == 2
 
 
+@pytest.mark.parametrize("decays", ["", "before the exchange", "behind the step"])
+@pytest.mark.parametrize("fails_in", [0, 1, 3])
+def test_what_user_code_does_to_weights_in_a_batch_that_failed_is_undone(
+    process_group: None, decays: str, fails_in: int
+) -> None:
+    def weight(fails: bool) -> float:
+        torch.manual_seed(0)
+        alone = Alone(1)
+        for number, (samples,) in enumerate(alone.loader()):
+            if fails and number == fails_in:
+                alone.membership.fail()
+            for place in ("before the exchange", "behind the step"):
+                if place == decays:
+                    alone.model.module.weight.data.mul_(0.5)
+                if place == "before the exchange":
+                    alone.optimizer.zero_grad()
+                    alone.step([samples])
+        assert alone.membership.num_done == 4
+        return alone.model.module.weight.item()
+
+    assert weight(fails=True) == weight(fails=False)
+
+
 def test_a_pass_with_gradients_and_no_steps_has_no_sample_twice(process_group: None) -> None:
     alone = Alone(2)
     assert len(seen(alone.loader(4))) == 1

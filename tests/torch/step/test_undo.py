@@ -1,0 +1,426 @@
+"""Undo: what a batch changed is put back, or it is known that it cannot be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd.callbacks.averages import EMAInWorker
+from raysgd.engine.shared.time_spent import START_UP, UNDO
+from raysgd.torch.step import undo
+from raysgd.torch.step.undo import Undo
+from raysgd.worker.time.ledger import Ledger
+
+
+class Program:
+    """A model, its optimizer and what goes with them, as a batch of user code sees them.
+
+    Args:
+        make_optimizer: Makes the optimizer for the parameters.
+        copies: See `Undo`.
+        model: The model, if not a small one with a batch norm.
+    """
+
+    def __init__(
+        self, make_optimizer: Callable[[Any], Any] | None = None, copies: bool | None = True, model: Any = None
+    ) -> None:
+        torch.manual_seed(0)
+        self.model: Any = model or torch.nn.Sequential(
+            torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+        )
+        self.model.register_buffer("mask", torch.ones(1))
+        make = make_optimizer or (lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+        self.optimizer = make([each for each in self.model.parameters() if each.requires_grad])
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.followers: list[Any] = []
+        self.ledger = Ledger()
+        parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
+        self.undo = Undo(*parts, copies=copies, ledger=self.ledger)
+        self.optimizer.register_step_pre_hook(lambda *_: self.undo.note_step())
+        self.undo.open_call()
+
+    def backward(self) -> None:
+        random.random()
+        np.random.rand()
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 2)).square().mean().backward()
+        self.undo.note_exchange()
+
+    def step(self) -> None:
+        """As much of a batch as ends with the step of an optimizer."""
+        self.backward()
+        self.optimizer.step()
+
+    def move(self, by: float = 1.0) -> None:
+        """Change weights past everything that PyTorch counts."""
+        self.model[0].weight.data.add_(by)
+
+    def run(self, *parts: Callable[[], object]) -> None:
+        """A whole batch."""
+        self.undo.begin()
+        for part in parts:
+            part()
+        self.undo.end()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the next batch is copied before it."""
+        self.undo.begin()
+        is_whole = self.undo.is_whole
+        self.undo.forget()
+        return is_whole
+
+    def state(self) -> Any:
+        """All that is to be as before, in numbers."""
+        parts = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
+        averages = [each.state_dict() for each in self.followers]
+        draws = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
+        return _plain([*parts, *averages, *draws])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Nested(torch.optim.SGD):
+    """Steps another optimizer, of which no one else knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = torch.optim.Adam(self.param_groups[0]["params"])
+        self.slow = {"weights": [each.detach().clone() for each in self.param_groups[0]["params"]]}
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        torch._foreach_add_(self.slow["weights"], 1.0)
+
+
+# ----------------------------------------------------------------------------------------------- what is put back
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        None,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True, foreach=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+        Nested,
+    ],
+    ids=["adam", "sgd", "amsgrad", "adagrad", "one inside another"],
+)
+@pytest.mark.parametrize("num_batches", [0, 2])
+def test_a_batch_with_two_steps_leaves_nothing(make_optimizer: Any, num_batches: int) -> None:
+    program = Program(make_optimizer)
+    for _ in range(num_batches):
+        program.run(program.step)
+    before = program.state(), _plain(vars(program.optimizer).get("slow"))
+    program.undo.begin()
+    program.step()
+    program.scheduler.step()
+    program.step()
+    assert program.state() != before[0]
+    assert program.undo.can_put_back(has_broken=True)
+    program.undo.put_back()
+    assert (program.state(), _plain(vars(program.optimizer).get("slow"))) == before
+
+
+def test_closures_that_step_many_times_leave_nothing() -> None:
+    program = Program(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
+    features = torch.randn(8, 2)
+
+    def closure() -> torch.Tensor:
+        program.optimizer.zero_grad()
+        loss = program.model(features).square().mean()
+        loss.backward()
+        return loss
+
+    program.run(lambda: program.optimizer.step(closure))
+    before = program.state()
+    program.undo.begin()
+    program.optimizer.step(closure)
+    program.undo.put_back()
+    assert program.state() == before
+
+
+def test_averages_that_follow_the_steps_leave_nothing() -> None:
+    program = Program()
+    average = EMAInWorker(0.9, warmup=True)
+    average.weights = [{name: each.detach().clone() for name, each in program.model.named_parameters()}]
+    average._num_updates = [3]
+    program.followers = [average]
+    before = program.state()
+    program.undo.begin()
+    program.step()
+    average.weights[0]["0.weight"].lerp_(program.model[0].weight.detach(), 0.5)
+    average._num_updates[0] += 1
+    assert program.state() != before
+    program.undo.put_back()
+    assert program.state() == before
+
+
+def test_what_is_frozen_in_a_batch_is_trained_again() -> None:
+    program = Program()
+    program.undo.begin()
+    program.model[0].requires_grad_(False)
+    program.undo.put_back()
+    assert all(parameter.requires_grad for parameter in program.model.parameters())
+
+
+def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back() -> None:
+    program = Program()
+    weight, mask, count = program.model[0].weight, program.model.mask, program.model[1].num_batches_tracked
+    memory = weight.data_ptr()
+    before = program.state()
+    program.undo.begin()
+    weight.data = weight.data + 1
+    program.model.mask = mask + 1
+    count.data = torch.tensor(7)
+    program.undo.put_back()
+    assert program.state() == before
+    assert weight.data_ptr() == memory
+    assert program.model.mask is mask
+
+
+@pytest.mark.parametrize("copies", [None, False])
+def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies: bool | None) -> None:
+    program = Program(copies=copies)
+    program.run(program.step)
+    program.run(program.backward)
+    gradients = [parameter.grad for parameter in program.model.parameters()]
+    before, state = _plain(gradients), program.state()
+    program.undo.begin(list(program.model.parameters()))
+    program.model(torch.randn(4, 2)).mean().backward()
+    program.move()
+    assert _plain(gradients) != before
+    program.optimizer.zero_grad()
+    program.undo.put_back()
+    assert all(parameter.grad is each for parameter, each in zip(program.model.parameters(), gradients, strict=True))
+    assert (_plain(gradients), program.state()) == (before, state)
+
+
+def test_sparse_gradients_that_wait_are_put_back() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    copies = Undo([table], [], copies=True)
+    copies.open_call()
+    copies.begin([table.weight])
+    table(torch.tensor([1])).sum().backward()
+    copies.put_back()
+    gradient = table.weight.grad
+    assert gradient is not None
+    assert gradient.to_dense().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
+
+
+def test_a_buffer_whose_elements_share_memory_is_left_alone() -> None:
+    program = Program()
+    program.model.mask = torch.zeros(1).expand(2**60)
+    program.undo.open_call()
+    program.undo.begin()
+    program.undo.put_back()
+    assert program.model.mask.shape == (2**60,)
+
+
+def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> None:
+    model = torch.nn.Linear(1, 1)
+    copies = Undo([model], [], copies=None)
+    copies.open_call()
+    copies.begin()
+    copies.note_exchange()
+    copies.note_step()
+    model.weight.data.fill_(5.0)
+    copies.end()
+    copies.begin()
+    copies.put_back()
+    assert model.weight.item() == 5.0
+
+
+# ---------------------------------------------------------------------------------------------- when it is copied
+
+
+def test_stock_code_copies_buffers_alone() -> None:
+    program = Program(copies=False)
+    program.run(program.step)
+    program.undo.begin()
+    before = program.state()
+    program.backward()
+    after = program.state()
+    assert program.undo.can_put_back(has_broken=True)
+    program.undo.put_back()
+    now = program.state()
+    norm = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert {name: now[0][name] for name in norm} == {name: before[0][name] for name in norm}
+    assert {name: now[0][name] for name in norm} != {name: after[0][name] for name in norm}
+    assert now[3:] == after[3:]
+    program.undo.begin()
+    program.step()
+    assert not program.undo.can_put_back(has_broken=False)
+
+
+SHAPES: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
+    "two steps": lambda it: [it.step, it.step],
+    "weights moved between two backward passes": lambda it: [it.backward, it.move, it.backward, it.optimizer.step],
+    "and back behind them": lambda it: [it.backward, it.move, it.backward, lambda: it.move(-1.0), it.optimizer.step],
+    "weights moved before a single one": lambda it: [it.move, it.step],
+    "a scheduler in front": lambda it: [it.scheduler.step, it.step],
+    "weights stepped by hand": lambda it: [it.backward, it.move],
+}
+ONCE: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
+    "one step": lambda it: [it.step],
+    "and a scheduler behind it": lambda it: [it.step, it.scheduler.step],
+    "two backward passes for one step": lambda it: [it.backward, it.step],
+    "weights moved behind the step": lambda it: [it.step, it.move],
+}
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *ONCE])
+def test_the_first_batch_shows_whether_later_ones_are_copied(shape: str) -> None:
+    program = Program(copies=None)
+    assert program.is_copied, "the first one is"
+    program.run(*(SHAPES | ONCE)[shape](program))
+    assert program.is_copied == (shape in SHAPES)
+    program.undo.open_call()
+    assert program.is_copied, "so is the first one of each call"
+
+
+def test_a_first_batch_without_an_exchange_shows_nothing() -> None:
+    program = Program(copies=None)
+    program.run()
+    assert program.is_copied
+    program.run(program.step)
+    assert not program.is_copied
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda it: [it.step, it.step],
+        lambda it: [it.backward, it.move, it.step],
+    ],
+    ids=["an exchange behind a step", "one exchange more"],
+)
+def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(later: Any) -> None:
+    program = Program(copies=None)
+    program.run(program.step)
+    program.undo.begin()
+    for part in later(program)[:-1]:
+        part()
+    assert not program.undo.can_put_back(has_broken=False)
+    program.backward()
+    assert not program.undo.can_put_back(has_broken=True)
+    program.undo.end()
+    assert program.is_copied
+
+
+def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if_something_later_did() -> None:
+    program = Program(copies=None)
+    program.run(program.step)
+    program.undo.begin()
+    assert program.undo.can_put_back(has_broken=False)
+    program.backward()
+    assert program.undo.can_put_back(has_broken=True)
+    assert not program.undo.can_put_back(has_broken=False)
+
+
+def test_frozen_weights_that_move_in_the_first_batch_are_copied_before_later_ones() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+    program = Program(copies=False, model=model)
+    program.undo.begin()
+    program.move()
+    assert not program.undo.can_put_back(has_broken=True)
+    program.step()
+    program.undo.end()
+    before = program.state()
+    program.undo.begin()
+    program.move()
+    assert program.undo.can_put_back(has_broken=False)
+    program.undo.put_back()
+    assert program.state()[0] == before[0]
+
+
+@pytest.mark.parametrize("copies", [None, False])
+def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+    program = Program(copies=copies, model=model)
+    program.run(program.step)
+    program.run(program.step, program.move)
+    program.undo.begin()
+    assert not program.undo.can_put_back(has_broken=True)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (4,), (3, 8), (0, 4)])
+def test_a_digest_tells_numbers_and_rows_apart(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    [before] = undo.digests_of([tensor])
+    assert torch.equal(before, undo.digests_of([tensor.clone()])[0])
+    if tensor.numel():
+        changed = tensor.clone()
+        changed.view(-1)[-1] = not changed.view(-1)[-1]
+        assert not torch.equal(before, undo.digests_of([changed])[0])
+    if tensor.ndim == 2 and tensor.numel() and dtype is not torch.bool:
+        assert not torch.equal(before, undo.digests_of([tensor.flip(0)])[0])
+        assert undo.digests_of([tensor.T])[0].shape == (8,)
+
+
+# -------------------------------------------------------------------------------------------------- without copies
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> None:
+    program = Program()
+    if is_used:
+        program.undo.switch_off()
+    program.undo.open_call(is_used)
+    program.undo.begin()
+    assert not program.undo.can_put_back(has_broken=True)
+    assert not program.ledger.reading().seconds[UNDO]
+    program.undo.end()
+    assert program.undo.can_put_back(has_broken=False), "between two batches"
+
+
+def test_the_time_of_copies_is_booked() -> None:
+    program = Program()
+    program.undo.begin()
+    assert program.ledger.reading().seconds[UNDO] > 0
+
+
+def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = Program()
+    program.run(program.step)
+    weight = program.model[0].weight
+    kept, weight.data = weight.data, torch.zeros(1, 1).expand(2**30, 2**30)
+    program.undo.begin()
+    assert "no memory to copy" in caplog.text
+    assert program.ledger.enter(START_UP) == START_UP
+    assert not program.undo.can_put_back(has_broken=True)
+    weight.data = kept
+    program.step()
+    program.undo.end()
+
+
+@pytest.mark.parametrize(("num_bytes", "lacks"), [(10**9, False), (1000, True)])
+def test_copies_take_at_most_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, lacks: bool
+) -> None:
+    model = torch.nn.Linear(16, 16, bias=False)
+    monkeypatch.setattr(undo, "_free_bytes", lambda device, num_sharing: num_bytes)
+    assert (undo.lacks_memory([model], 1) is not None) == lacks
+
+
+def test_the_free_memory_of_a_node_is_shared_by_its_workers() -> None:
+    alone, shared = (undo._free_bytes(torch.device("cpu"), number) for number in (1, 4))
+    assert alone is None or (shared is not None and shared < alone)
