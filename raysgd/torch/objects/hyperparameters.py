@@ -61,7 +61,7 @@ def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hy
     Raises:
         ValueError: The new value is no learning rate.
     """
-    new = [[_followed(group, rate, before) for group in groups] for groups in chosen]
+    new: list[Hyperparameters] = [[_followed(group, rate, before) for group in groups] for groups in chosen]
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
     if any(map(any, new)) and not is_number:
         raise ValueError(f"`lr={rate!r}`: need a finite number from 0 on.")

@@ -84,7 +84,7 @@ def flat(metric: Metric | MetricState) -> Flat | None:
     joined = _joined(metric.parts) if isinstance(metric, MetricState) else metric
     layout, numbers = list[Any](), list[float]()
     for inner in _metrics_in(joined):
-        states = inner.metric_state
+        states: dict[str, Any] = inner.metric_state
         if not all(isinstance(state, torch.Tensor) and not state.is_complex() for state in states.values()):
             return None
         layout.append(tuple((name, tuple(state.shape), state.dtype) for name, state in states.items()))

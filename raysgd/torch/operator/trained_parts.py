@@ -126,5 +126,5 @@ def _give_groups(
             optimizer.state.pop(parameter, None)
     if len(own) > num_alike:
         del optimizer.param_groups[num_alike:]
-    for group in added:
-        optimizer.add_param_group({"params": [parameters[name] for name in group]})
+    for names in added:
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})
