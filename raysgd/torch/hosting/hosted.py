@@ -106,6 +106,7 @@ class TorchHosted(hosted.Hosted):
     def build(self) -> TorchFacts:
         settings, world, device = self.settings, self.world, self._device
         precision = make_precision(settings.use_fp16, device, settings.precision)
+        self.parallel.forward_context = precision.forward
         context = OperatorContext(settings, world, device, precision, self.parallel)
         if settings.seed is not None:
             rng.seed_alike(settings.seed)

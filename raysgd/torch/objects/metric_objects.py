@@ -84,11 +84,11 @@ def flat(metric: Metric | MetricState) -> Flat | None:
     joined = _joined(metric.parts) if isinstance(metric, MetricState) else metric
     layout, numbers = list[Any](), list[float]()
     for inner in _metrics_in(joined):
-        states = {name: getattr(inner, name) for name in inner._defaults}
+        states: dict[str, Any] = inner.metric_state
         if not all(isinstance(state, torch.Tensor) and not state.is_complex() for state in states.values()):
             return None
         layout.append(tuple((name, tuple(state.shape), state.dtype) for name, state in states.items()))
-        numbers.append(float(inner._update_count))
+        numbers.append(float(inner.update_count))
         if sum(state.numel() for state in states.values()) + len(numbers) > MAX_NUMBERS:
             return None
         for state in states.values():
@@ -100,7 +100,7 @@ def captured_like(metric: Metric | MetricState, flat: Flat) -> MetricState | Non
     """Return such a state, of a metric like this one; None where it is none of such a metric."""
     clone = _cleared_copy(metric.parts[0] if isinstance(metric, MetricState) else metric)
     (layout, numbers), inner_metrics = flat, list(_metrics_in(clone))
-    if [{*inner._defaults} for inner in inner_metrics] != [{name for name, _, _ in states} for states in layout]:
+    if [{*inner.metric_state} for inner in inner_metrics] != [{name for name, _, _ in states} for states in layout]:
         return None
     for inner, states in zip(inner_metrics, layout, strict=True):
         inner._update_count, numbers = int(numbers[0]), numbers[1:]
@@ -139,7 +139,7 @@ def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
 
     def forget_the_rest() -> None:
         for metric, contents in kept:
-            if metric._update_count >= contents["_update_count"]:
+            if metric.update_count >= contents["_update_count"]:
                 for name, value in contents.items():
                     setattr(metric, name, value)
 
@@ -187,8 +187,8 @@ def _prepare_for_copying(metric: Metric) -> None:
     for inner in _metrics_in(metric):
         inner._computed = None
         inner._forward_cache = None
-        for name in inner._defaults:
-            setattr(inner, name, _detached(getattr(inner, name)))
+        for name, state in inner.metric_state.items():
+            setattr(inner, name, _detached(state))
 
 
 def _detached(state: Any) -> Any:
@@ -239,8 +239,8 @@ def _fill(target: Metric, sources: Sequence[Metric]) -> None:
 
 
 def _fill_by_its_own_rule(target: Metric, sources: Sequence[Metric]) -> None:
-    for name in target._defaults:
-        setattr(target, name, copy.deepcopy(getattr(sources[0], name)))
+    for name, state in sources[0].metric_state.items():
+        setattr(target, name, copy.deepcopy(state))
     for source in sources[1:]:
         target.merge_state(copy.deepcopy(source))
 

@@ -1,181 +1,122 @@
 """Forward passes of divided models where ranks have different numbers of batches, or call models differently often.
 
-A part of a divided model is put together by all ranks at once. In training all of them take the same steps. In
-evaluation they need not: one has more batches, one generates a longer text. So each time that a rank needs a part, all
-ranks agree on the next one to put together, in a round; those that need no part, or another one, put it together too,
-take it apart, and go on to the next round. A rank without batches is in rounds until no rank has any.
+A forward pass of a divided model takes all ranks. In training all of them take the same steps. In evaluation they need
+not: one has more batches, one generates a longer text. So each time that a rank calls a model, all ranks say which one
+they call. Those that call none, or another one, get the arguments, run the forward pass too, and drop its output: no
+code of the operator sees it. A rank without batches is in rounds until no rank has any.
 
-Why ranks take turns, and what it costs: ADR 92.
+What else was weighed: ADR 92.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-# Takes the maximum of a tensor over the ranks, in place.
-Maximum = Callable[[torch.Tensor], object]
+_HAS_LEFT, _AWAITS, _CALLS = range(3)  # behind the last: the number of the model
 
-
-@dataclass(frozen=True, eq=False)
-class ShardedModule:
-    """A part of a model that `fully_shard` puts together at once.
-
-    Attributes:
-        module: What it was called with.
-        owner: The module that holds one of its parameters.
-        name: The name of that parameter there.
-    """
-
-    module: Any
-    owner: torch.nn.Module
-    name: str
-
-    @property
-    def is_held(self) -> bool:
-        """True if it is put together on this rank."""
-        return not isinstance(getattr(self.owner, self.name), DTensor)
-
-    def put_together(self) -> None:
-        """Takes all ranks."""
-        self.module.unshard()
-
-    def take_apart(self) -> None:
-        """Frees what belongs to others."""
-        self.module.reshard()
+Exchange = Callable[[int], list[int]]
+"""Tells the other ranks a number, and returns the numbers of all ranks."""
+Share = Callable[[Any, int], Any]
+"""Returns the arguments that the rank with this number has given."""
+Context = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class ForwardRound:
-    """The answers of all ranks in a round.
-
-    Attributes:
-        wanted: For each part, whether any rank needs it next.
-        held: For each part, whether any rank has it together; that one could not take part again.
-        is_awaited: Whether any rank waits for the others to need no part any more, to go on then.
-    """
-
-    wanted: Sequence[bool]
-    held: Sequence[bool]
-    is_awaited: bool
-
-    @property
-    def chosen(self) -> int | None:
-        """The part to put together; None where no rank needs any.
-
-        A part that a rank is inside of has to wait until it has left it, so ranks that are further inside go first.
-
-        Raises:
-            RuntimeError: Each part that is needed is held by a rank that needs another one.
-        """
-        needed = [index for index, is_wanted in enumerate(self.wanted) if is_wanted]
-        if not needed:
-            return None
-        free = [index for index in needed if not self.held[index]]
-        if not free:
-            raise RuntimeError(
-                "The workers wait for one another: each is inside a part of a divided model that another one needs. "
-                "Call models by `self.model(x)`, not from inside of each other's forward pass."
-            )
-        return free[0]
-
-
-@dataclass
 class ForwardRounds:
     """This rank's place in the rounds.
 
-    Attributes:
-        parts: All parts of all models, in the same order on each rank.
-        maximum: How the ranks talk.
-        is_open: Whether there are rounds at all: in an evaluation.
+    Args:
+        exchange: How the ranks talk.
+        share: How they pass arguments.
     """
 
-    parts: Sequence[ShardedModule] = ()
-    maximum: Maximum = field(default=lambda tensor: None)
-    is_open: bool = False
+    def __init__(self, exchange: Exchange, share: Share) -> None:
+        self._exchange, self._share = exchange, share
+        self._models: Sequence[Any] = ()
+        self._is_open = False
+        self._context: Context = nullcontext
 
     @contextmanager
-    def opened(self, parts: Sequence[ShardedModule], maximum: Maximum) -> Iterator[None]:
+    def opened(self, models: Sequence[Any], context: Context = nullcontext) -> Iterator[None]:
         """An evaluation; ends on all ranks at the same time.
 
-        A rank whose code raises stays for the others, so that they can finish.
+        A rank whose code raises between two forward passes stays for the others, so that they can finish.
+
+        Args:
+            models: The models, in the same order on each rank.
+            context: That of forward passes.
         """
-        self.parts, self.maximum, self.is_open = parts, maximum, True
+        self._models, self._context, self._is_open = models, context, True
         try:
             yield
         except Exception:
             self._try_to_help()
             raise
         else:
-            self._help(is_awaited=False)
+            self._help(_HAS_LEFT)
         finally:
-            self.is_open = False
-            for part in parts:
-                part.take_apart()
+            self._is_open = False
 
-    def enter(self, part: ShardedModule) -> None:
-        """Puts a part together that this rank needs."""
-        if not self.is_open or part.is_held or part not in self.parts:
+    def enter(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Called ahead of each forward pass; returns when the other ranks run it, too."""
+        own = next((number for number, each in enumerate(self._models) if each is model), None)
+        if not self._is_open or own is None:
             return
-        own = self.parts.index(part)
-        chosen = self._next(own)
-        while chosen != own:
-            self._visit(chosen)
-            chosen = self._next(own)
-        part.put_together()
+        while self._round(_CALLS + own, (args, kwargs))[0] != own:
+            pass
 
     def pause(self) -> None:
         """Returns when all ranks have come here, or have left the evaluation."""
-        if self.is_open:
-            self._help(is_awaited=True)
+        if self._is_open:
+            self._help(_AWAITS)
 
     def _try_to_help(self) -> None:
         """After an exception. Where the ranks have lost each other, that one is the better one to tell about."""
         try:
-            for part in self.parts:
-                part.take_apart()  # the forward pass that broke off did not
-            self._help(is_awaited=False)
+            self._help(_HAS_LEFT)
         except Exception:
             return
 
-    def _help(self, is_awaited: bool) -> None:
+    def _help(self, said: int) -> None:
         while True:
-            said = self._say(None, is_awaited)
-            if said.chosen is not None:
-                self._visit(said.chosen)
-            elif is_awaited or not said.is_awaited:
+            called, is_awaited = self._round(said)
+            if called is None and (said == _AWAITS or not is_awaited):
                 return
 
-    def _next(self, own: int) -> int:
-        chosen = self._say(own, is_awaited=False).chosen
-        assert chosen is not None, "this rank needs one"
-        return chosen
+    def _round(self, said: int, call: Any = None) -> tuple[int | None, bool]:
+        """Runs a forward pass for other ranks, unless this one is about to run it.
 
-    def _visit(self, chosen: int) -> None:
-        self.parts[chosen].put_together()
-        self.parts[chosen].take_apart()
+        Returns:
+            The model that ranks run; None where no rank calls any. And whether any rank waits for the others.
+        """
+        answers = self._exchange(said)
+        calls = [answer for answer in answers if answer >= _CALLS]
+        if not calls:
+            return None, _AWAITS in answers
+        chosen = min(calls)
+        if any(answer != chosen for answer in answers):
+            args, kwargs = self._share(call, answers.index(chosen))
+            if said != chosen:
+                self._run(self._models[chosen - _CALLS], args, kwargs)
+        return chosen - _CALLS, False
 
-    def _say(self, own: int | None, is_awaited: bool) -> ForwardRound:
-        wanted = [index == own for index in range(len(self.parts))]
-        held = [part.is_held for part in self.parts]
-        said = torch.tensor([*wanted, *held, is_awaited], dtype=torch.uint8)
-        self.maximum(said)
-        heard = [bool(value) for value in said.tolist()]
-        count = len(self.parts)
-        return ForwardRound(heard[:count], heard[count:-1], heard[-1])
+    def _run(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._is_open = False  # its own forward pass is not another round
+        try:
+            with torch.no_grad(), self._context():
+                model(*args, **kwargs)
+        finally:
+            self._is_open = True
 
 
-def hook_of(rounds: ForwardRounds, part: ShardedModule) -> Callable[..., None]:
-    """Returns what to call ahead of each forward pass of a part, compiled or not."""
-    enter = partial(rounds.enter, part)
+def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
+    """Returns what to call ahead of each forward pass of a model, compiled or not."""
 
-    def hook(module: Any, args: Any) -> None:
-        torch.compiler.disable(enter)() if torch.compiler.is_compiling() else enter()
+    def hook(model: Any, args: Any, kwargs: Any) -> None:
+        enter = torch.compiler.disable(rounds.enter) if torch.compiler.is_compiling() else rounds.enter
+        enter(model, args, kwargs)
 
     return hook

@@ -25,7 +25,8 @@ from raysgd._state.host_buffers import return_large_blocks
 from raysgd.connections.torch import new_group_beside
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
-from raysgd.torch.parallel.forward_rounds import ForwardRounds, ShardedModule, hook_of
+from raysgd.torch.objects.moving import to_device
+from raysgd.torch.parallel.forward_rounds import ForwardRounds, hook_of
 from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.step import BatchStep, never_defer
@@ -50,8 +51,7 @@ class FSDP(NoParallel):
         self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
         self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
         self._skeletons: dict[int, torch.nn.Module] = {}
-        self._parts: list[ShardedModule] = []
-        self._rounds = ForwardRounds()
+        self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
         self._group_beside: Any = None
         if device.type == "cpu":
@@ -76,10 +76,7 @@ class FSDP(NoParallel):
         for name, parameter in model.named_parameters():
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
-        parts = _parts_of(model)
-        self._parts += parts
-        for part in parts:
-            part.module.register_forward_pre_hook(hook_of(self._rounds, part), prepend=True)
+        model.register_forward_pre_hook(hook_of(self._rounds), prepend=True, with_kwargs=True)
         return model
 
     @contextmanager
@@ -131,27 +128,35 @@ class FSDP(NoParallel):
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Lets ranks run different numbers of forward passes; models stay divided."""
-        roots, inside = _roots(models), {id(part) for part in _sharded_parts(models)}
-        parts = [part for part in self._parts if id(part.module) in inside]
+        roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
             model.set_reshard_after_forward(True)
             model.reshard()  # the last forward pass without a backward pass may have left it together
         self._refresh_left_out()
         try:
-            with self._rounds.opened(parts, self._maximum):
+            with self._rounds.opened(roots, self.forward_context):
                 yield
         finally:
-            for part in parts:
-                keeps = part.module in roots or not self._options.reshard_after_forward
-                part.module.set_reshard_after_forward(not keeps, recurse=False)
+            for part in _sharded_parts(models):
+                part.reshard()  # of a forward pass that broke off
+                keeps = part in roots or not self._options.reshard_after_forward
+                part.set_reshard_after_forward(not keeps, recurse=False)
 
     def await_others(self) -> None:
         """Waits in evaluation until no rank has a batch left."""
         self._rounds.pause()
 
-    def _maximum(self, numbers: torch.Tensor) -> None:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group_beside)
+    def _numbers_of_all(self, own: int) -> list[int]:
+        numbers = torch.zeros(self._world_size, dtype=torch.int64)
+        numbers[dist.get_rank()] = own
+        dist.all_reduce(numbers, group=self.group_beside)
+        return numbers.tolist()
+
+    def _arguments_of(self, own: Any, source: int) -> Any:
+        holder = [to_device(own, torch.device("cpu")) if source == dist.get_rank() else None]
+        dist.broadcast_object_list(holder, source, group=self.group_beside)
+        return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state on rank 0; the others get one without tensors."""
@@ -234,21 +239,6 @@ def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
 
 def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
-
-
-def _parts_of(model: torch.nn.Module) -> list[ShardedModule]:
-    """The parts of a model that have parameters, in the order of its modules."""
-    found: dict[str, ShardedModule] = {}
-    divided = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    for path, owner in model.named_modules():
-        for name, _ in owner.named_parameters(recurse=False):
-            owner_of = max((each for each in divided if _is_inside(path, each)), key=len)
-            found.setdefault(owner_of, ShardedModule(model.get_submodule(owner_of), owner, name))
-    return [found[name] for name in divided if name in found]
-
-
-def _is_inside(path: str, above: str) -> bool:
-    return not above or path == above or path.startswith(f"{above}.")
 
 
 def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class NoParallel:
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         rows: What the ranks tell each other in each step.
         record: What was done in the call that all ranks have to do alike.
+        forward_context: The context of forward passes.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
@@ -71,6 +72,7 @@ class NoParallel:
         self.record = JointRecord()
         self.times_exchanges = False
         self.exchanged: set[int] = set()
+        self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
 
     def take_time(self, device: torch.device) -> None:

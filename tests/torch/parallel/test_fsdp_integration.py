@@ -170,6 +170,14 @@ def test_workers_without_batches_help_the_others_to_validate(divided: TorchTrain
         assert (found[index]["num_samples"], found[index]["whole"]) == (13, 0), "between two forward passes"
 
 
+def test_a_worker_without_a_batch_helps_the_others_to_predict(divided: TorchTrainer) -> None:
+    rows = torch.rand(3, NUM_FEATURES)
+    model = divided.get_model().eval()
+    for data in (rows, rows[:1]):
+        found = divided.predict((data, torch.zeros(len(data))), batch_size=1, has_target=False)
+        torch.testing.assert_close(found, model(data).detach())
+
+
 def test_a_model_that_is_put_together_shares_the_weights_that_it_shared() -> None:
     model = torch.nn.ModuleDict({"in": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 4, bias=False)})
     model["out"].weight = model["in"].weight  # type: ignore[assignment]
