@@ -134,7 +134,6 @@ INSIDE = {
 """The same inside the large rooms: folders, and modules that stand in the room itself."""
 
 MADE_LATE = {
-    ("raysgd.streams.stream", "raysgd.streams.pipeline"),
     ("raysgd.tf.training_operator", "raysgd.tf.creator_operator"),
     ("raysgd.torch.torch_trainer", "raysgd.torch.torch_trainable"),
     ("raysgd.torch.training_operator", "raysgd.torch.creator_operator"),

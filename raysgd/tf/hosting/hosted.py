@@ -13,7 +13,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
-from raysgd.streams.data import StreamSignature
+from raysgd.streams.source import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import predicting
 from raysgd.tf.hosting import building

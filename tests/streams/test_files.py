@@ -1,7 +1,7 @@
 """Formats: the same rows from the first one and from the middle, on a disk and in a store; files that are found.
 
-Covers `raysgd.streams.formats.files`, `raysgd.streams.formats.arrow`, `raysgd.streams.formats.tar_samples`,
-`raysgd.streams.formats.json_lines`, `raysgd.streams.formats.iterables`: each of them promises the same.
+Covers `raysgd.streams.files`, `raysgd.streams.files`, `raysgd.streams.files`,
+`raysgd.streams.files`, `raysgd.streams.iterables`: each of them promises the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from pyarrow import feather, ipc, parquet
 
 from raysgd.exceptions import StorageError, StreamError
 from raysgd.storage import Folder, open_folder
-from raysgd.streams.formats import tar_samples
-from raysgd.streams.formats.arrow import ArrowStream, ParquetStream
-from raysgd.streams.formats.files import FileStream
-from raysgd.streams.formats.iterables import IterableStream
-from raysgd.streams.formats.json_lines import JSONLinesStream
-from raysgd.streams.formats.tar_samples import TarStream
+from raysgd.streams import files
+from raysgd.streams.files import ArrowStream, FileStream, JSONLinesStream, ParquetStream, TarStream
+from raysgd.streams.iterables import IterableStream
 from raysgd.streams.stream import Stream, check_shards
 from tests.helpers.s3_server import S3Server
 from tests.streams.made import joint, pass_of, read_together
@@ -368,10 +365,8 @@ def test_rows_of_a_shared_shard_that_no_lane_here_needs_are_not_made(
         (tmp_path / "a.jsonl").write_text("".join(f"{number}\n" for number in range(640)))
         stream: Stream = JSONLinesStream(tmp_path)
     else:
-        read = tar_samples._sample
-        monkeypatch.setattr(
-            tar_samples, "_sample", lambda tar, key, members: [made.append(key), read(tar, key, members)][1]
-        )
+        read = files._sample
+        monkeypatch.setattr(files, "_sample", lambda tar, key, members: [made.append(key), read(tar, key, members)][1])
         (tmp_path / "a.tar").write_bytes(as_tar(list(range(640))))
         stream = TarStream(tmp_path)
     steps = read_together(pass_of(stream.batch(64)), 4)

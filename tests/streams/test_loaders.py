@@ -1,6 +1,6 @@
 """Processes that load for a worker: the same batches as without them, and what is told when one cannot go on.
 
-Covers `raysgd.streams.loading.parent`: these processes end with the one that they load for.
+Covers `raysgd.streams.loaders`: these processes end with the one that they load for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.data import stream_data
-from raysgd.streams.pipeline import Pipeline
-from raysgd.streams.source import StreamSource
+from raysgd.streams.source import StreamSource, stream_data
+from raysgd.streams.stream import Pipeline
 from tests.streams.made import MadeStream, division
 from tests.streams.test_source import Item, Place, Tuples, data_of, source_of
 

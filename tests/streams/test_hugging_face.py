@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.streams.formats.hugging_face import HuggingFaceStream
+from raysgd.streams.iterables import HuggingFaceStream
 from tests.streams.made import joint, pass_of, read_together
 
 
