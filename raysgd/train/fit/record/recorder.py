@@ -22,7 +22,7 @@ from raysgd.air.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, Metr
 from raysgd.air.reports import ReportedCheckpoint, ReportedCheckpointStatus
 from raysgd.air.result import Result, read_reports, read_validations
 from raysgd.air.trial import FitTrialView
-from raysgd.callbacks.calling.run_callbacks import RunCallbacks
+from raysgd.callbacks.adapters import RunCallbacks
 from raysgd.engine.decisions.group_events import GroupEvent
 from raysgd.train.fit.record.chores import BackgroundTasks, Logs
 from raysgd.train.fit.record.console import ConsoleReporter, LogFiles, Reporter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of, location
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of, location
 from raysgd.engine.decisions.group_events import GroupEvent
 from raysgd.history.history import CallRecord, History
 
