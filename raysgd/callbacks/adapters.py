@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
     from raysgd.engine.decisions.group_events import GroupEvent
 
+_ADVICE = (
+    "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
+    "continue with `restore`."
+)
+
 
 class FunctionCallback(Protocol):
     """A `raysgd.train.TrainingCallback`, or what is like one."""
@@ -273,12 +278,6 @@ class TrialHooks:
 
     def set_state(self, state: Sequence[Any]) -> None:
         self._calls.load_states(state)
-
-
-_ADVICE = (
-    "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
-    "continue with `restore`."
-)
 
 
 class RunCallbacks(TrialCalls):

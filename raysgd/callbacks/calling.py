@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADVICE = "What was trained and saved is kept: fix the callback or leave it out, and continue."
+TUNE_HOOKS = (
+    "on_step_begin",
+    "on_step_end",
+    "on_trial_start",
+    "on_trial_restore",
+    "on_trial_save",
+    "on_trial_result",
+    "on_trial_complete",
+    "on_trial_recover",
+    "on_trial_error",
+    "on_checkpoint",
+    "on_experiment_end",
+)
+"""The methods of callbacks of Ray Tune, of which one makes an object a callback."""
 
 
 class Dispatcher:
@@ -230,22 +244,6 @@ class CallbackCalls(Dispatcher):
 def overrides(callback: Callback, method: str) -> bool:
     """Return whether a callback does something in a method."""
     return getattr(type(callback), method, None) is not getattr(Callback, method)
-
-
-TUNE_HOOKS = (
-    "on_step_begin",
-    "on_step_end",
-    "on_trial_start",
-    "on_trial_restore",
-    "on_trial_save",
-    "on_trial_result",
-    "on_trial_complete",
-    "on_trial_recover",
-    "on_trial_error",
-    "on_checkpoint",
-    "on_experiment_end",
-)
-"""The methods of callbacks of Ray Tune, of which one makes an object a callback."""
 
 
 class TrialCalls:

@@ -32,6 +32,8 @@ _NUM_BYTES = 4096
 _NUM_DIGESTS = 64
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+_ROWS_AT_ONCE = 1024
+_MAGIC = b"ARROW1"
 
 
 class StreamFile(NamedTuple):
@@ -230,9 +232,7 @@ def _sample(tar: tarfile.TarFile, key: str, members: Iterator[tarfile.TarInfo]) 
     return sample
 
 
-_ROWS_AT_ONCE = 1024
 _BYTES_AT_ONCE = 2**20
-_MAGIC = b"ARROW1"
 
 
 class TableStream(FileStream):

@@ -12,6 +12,11 @@ from typing import Any
 from raysgd._arguments.checks import is_integer
 from raysgd.streams.stream import Shard, Stream, from_row
 
+_NOTE_EVERY = 256
+_NUM_STATES = 4
+_ROWS_AT_ONCE = 32
+_FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
+
 
 class IterableStream(Stream):
     """Rows of an iterable, which has to yield the same ones whenever it is iterated over, in every process.
@@ -63,10 +68,6 @@ def _length_of(rows: Any) -> int | None:
         return None
 
 
-_NOTE_EVERY = 256
-_NUM_STATES = 4
-_ROWS_AT_ONCE = 32
-_FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
 _IN_SHARDS = (
     *(
         "",

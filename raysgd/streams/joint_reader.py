@@ -21,6 +21,7 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 """Begins to add up numbers over all ranks; returns what waits for the sums."""
+_NUM_SHOWN = 2  # because a batch norm refuses a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
@@ -139,9 +140,6 @@ class LaneEnds:
     def _lanes(self) -> list[LanePosition]:
         passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
         return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
-
-
-_NUM_SHOWN = 2  # because a batch norm refuses a single row
 
 
 class Shares(Protocol):

@@ -27,6 +27,7 @@ Numbered: TypeAlias = tuple[int, Any]
 _NUM_KEPT = 256
 _MOST_TRIES = 4  # a row, and the next three
 _MOST_READINGS = 4
+_MOST_SKIPPED = 256  # rows that are kept at a time
 
 
 def numbered_rows(
@@ -205,8 +206,6 @@ class _Reading:
 
 LaneRow: TypeAlias = tuple[int, int, Any]
 """A row behind the number of its part, and its number in the shard."""
-
-_MOST_SKIPPED = 256  # rows that are kept at a time
 
 
 class LaneReader:

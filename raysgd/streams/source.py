@@ -20,6 +20,8 @@ from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, ch
 
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Makes what divides joint batches, of the size of one and the number of workers."""
+_NUM_POSITIONS = 64
+_WHEN_TRAINED = 2
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,6 @@ def _misfit(what: str) -> ValueError:
 
 
 logger = logging.getLogger(__name__)
-
-_NUM_POSITIONS = 64
-_WHEN_TRAINED = 2
 
 
 class StreamGroup(Protocol):

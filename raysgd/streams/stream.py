@@ -17,6 +17,7 @@ from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)
+_MOST_WARNINGS = 10  # of one process
 
 
 class Shard(NamedTuple):
@@ -210,7 +211,6 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
     return rows
 
 
-_MOST_WARNINGS = 10  # of one process
 _NUM_WARNINGS = itertools.count()
 
 DROPPED = object()

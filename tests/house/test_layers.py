@@ -111,7 +111,7 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_tensorflow _worker callbacks fit/record",
+        "_tensorflow _worker callbacks",
         "_rules _torch batch_predictor collective session tensorflow",
         "_run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils worker_group",
         "_run",

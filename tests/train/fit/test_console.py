@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.record.console import LogFiles
+from raysgd.train.fit.console import LogFiles
 from tests.train.fit.notes import make_folder, make_recorder, save
 
 

@@ -1,8 +1,4 @@
-"""What the driver writes down about a run, without workers.
-
-Covers `raysgd.train.fit.record.kept_checkpoints` and `raysgd.train.fit.record.chores`, which only do something together
-with a recorder.
-"""
+"""What the driver writes down about a run, without workers."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.air.result import Result
 from raysgd.callbacks import JSONLogger
 from raysgd.exceptions import CallbackError
-from raysgd.train.fit.record.kept_checkpoints import number_of
+from raysgd.train.fit.recorder import number_of
 from tests.train.fit.notes import CONFIG, Noting, lines, make_folder, make_recorder, save
 
 

@@ -266,7 +266,7 @@ class TestGoingOn:
 
         program = (
             "import pathlib, ray, sys\n"
-            "from tests.train.fit.record.test_recorder_integration import make_trainer\n"
+            "from tests.train.fit.test_recorder_integration import make_trainer\n"
             "ray.init(log_to_driver=False)\n"
             "folder = pathlib.Path(sys.argv[1])\n"
             "make_trainer(folder, folder, config={'stays_at': 0}).fit()\n"

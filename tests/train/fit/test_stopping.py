@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.fit.record.stopping import make_stop
+from raysgd.train.fit.recorder import make_stop
 
 
 def always(trial_id: str, result: Mapping[str, Any]) -> bool:
