@@ -11,7 +11,7 @@ from raysgd._arguments.checks import did_you_mean
 from raysgd._numbers.nested import flattened, value_at
 from raysgd._numbers.ranking import MAX, MIN, is_number, mode_of
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling.calling import overrides
+from raysgd.callbacks.calling import overrides
 
 logger = logging.getLogger(__name__)
 

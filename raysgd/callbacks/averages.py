@@ -10,9 +10,16 @@ from functools import partial
 from typing import Any
 
 from raysgd._arguments import checks
-from raysgd.callbacks._operators import index_of, is_sharded, models_of, optimizers_of, rank_of, state_of
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.callbacks.worker_callback import (
+    WorkerCallback,
+    index_of,
+    is_sharded,
+    models_of,
+    optimizers_of,
+    rank_of,
+    state_of,
+)
 
 logger = logging.getLogger(__name__)
 

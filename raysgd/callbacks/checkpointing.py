@@ -11,9 +11,9 @@ from typing import Any
 
 from raysgd._arguments import checks
 from raysgd._numbers.ranking import Ranking
+from raysgd.callbacks import sidecar
 from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
-from raysgd.callbacks.calling import sidecar
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 

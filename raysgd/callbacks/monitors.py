@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raysgd.callbacks._operators import index_of, of_optimizer, optimizers_of
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.callbacks.worker_callback import WorkerCallback, index_of, of_optimizer, optimizers_of
 from raysgd.engine.shared.time_spent import goodput_of
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._arguments import checks
-from raysgd.callbacks._operators import rank_of
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.callbacks.worker_callback import WorkerCallback, rank_of
 from raysgd.storage import Folder, open_folder
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._text.once import Once
+from raysgd.callbacks.bars import STYLES, BarView, LineBar, Style, make_bar
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.display.bars import STYLES, BarView, LineBar, Style, make_bar
 from raysgd.history import readable
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from raysgd._files.paths import check_path
 from raysgd._text.secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.display.page import RunFacts, page_of
+from raysgd.callbacks.page import RunFacts, page_of
 from raysgd.writers.failing import FailureWarnings
 
 if TYPE_CHECKING:

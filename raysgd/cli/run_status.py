@@ -18,7 +18,7 @@ from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")
 _SIDECAR = ".run.json"
-_PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/calling/sidecar.py`
+_PART = re.compile(r"history-[0-9a-f]{16}\.json")  # see `raysgd/callbacks/sidecar.py`
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
 _LONGEST = 300

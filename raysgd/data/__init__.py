@@ -10,11 +10,8 @@ if TYPE_CHECKING:
     from raysgd.arrays.arrays import Arrays
     from raysgd.arrays.ray_batches import RayBatches
     from raysgd.data.dataset import Dataset
-    from raysgd.streams.formats.arrow import ArrowStream, ParquetStream
-    from raysgd.streams.formats.hugging_face import HuggingFaceStream
-    from raysgd.streams.formats.iterables import IterableStream
-    from raysgd.streams.formats.json_lines import JSONLinesStream
-    from raysgd.streams.formats.tar_samples import TarStream
+    from raysgd.streams.files import ArrowStream, JSONLinesStream, ParquetStream, TarStream
+    from raysgd.streams.iterables import HuggingFaceStream, IterableStream
     from raysgd.streams.stream import Shard, Stream
 
 __all__ = [
@@ -35,15 +32,15 @@ lazy_names(
     __name__,
     {
         "Arrays": "raysgd.arrays.arrays",
-        "ArrowStream": "raysgd.streams.formats.arrow",
+        "ArrowStream": "raysgd.streams.files",
         "Dataset": "raysgd.data.dataset",
-        "HuggingFaceStream": "raysgd.streams.formats.hugging_face",
-        "IterableStream": "raysgd.streams.formats.iterables",
-        "JSONLinesStream": "raysgd.streams.formats.json_lines",
-        "ParquetStream": "raysgd.streams.formats.arrow",
+        "HuggingFaceStream": "raysgd.streams.iterables",
+        "IterableStream": "raysgd.streams.iterables",
+        "JSONLinesStream": "raysgd.streams.files",
+        "ParquetStream": "raysgd.streams.files",
         "RayBatches": "raysgd.arrays.ray_batches",
         "Shard": "raysgd.streams.stream",
         "Stream": "raysgd.streams.stream",
-        "TarStream": "raysgd.streams.formats.tar_samples",
+        "TarStream": "raysgd.streams.files",
     },
 )

@@ -10,10 +10,10 @@ from typing import Any
 
 from raysgd._arguments import checks
 from raysgd._files.paths import check_path, make_folder
+from raysgd.callbacks.adapters import checked
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.callbacks.calling.adapters import checked
-from raysgd.callbacks.calling.calling import CallbackCalls, overrides
-from raysgd.callbacks.calling.sidecar import Sidecar, Sidecars, epoch_of
+from raysgd.callbacks.calling import CallbackCalls, overrides
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
 from raysgd.driver.validating.trained_epoch import TrainedEpoch
 from raysgd.engine.shared.call import Call

@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 from raysgd._arguments import checks
 from raysgd._numbers.results import Metrics
 from raysgd._text.once import Once
-from raysgd.callbacks.calling.adapters import AnyCallback
+from raysgd.callbacks.adapters import AnyCallback
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
 from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress

@@ -1,22 +1,211 @@
-"""The rows of one lane, from any position: through filters, and mixed with their neighbors."""
+"""The rows of lanes in one process, from any position: of shards that are read once, through filters, and mixed.
+
+A pass says which lanes there are, where each is after some rows, and opens a reader of one.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
 
 from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
-from raysgd.streams.lanes import LanePart, LanePosition
-from raysgd.streams.row_steps import DROPPED, RowSteps, warn_of_row
+from raysgd.streams.lanes import NUM_LANES, DealtRows, LanePart, LanePosition, Lanes, deal
+from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, total, warn_of_row
+
+logger = logging.getLogger(__name__)
+
+Numbered: TypeAlias = tuple[int, Any]
+"""A row behind its number in the shard."""
+
+_NUM_KEPT = 256
+_MOST_TRIES = 4  # a row, and the next three
+_MOST_READINGS = 4
+_MOST_SKIPPED = 256  # rows that are kept at a time
+
+
+def numbered_rows(
+    open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
+) -> Iterator[Numbered]:
+    """Yield the rows of a shard from one on, each behind its number; `DROPPED` for one that is left out.
+
+    Args:
+        open_shard: Opens a shard at a row, as `Stream.open`.
+        shard: The shard.
+        start: The number of the first row.
+        skips: Whether to leave out what cannot be read: one row, or all others where the next ones cannot be read too.
+
+    Raises:
+        StreamError: The shard cannot be read, or has not as many rows as were said.
+    """
+    number, num_tries, said = start, 0, shard.num_rows
+    while True:
+        try:
+            rows = iter(open_shard(shard.name, number))
+            for row in rows:
+                number, num_tries = number + 1, 0
+                if number == said:
+                    number += sum(1 for _ in rows)  # none, where the shard is what it was
+                    if number > said:
+                        break
+                yield number - 1, row
+            break
+        except Exception as error:
+            what = f"cannot be read from row {number} on"
+            failed = StreamError(f"shard {shard.name!r} {what}: {type(error).__name__}: {error}")
+            if not skips:
+                raise failed from error
+            warn_of_row(failed)
+        yield number, DROPPED
+        number, num_tries = number + 1, num_tries + 1
+        if num_tries == _MOST_TRIES:
+            logger.warning("left out of a stream: the rest of shard %r, from row %d on", shard.name, number)
+            yield from ((left, DROPPED) for left in range(number, said or 0))
+        if num_tries == _MOST_TRIES or number == said:
+            return
+    if said not in (None, number):
+        raise StreamError(
+            f"shard {shard.name!r} has {number} rows, and not {said} as it said before: the position in a stream "
+            "counts rows, so its shards have to stay unchanged."
+        )
+
+
+class OpenShards:
+    """Opens shards for the lanes of one process.
+
+    Args:
+        stream: Where rows come from.
+        shards: Its shards.
+        lanes: Which lane reads what.
+        expected: The lanes that this process reads.
+        block: How many rows a lane reads at a time.
+        skips: Whether to leave out what cannot be read.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        shards: Sequence[Shard],
+        lanes: Lanes,
+        expected: Collection[int],
+        block: int,
+        skips: bool = False,
+    ) -> None:
+        self._stream, self._shards, self._skips = stream, shards, skips
+        self._lanes, self._expected, self._block = lanes, expected, block
+        self._readings: dict[int, list[_Reading]] = {}  # of shards that are shared; the last one was used last
+
+    def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
+        """Return the rows of a part of a lane, behind their numbers, from the row `start` of the shard on.
+
+        Raises:
+            StreamError: The shard cannot be read, or has not as many rows as were said.
+        """
+        if part.step == 1:
+            return numbered_rows(self._stream.open, self._shards[part.shard], start, self._skips)
+        return self._dealt(part, part.next_row(start))
+
+    def _dealt(self, part: LanePart, at: int) -> Iterator[Numbered]:
+        reading = self._reading(part, at)
+        while (row := reading.row(part.first, at)) is not None:
+            yield row
+            at = row[0] + part.step
+            if not reading.has(part.first, at):
+                reading = self._reading(part, at)
+
+    def _reading(self, part: LanePart, at: int) -> _Reading:
+        """Return a reading that comes to a row, or has kept it; what was passed by is read again."""
+        readings = self._readings.setdefault(part.shard, [])
+        found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
+        if found is None:
+            found = self._new(part, at)
+            del readings[: 1 - _MOST_READINGS]
+        else:
+            readings.remove(found)
+        readings.append(found)
+        return found
+
+    def _new(self, part: LanePart, at: int) -> _Reading:
+        ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
+        readers = {each.first for each in ends if each.shard == part.shard}
+        # Others may be some rows behind this lane: by what they read at a time, and by their turn.
+        start = max(0, (at // part.step - self._block) * part.step)
+        num_kept = 2 * self._block + _NUM_KEPT
+        reading = _Reading(part.step, start, readers, num_kept)
+
+        def open_shard(name: str, number: int) -> Iterator[Any]:
+            if self._skips:  # all workers have to come to the same rows that cannot be read
+                return self._stream.open(name, number)
+            return self._stream.open_some(name, number, reading.is_needed)
+
+        reading.source = numbered_rows(open_shard, self._shards[part.shard], start, self._skips)
+        return reading
+
+
+class _Reading:
+    """One reading of a shard. What is read on the way to a row waits for the lanes that it belongs to.
+
+    Args:
+        step: From each row of a lane to its next one.
+        start: Where the reading begins.
+        readers: The first rows of the lanes that rows may wait for.
+        num_kept: How many may wait for a lane.
+
+    Attributes:
+        source: The rows from `start` on.
+    """
+
+    source: Iterator[Numbered]
+
+    def __init__(self, step: int, start: int, readers: Collection[int], num_kept: int) -> None:
+        self._step, self._num_kept = step, num_kept
+        self._waiting: dict[int, deque[Numbered]] = {first: deque() for first in readers}
+        self._next = start
+
+    def is_needed(self, number: int) -> bool:
+        """Tells whether a row is of one of these lanes."""
+        return number % self._step in self._waiting
+
+    def has(self, first: int, at: int) -> bool:
+        """Tells whether this reading comes to the row `at` soon, or has kept it."""
+        waiting = self._waiting.get(first)
+        if waiting and waiting[0][0] <= at <= waiting[-1][0]:
+            return True
+        return self._next <= at <= self._next + self._num_kept * self._step
+
+    def row(self, first: int, at: int) -> Numbered | None:
+        """Return the row `at` of a lane; None behind the end."""
+        waiting = self._waiting.setdefault(first, deque())
+        while waiting and waiting[0][0] < at:
+            waiting.popleft()
+        return waiting.popleft() if waiting else self._read_to(first, at)
+
+    def _read_to(self, first: int, at: int) -> Numbered | None:
+        for row in self.source:
+            self._next = row[0] + 1
+            if row[0] >= at and row[0] % self._step == first:
+                return row
+            self._keep(row)
+        return None
+
+    def _keep(self, row: Numbered) -> None:
+        first = row[0] % self._step
+        waiting = self._waiting.get(first)
+        if waiting is None:
+            return
+        waiting.append(row)
+        if len(waiting) > self._num_kept:
+            del self._waiting[first]  # its lane is far behind
+
 
 LaneRow: TypeAlias = tuple[int, int, Any]
 """A row behind the number of its part, and its number in the shard."""
-
-_MOST_SKIPPED = 256  # rows that are kept at a time
 
 
 class LaneReader:
@@ -119,3 +308,110 @@ class LaneReader:
             warn_of_row(error)
             self._left_out += 1
             return DROPPED
+
+
+Place: TypeAlias = int | LanePosition
+"""Where a lane is: how many of its rows were dealt, if all else follows from that."""
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """The position of a pass, behind a joint batch. It means the same for any number of workers.
+
+    Attributes:
+        num_rows: Rows in the joint batches so far.
+        turn: Which lane is dealt from next: its place in the order of turns.
+        lanes: Where each lane is; None where that follows from `num_rows`.
+    """
+
+    num_rows: int = 0
+    turn: int = 0
+    lanes: tuple[LanePosition, ...] | None = None
+
+    @property
+    def left_out(self) -> int:
+        """Rows that could not be read and were left out."""
+        return sum(lane.left_out for lane in self.lanes or ())
+
+
+@dataclass(frozen=True)
+class StreamPass:
+    """One pass.
+
+    Attributes:
+        stream: What is read.
+        shards: Its shards.
+        pass_index: The number of the pass, from 0.
+        seed: That of the training.
+        num_lanes: How many lanes there are.
+    """
+
+    stream: Pipeline
+    shards: Sequence[Shard]
+    pass_index: int = 0
+    seed: int = 0
+    num_lanes: int = NUM_LANES
+
+    @property
+    def block(self) -> int:
+        """The number of rows of a lane that are mixed with each other."""
+        return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
+
+    @property
+    def is_known(self) -> bool:
+        """True if the number of rows in each lane is known beforehand."""
+        return self.stream.keeps_rows and total(self.shards) is not None
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The lanes and what each reads."""
+        order, turns = list(range(len(self.shards))), list(range(self.num_lanes))
+        if self.stream.buffer == 1:
+            return Lanes(order, self.num_lanes)
+        chance = random.Random(digest(self._seed))
+        chance.shuffle(order)
+        chance.shuffle(turns)  # else a small batch would be of the same lanes, and so of the same rows, in each pass
+        return Lanes(order, self.num_lanes, turns)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The rows in each lane, where they are known."""
+        return self.lanes.lengths(self._of_shards)
+
+    def dealt(self, num_rows: int) -> DealtRows:
+        """Return what the lanes have given after some rows, where lengths are known."""
+        return deal(num_rows, self.lengths, turn=0)
+
+    def position(self, lane: int, place: Place) -> LanePosition:
+        """Return where a lane is."""
+        if isinstance(place, LanePosition):
+            return place
+        return self.lanes.position(lane, place, self._of_shards, self.block)
+
+    def open_shards(self, expected: Collection[int]) -> OpenShards:
+        """Open no shard yet, but for these lanes."""
+        return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
+
+    def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
+        """Return a reader of a lane."""
+        parts = self.lanes.all_parts[lane]
+        names = [self.shards[part.shard].name for part in parts]
+        steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
+        return LaneReader(parts, names, opened.rows, steps, self.block, position, self.stream.skips)
+
+    @property
+    def last_steps(self) -> RowSteps:
+        """The steps behind the last filter, which only rows go through that are trained on."""
+        first = self.stream.num_to_count
+        return RowSteps(self.stream.steps[first:], self._seed, first)
+
+    @property
+    def _seed(self) -> str:
+        seed = self.seed if self.stream.seed is None else self.stream.seed
+        return f"{seed}/{self.pass_index}"
+
+    @cached_property
+    def _of_shards(self) -> list[int]:
+        lengths: list[Any] = [shard.num_rows for shard in self.shards]
+        assert self.is_known, "asked for only where lengths are known"
+        return lengths

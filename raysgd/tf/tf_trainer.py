@@ -38,7 +38,7 @@ from raysgd.messages.settings import GroupSettings
 from raysgd.messages.weight_sums import check_equal
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter
-from raysgd.streams.data import check_stream_of_call
+from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator

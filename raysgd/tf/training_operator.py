@@ -18,7 +18,7 @@ from raysgd._arguments.checks import answer_mistakes
 from raysgd.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.epochs import bind_batch_info
-from raysgd.streams.data import StreamData
+from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.data.stream_data import data_of, dataset_of

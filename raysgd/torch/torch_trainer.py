@@ -34,7 +34,7 @@ from raysgd.messages.recovery import Recovery
 from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter
-from raysgd.streams.data import check_stream_of_call
+from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
 from raysgd.torch.checkpoints import checkpoint_file, shared_state

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks.adapters import FunctionCalls, as_list
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.calling.adapters import as_list
-from raysgd.callbacks.calling.dispatcher import Dispatcher
-from raysgd.callbacks.calling.function_calls import FunctionCalls
+from raysgd.callbacks.calling import Dispatcher
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.storage import Folder
 from raysgd.train._rules.run_folders import fetch_checkpoints, local_run_dir

@@ -10,9 +10,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raysgd.callbacks.adapters import FunctionCalls, as_own
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.calling.adapters import as_own
-from raysgd.callbacks.calling.function_calls import FunctionCalls
 from raysgd.driver import tune_trial
 
 _CANNOT_STOP = "it is a trial of Ray Tune, which ends by `RunConfig(stop=...)` or by the scheduler"

@@ -15,7 +15,7 @@ from raysgd.callbacks import Checkpointing, CSVLogger, HTMLReport, JSONLogger, M
 from raysgd.storage import StorageError, open_folder
 from raysgd.torch import TorchTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.record.recorder import Recorder
+from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.restore import restore, save_trainer
 from tests.helpers.run_if import missing_requirements
 from tests.torch.operators_for_tests import LinearOperator

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import Callback, CSVLogger, EarlyStopping, Run
-from raysgd.callbacks.calling.calling import CallbackCalls
+from raysgd.callbacks.calling import CallbackCalls
 from raysgd.history.history import History
 
 

@@ -1,6 +1,6 @@
 """The progress bar, on terminals, in log files and in notebooks; and what is printed while it is drawn.
 
-Covers `raysgd.callbacks.display.bars`, which draws it.
+Covers `raysgd.callbacks.bars`, which draws it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 from raysgd._numbers.call_progress import CallProgress
 from raysgd.callbacks import ProgressBar, Run
-from raysgd.callbacks.display import bars as bars_module
-from raysgd.callbacks.display.bars import LineBar, TqdmBar, make_bar
+from raysgd.callbacks import bars as bars_module
+from raysgd.callbacks.bars import LineBar, TqdmBar, make_bar
 from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.engine.shared.group_events import GroupEvent
 

@@ -1,6 +1,6 @@
 """The stock callbacks on several workers, one of which is killed: what they find is what one process finds.
 
-Covers `raysgd.callbacks._operators`.
+Covers `raysgd.callbacks.worker_callback`.
 """
 
 from __future__ import annotations

@@ -74,10 +74,10 @@ INSIDE = {
         "callbacks",
     ),
     "callbacks": (
-        "_operators display worker_callback",
+        "bars page worker_callback",
         "callback",
-        "averages calling loggers monitors profiling progress report",
-        "_watched_metric",
+        "averages calling loggers monitors profiling progress report sidecar",
+        "_watched_metric adapters",
         "checkpointing early_stopping",
     ),
     "connections": ("_compiler _origins gpus mesh", "_gloo group horovod", "tensorflow torch"),
@@ -128,7 +128,7 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_tensorflow _worker callbacks fit/record",
+        "_tensorflow _worker callbacks",
         "_rules _torch batch_predictor collective session tensorflow",
         "_run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils worker_group",
         "_run",
@@ -150,7 +150,6 @@ INSIDE = {
 """The same inside the large rooms: folders, and modules that stand in the room itself."""
 
 MADE_LATE = {
-    ("raysgd.streams.stream", "raysgd.streams.pipeline"),
     ("raysgd.tf.training_operator", "raysgd.tf.creator_operator"),
     ("raysgd.torch.torch_trainer", "raysgd.torch.torch_trainable"),
     ("raysgd.torch.training_operator", "raysgd.torch.creator_operator"),

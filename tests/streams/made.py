@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from raysgd.arrays.division import Division
-from raysgd.streams.joint_reader import JointReader, Shares, StreamBatch
-from raysgd.streams.lane_ends import Numbers, StartSum, alone
+from raysgd.streams.joint_reader import JointReader, Numbers, Shares, StartSum, StreamBatch, alone
+from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import lanes_of
-from raysgd.streams.loading.making import BatchMaker, LoaderInThread
-from raysgd.streams.pipeline import Pipeline
-from raysgd.streams.stream import Shard, Stream, check_shards
-from raysgd.streams.stream_pass import StreamPass, StreamPosition
+from raysgd.streams.loaders import BatchMaker, LoaderInThread
+from raysgd.streams.stream import Pipeline, Shard, Stream, check_shards
 
 START = StreamPosition()
 

@@ -1,6 +1,6 @@
 """Lanes and turns: which lane reads what, whose row is next.
 
-Covers `raysgd.streams.lanes` and `raysgd.streams.dealing`, of which each is arithmetic for the other.
+Covers `raysgd.streams.lanes` and `raysgd.streams.lanes`, of which each is arithmetic for the other.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections import Counter
 
 import pytest
 
-from raysgd.streams.dealing import deal, slices
-from raysgd.streams.lanes import LanePosition, Lanes, lanes_of, spread_order
+from raysgd.streams.lanes import LanePosition, Lanes, deal, lanes_of, slices, spread_order
 from tests.streams.made import MadeStream, joint, pass_of, read_together
 
 

@@ -1,6 +1,6 @@
 """The joint batches of a stream: one order for all numbers of workers, from any position, each row once.
 
-Covers `raysgd.streams.lane_ends`, `raysgd.streams.open_shards` and `raysgd.streams.loading.making`: a reader is where
+Covers `raysgd.streams.joint_reader`, `raysgd.streams.lane_reader` and `raysgd.streams.loaders`: a reader is where
 they are used.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from raysgd.exceptions import StreamError
+from raysgd.streams.lane_reader import StreamPosition
 from raysgd.streams.stream import Stream
-from raysgd.streams.stream_pass import StreamPosition
 from tests.streams.made import START, MadeStream, counts, division, joint, pass_of, read_together, reader
 from tests.streams.test_source import data_of, source_of
 

@@ -1,6 +1,6 @@
 """Passes over a stream for one worker, and the positions that a state carries.
 
-Covers `raysgd.streams.data`: a source is where it is used.
+Covers `raysgd.streams.source`: a source is where it is used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from raysgd.arrays.division import Division, ShardedJointBatch
-from raysgd.streams.data import StreamData, stream_data
-from raysgd.streams.lane_ends import StartSum
-from raysgd.streams.source import StreamSource, num_bytes
+from raysgd.streams.joint_reader import StartSum
+from raysgd.streams.source import StreamData, StreamSource, num_bytes, stream_data
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import InvalidCountError
-from raysgd.streams.row_steps import RowStep, RowSteps
-from raysgd.streams.stream import Shard, Stream, check_shards
+from raysgd.streams.stream import RowStep, RowSteps, Shard, Stream, check_shards
 from tests.streams.made import MadeStream
 
 STREAM = MadeStream([3, 4])

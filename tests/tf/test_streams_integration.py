@@ -13,7 +13,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.exceptions import WorkerError
-from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.stream import Pipeline
 from raysgd.tf import TFTrainer, TrainingOperator
 from tests.streams.made import MadeStream
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raysgd.data import HuggingFaceStream, ParquetStream, TarStream
-from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.stream import Pipeline
 from raysgd.torch import TrainingOperator
 from tests.streams.made import MadeStream
 

@@ -1,6 +1,6 @@
 """Streams as train data: each row once, in one order, whatever happens to the workers.
 
-Covers `raysgd.streams.source` and `raysgd.streams.data`: what they promise is seen from a trainer.
+Covers `raysgd.streams.source` and `raysgd.streams.source`: what they promise is seen from a trainer.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import train
 from raysgd.air._running import current_session
 from raysgd.engine.shared.types import World
-from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.stream import Pipeline
 from raysgd.train import torch as helpers
 from raysgd.train._torch.loaders import of_stream, over_joint_batches
 from tests.helpers.trail import BETWEEN, IN_EXCHANGE, Trail, kill_noting

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.callbacks.calling.dispatcher import call_with_known
+from raysgd.callbacks.calling import call_with_known
 from raysgd.train.callbacks import (
     JsonLoggerCallback,
     MLflowLoggerCallback,

@@ -1,6 +1,6 @@
 """Streams in training functions: each row once in each epoch, and positions for any number of workers.
 
-Covers `raysgd.train._worker.stream_part` and `raysgd.streams.loading.array_collate`: functions reach them through
+Covers `raysgd.train._worker.stream_part` and `raysgd.streams.loaders`: functions reach them through
 the trainer.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysgd import train
-from raysgd.streams.pipeline import Pipeline
+from raysgd.streams.stream import Pipeline
 from raysgd.train import Trainer
 from raysgd.train.torch import prepare_data_loader
 from tests.streams.made import MadeStream

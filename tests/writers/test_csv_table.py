@@ -1,4 +1,4 @@
-"""Tables; how they grow is tested with the runs of functions, in `tests/train/fit/record/test_writers.py`."""
+"""Tables; how they grow is tested with the runs of functions, in `tests/train/fit/test_trial_files.py`."""
 
 from __future__ import annotations
 

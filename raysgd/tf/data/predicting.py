@@ -13,7 +13,7 @@ from raysgd.arrays.containers import ArrayContainer
 from raysgd.messages import prediction_data
 from raysgd.messages.prediction import Rows, RowSlice, Work
 from raysgd.messages.prediction_data import BatchRequest, BatchSource, Found, refuse
-from raysgd.streams.in_order import BatchesInOrder
+from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, as_batch
 from raysgd.tf.objects import datasets

@@ -10,7 +10,7 @@ import numpy as np
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
 from raysgd.engine.shared.types import World
-from raysgd.streams.loading.array_collate import ArrayCollate
+from raysgd.streams.loaders import ArrayCollate
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 

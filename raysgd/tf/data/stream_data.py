@@ -9,10 +9,8 @@ from typing import Any
 from raysgd.arrays.division import Division
 from raysgd.connections.group import Group
 from raysgd.engine.shared.types import World
-from raysgd.streams.data import StreamData, check_batched, stream_data
-from raysgd.streams.in_order import BatchesInOrder
-from raysgd.streams.lane_ends import Numbers, StartSum
-from raysgd.streams.source import StreamSource
+from raysgd.streams.joint_reader import Numbers, StartSum
+from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.batch_streams import StreamItem
 from raysgd.tf.data.ray_dataset import array_collate, spec_of

@@ -13,7 +13,7 @@ from raysgd.connections import tensorflow as connections
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.messages.epochs import EpochRequest
-from raysgd.streams.data import StreamData
+from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
 from raysgd.tf.data.batch_streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource

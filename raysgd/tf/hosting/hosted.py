@@ -17,7 +17,7 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
-from raysgd.streams.data import StreamSignature
+from raysgd.streams.source import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import predicting
 from raysgd.tf.hosting.feed import TFFeed

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction import HAS_TARGET
-from raysgd.streams.data import StreamData
+from raysgd.streams.source import StreamData
 from raysgd.tf.data.predicting import inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import learning_rates

@@ -13,8 +13,7 @@ from raysgd.arrays.whole_data import DealtBatches, WholeShare
 from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import NoDataError
 from raysgd.messages.epochs import EpochRequest
-from raysgd.streams.data import StreamData, stream_data
-from raysgd.streams.source import StreamSource
+from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import JointBatchRule

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.streams.loading.parent import end_with_parent
+from raysgd.streams.loaders import end_with_parent
 
 _KEPT_OPTIONS = (
     "num_workers",

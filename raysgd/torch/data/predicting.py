@@ -17,7 +17,7 @@ from raysgd.arrays.containers import ArrayContainer
 from raysgd.messages import prediction_data
 from raysgd.messages.prediction import PredictRequest, Rows, RowSlice, Work
 from raysgd.messages.prediction_data import BatchRequest, BatchSource, Found, RowRanges, refuse
-from raysgd.streams.in_order import BatchesInOrder
+from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_streams import length_of
 from raysgd.torch.data.batches import TensorCollate, count_samples

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._imports.optional import require
 from raysgd._numbers.call_progress import CallProgress
-from raysgd.callbacks.display.bars import BarView, LineBar, make_bar
+from raysgd.callbacks.bars import BarView, LineBar, make_bar
 
 _PURPOSE = "`use_tqdm=True`"
 

@@ -16,7 +16,7 @@ from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums
-from raysgd.streams.data import StreamData
+from raysgd.streams.source import StreamData
 from raysgd.torch.data import batch_norms, predicting
 from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.feed import TorchFeed

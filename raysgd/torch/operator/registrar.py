@@ -16,7 +16,7 @@ import torch
 from raysgd.arrays.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.streams.data import StreamData, stream_data
+from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.ray_tensors import as_batch

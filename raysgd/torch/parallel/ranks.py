@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from raysgd.streams.lane_ends import Numbers, StartSum
+from raysgd.streams.joint_reader import Numbers, StartSum
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine.worker import packed_bytes
-from raysgd.streams.data import check_batched
+from raysgd.streams.source import check_batched
 from raysgd.streams.stream import Stream
 from raysgd.train._worker.stream_part import StreamPart
 

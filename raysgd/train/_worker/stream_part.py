@@ -9,11 +9,9 @@ from typing import Any
 
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
-from raysgd.streams.data import stream_data
-from raysgd.streams.lane_ends import StartSum
-from raysgd.streams.loading.array_collate import ArrayCollate
-from raysgd.streams.loading.making import Collate
-from raysgd.streams.source import StreamGroup, StreamSource
+from raysgd.streams.joint_reader import StartSum
+from raysgd.streams.loaders import ArrayCollate, Collate
+from raysgd.streams.source import StreamGroup, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 
 

@@ -16,8 +16,7 @@ from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.exceptions import StorageError, training_failed_error
 from raysgd.train.fit.fit_session import checkpoint_at
-from raysgd.train.fit.record.kept_checkpoints import number_of
-from raysgd.train.fit.record.recorder import Recorder
+from raysgd.train.fit.recorder import Recorder, number_of
 from raysgd.train.fit.restore import save_trainer
 
 if TYPE_CHECKING:

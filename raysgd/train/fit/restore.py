@@ -25,7 +25,7 @@ from raysgd.air.layout import TrialFolder
 from raysgd.air.trial import FitTrialView
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
-from raysgd.train.fit.record.recorder import RUN_FILE
+from raysgd.train.fit.recorder import RUN_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from raysgd.arrays.division import Division
 from raysgd.messages.epochs import EpochRequest
-from raysgd.streams.data import stream_data
+from raysgd.streams.source import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader

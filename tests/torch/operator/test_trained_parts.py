@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raysgd._state.state_codec import StateEncoder, decode
-from raysgd.engine.processes.transfers import DividedValue
 from raysgd.engine.shared.types import World
+from raysgd.engine.transfers import DividedValue
 from raysgd.messages.epochs import EpochRequest
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.divided_snapshot import DividedSnapshot, content_of

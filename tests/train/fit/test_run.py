@@ -16,7 +16,7 @@ from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.checkpoints import CheckpointLanding
 from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.record.recorder import Recorder
+from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
 from tests.train.fit.notes import make_folder
 

@@ -1,1 +1,0 @@
-"""Calls of callbacks: those of raysgd, of the old library and of Ray Tune, in their order."""

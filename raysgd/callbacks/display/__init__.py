@@ -1,1 +1,0 @@
-"""Displays of callbacks: progress bars, and the page of a report."""

@@ -1,0 +1,392 @@
+"""Streams of files, each of which is a shard: found by name, pattern or folder, on a disk or in a store.
+
+Formats are JSON lines, samples in tar files as WebDataset names them, and tables that PyArrow reads.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tarfile
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from functools import cached_property
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+
+from raysgd._imports.optional import require
+from raysgd.exceptions import StreamError
+from raysgd.storage import Folder, open_folder
+from raysgd.storage._transfers import on_threads
+from raysgd.storage._uris import checked_text, child_of, divided, is_local
+from raysgd.streams.lanes import NUM_LANES
+from raysgd.streams.stream import Pipeline, RowStep, Shard, Stream, from_row
+
+_NUM_BYTES = 4096
+_NUM_DIGESTS = 64
+
+Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+_ROWS_AT_ONCE = 1024
+_MAGIC = b"ARROW1"
+
+
+class StreamFile(NamedTuple):
+    """One file.
+
+    Attributes:
+        folder: What it is in.
+        name: Its name there.
+    """
+
+    folder: Folder
+    name: str
+
+    @property
+    def shard(self) -> str:
+        """Its name as a shard: where it is, without keys."""
+        return str(self.folder / self.name)
+
+    @property
+    def path(self) -> str:
+        """Its path in the file system of the folder."""
+        return f"{self.folder.path}/{self.name}"
+
+    def version(self, has_digest: bool) -> str:
+        """Return what changes with its content: its size, if it is on a disk, or with a digest of both of its ends."""
+        try:
+            if not has_digest:
+                return str(os.path.getsize(self.path)) if self.folder.is_local else ""
+            store = None if self.folder.is_local else self.folder.filesystem
+            with open(self.path, "rb") if store is None else store.open_input_file(self.path) as content:
+                begin, size = content.read(_NUM_BYTES), content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - _NUM_BYTES))
+                return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
+            return ""  # an error where it is read
+
+
+class FileStream(Stream):
+    """Rows of files, each of which is a shard. The order is that of the names in each of the paths.
+
+    Args:
+        paths: A file, a folder whose files with a fitting ending are read, or a pattern for the last part of a path, as
+            in `"s3://bucket/data/part-*.parquet"`; or several of these.
+        filesystem: What the paths are in, as for `raysgd.storage.open_folder`.
+
+    Raises:
+        TypeError: `paths` are no paths.
+        ValueError: There is none.
+    """
+
+    endings: ClassVar[tuple[str, ...]]
+
+    def __init__(self, paths: Paths, filesystem: Any = None) -> None:
+        several = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else paths
+        self._paths = [checked_text("paths", path) for path in several]
+        self._filesystem = filesystem
+        if not self._paths:
+            raise ValueError("`paths=[]`: need at least one file, folder or pattern.")
+
+    @cached_property
+    def files(self) -> list[StreamFile]:
+        """The files, looked for once.
+
+        Raises:
+            FileNotFoundError: A path leads to no file.
+        """
+        return [file for path in self._paths for file in self._found(path)]
+
+    @cached_property
+    def versions(self) -> list[str]:
+        """The version of each file, with a digest for up to 64 files that are far from each other."""
+        chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
+        found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
+        return [found[file.shard] for file in self.files]
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(file.shard, None, version) for file, version in zip(self.files, self.versions, strict=True)]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        return self.open_some(shard, start, lambda number: True)
+
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        return self._rows(self._by_shard[shard], start, is_needed)
+
+    @abstractmethod
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        """The rows of a file from one on; anything in the place of those that are not needed."""
+
+    @cached_property
+    def _by_shard(self) -> dict[str, StreamFile]:
+        return {file.shard: file for file in self.files}
+
+    def _found(self, path: str) -> list[StreamFile]:
+        parent, name = _divided(path)
+        is_pattern = any(each in name for each in "*?[")
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # such as Spark's `x.parquet/`
+            return [StreamFile(open_folder(parent, self._filesystem, argument="paths"), name)]
+        if not is_pattern and is_local(path) and os.path.isfile(path):
+            known = " or ".join(map(repr, self.endings))
+            raise ValueError(f"`paths={path!r}`: a `{type(self).__name__}` reads files that end with {known}.")
+        folder = open_folder(parent if is_pattern else path, self._filesystem, argument="paths")
+        names = [
+            each for each in folder.names() if (fnmatchcase(each, name) if is_pattern else each.endswith(self.endings))
+        ]
+        if not names:
+            what = f"that fits {name!r}" if is_pattern else f"that ends with {' or '.join(self.endings)}"
+            raise FileNotFoundError(f"`paths`: {folder} has no file {what}.")
+        return [StreamFile(folder, each) for each in names]
+
+
+def _divided(path: str) -> tuple[str, str]:
+    """Returns what a path is in, and its last part, which is empty for a path that ends with a slash."""
+    if is_local(path):
+        parent, slash, name = path.rpartition("/")
+        return parent or slash or ".", name
+    store, inside, query = divided(path)
+    parent, _, name = inside.rpartition("/")
+    return child_of(store + query, parent), "" if path.removesuffix(query).endswith("/") else name
+
+
+class _Lines(FileStream):
+    """Rows are the lines that are not empty, as bytes."""
+
+    endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        with file.folder.reading(file.name) as content:
+            lines = gzip.GzipFile(fileobj=content) if file.name.endswith(".gz") else content
+            yield from from_row(filter(bytes.strip, lines), start)
+
+
+class JSONLinesStream(_Lines):
+    """Rows are what `json.loads` makes of each line that is not empty. Files may be compressed with gzip.
+
+    Arguments and errors are those of `FileStream`. A file is read from its beginning to get to a row in the middle.
+    """
+
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        return map(json.loads, super().open_some(shard, start, is_needed))
+
+    def _pipeline(self) -> Pipeline:
+        """Return the lines, parsed in a step: a line that cannot be parsed says nothing about the next ones."""
+        if type(self) is not JSONLinesStream:  # it may read other rows
+            return super()._pipeline()
+        return Pipeline(_Lines(self._paths, self._filesystem), (RowStep(json.loads, is_filter=False, is_seeded=False),))
+
+
+class TarStream(FileStream):
+    """Rows are dicts of bytes: of the files that follow each other in a tar file and have the same name up to a dot.
+
+    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`; decode them with `map`. Tar files
+    may be compressed. Arguments and errors are those of `FileStream`. The content of samples ahead of the position is
+    passed over, and not read, where the file is not compressed.
+    """
+
+    endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        with file.folder.reading(file.name) as content, tarfile.open(fileobj=content, mode="r:*") as tar:
+            samples = groupby(_members(tar), key=lambda member: _key_and_field(member.name)[0])
+            for number, (key, members) in enumerate(from_row(samples, start), start):
+                yield _sample(tar, key, members) if is_needed(number) else None
+
+
+def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # which would remember each of them
+        if member.isreg():
+            yield member
+    # The library takes whatever it cannot read for the end, so a file that was cut off would be a shorter one.
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("the file is cut off or damaged: it has no mark at its end")
+
+
+def _key_and_field(name: str) -> tuple[str, str]:
+    """Divide a name at the first dot of its last part.
+
+    >>> _key_and_field("a.b/0.seg.png")
+    ('a.b/0', 'seg.png')
+    """
+    folder, slash, last = name.rpartition("/")
+    key, _, field = last.partition(".")
+    return f"{folder}{slash}{key}", field
+
+
+def _sample(tar: tarfile.TarFile, key: str, members: Iterator[tarfile.TarInfo]) -> dict[str, Any]:
+    sample: dict[str, Any] = {"__key__": key}
+    for member in members:
+        field = _key_and_field(member.name)[1]
+        if field in sample:
+            raise ValueError(f"sample {key!r} has two files {field!r}: each sample of a tar file needs another name.")
+        content = tar.extractfile(member)
+        assert content is not None, "a regular file"
+        sample[field] = content.read()
+    return sample
+
+
+_BYTES_AT_ONCE = 2**20
+
+
+class TableStream(FileStream):
+    """Rows are dicts with the value of each column: a number, a string, an array of NumPy for a list of fixed size.
+
+    Args:
+        paths: As for `FileStream`.
+        columns: Which columns to read; None for all.
+        filesystem: As for `FileStream`.
+
+    Raises:
+        ModuleNotFoundError: PyArrow is missing.
+    """
+
+    def __init__(self, paths: Paths, columns: Sequence[str] | None = None, filesystem: Any = None) -> None:
+        super().__init__(paths, filesystem)
+        if isinstance(columns, str):
+            raise TypeError(f"`columns={columns!r}`: need a list of names, or None.")
+        self._columns = None if columns is None else list(columns)
+        require("pyarrow", "storage", f"`{type(self).__name__}`")
+
+    def _content(self, file: StreamFile) -> AbstractContextManager[Any]:
+        content: AbstractContextManager[Any] = file.folder.filesystem.open_input_file(file.path)
+        return content
+
+
+class ParquetStream(TableStream):
+    """Rows of Parquet files. A position is reached by whole row groups.
+
+    Fewer files than lanes are divided into their row groups, each of which is a shard of known length. The lengths of
+    many files are not asked for beforehand, because each answer takes a reading.
+
+    Examples:
+        >>> import tempfile, pyarrow as pa
+        >>> from pyarrow import parquet
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     parquet.write_table(pa.table({"x": [1, 2, 3]}), f"{path}/a.parquet", row_group_size=2)
+        ...     stream = ParquetStream(path)
+        ...     print([shard.num_rows for shard in stream.shards()], len(stream.batch(2)))
+        [2, 1] 2
+    """
+
+    endings = (".parquet", ".pq")
+
+    def shards(self) -> Sequence[Shard]:
+        if len(self.files) >= NUM_LANES:
+            return super().shards()
+        return [
+            Shard(f"{file.shard}#{group}", num_rows, version)
+            for file, lengths, version in zip(self.files, self._row_groups, self.versions, strict=True)
+            for group, num_rows in enumerate(lengths)
+        ]
+
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        name, _, group = shard.rpartition("#")
+        if name not in self._by_shard:
+            return super().open_some(shard, start, is_needed)
+        return self._rows_of(self._by_shard[name], start, [int(group)])
+
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        return self._rows_of(file, start, None)
+
+    @cached_property
+    def _row_groups(self) -> list[list[int]]:
+        """The lengths of the row groups of each file."""
+        return [self._lengths_of(file) for file in self.files]
+
+    def _lengths_of(self, file: StreamFile) -> list[int]:
+        try:
+            with self._content(file) as content:
+                return _lengths(self._table(content))
+        except Exception as error:
+            raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _table(self, content: Any) -> Any:
+        """Open a file that has all columns to read, where `a.b` is the column `b` in the column `a`."""
+        table = require("pyarrow.parquet", "storage", "`ParquetStream`").ParquetFile(content)
+        paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
+        missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
+        if missing:
+            raise ValueError(f"`columns={missing}` are not in it: it has {table.schema_arrow.names}.")
+        return table
+
+    def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
+        with self._content(file) as content:
+            table = self._table(content)
+            lengths = _lengths(table)
+            groups = list(range(len(lengths))) if groups is None else groups
+            while groups and start >= lengths[groups[0]]:
+                start -= lengths[groups.pop(0)]
+            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
+            num_at_once = _num_at_once(num_bytes, sum(lengths[group] for group in groups))
+            batches = table.iter_batches(num_at_once, groups, self._columns) if groups else ()
+            yield from _rows_from(batches, start)
+
+
+class ArrowStream(TableStream):
+    """Rows of Arrow's own files, in both of its formats, also as `datasets` writes them."""
+
+    endings = (".arrow", ".feather", ".ipc")
+
+    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        ipc = require("pyarrow.ipc", "storage", "`ArrowStream`")
+        with self._content(file) as content:
+            is_stream = content.read(len(_MAGIC)) != _MAGIC
+            content.seek(0)
+            options = ipc.IpcReadOptions(use_threads=False)
+            if is_stream:
+                batches: Iterable[Any] = ipc.open_stream(content, options=options)
+            else:
+                table = ipc.open_file(content, options=options)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            chosen = batches if self._columns is None else (batch.select(self._columns) for batch in batches)
+            yield from _rows_from(chosen, start)
+
+
+def _lengths(table: Any) -> list[int]:
+    return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+
+
+def _num_at_once(num_bytes: int, num_rows: int) -> int:
+    """Returns how many rows to make at a time: each of many lanes keeps them."""
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
+
+
+def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of record batches from one on.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    for batch in batches:
+        num_at_once = _num_at_once(batch.nbytes, batch.num_rows)
+        for first in range(start, batch.num_rows, num_at_once):
+            yield from _rows_of_batch(batch.slice(first, num_at_once))
+        start = max(0, start - batch.num_rows)
+    if start:
+        raise ValueError(f"the shard ends {start} rows ahead of the row to begin with.")
+
+
+def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
+    names = batch.schema.names
+    for values in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _values(column: Any) -> Any:
+    """Return what is in a column, row by row: of each row the same, whichever rows are beside it."""
+    types = require("pyarrow.types", "storage", "`TableStream`")
+    if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
+        return column.to_pylist()
+    if not column.null_count and not column.flatten().null_count:
+        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a copy, which may be written to
+        return values.reshape(len(column), column.type.list_size)
+    if len(column) == 1:
+        return column.to_pylist()
+    return [_values(column.slice(number, 1))[0] for number in range(len(column))]

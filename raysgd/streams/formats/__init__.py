@@ -1,1 +1,0 @@
-"""Streams over common formats, each read by the library that its users use."""

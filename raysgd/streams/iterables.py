@@ -1,0 +1,187 @@
+"""Streams of iterables: whatever a function makes, and datasets of `datasets` that are streamed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+from raysgd._arguments.checks import is_integer
+from raysgd.streams.stream import Shard, Stream, from_row
+
+_NOTE_EVERY = 256
+_NUM_STATES = 4
+_ROWS_AT_ONCE = 32
+_FORMATS = (None, "torch")  # of which several rows at once are what they are one by one
+
+
+class IterableStream(Stream):
+    """Rows of an iterable, which has to yield the same ones whenever it is iterated over, in every process.
+
+    It is read from its beginning to get to a row in the middle.
+
+    Args:
+        rows: An iterable that can be iterated over again and again, or a function without arguments that returns an
+            iterable, such as a generator function.
+        num_rows: How many rows there are; None for `len(rows)` if it has one, else unknown.
+
+    Raises:
+        TypeError: `rows` are no such thing, or an iterator, which can be used only once.
+        ValueError: `num_rows` is negative or no integer.
+
+    Examples:
+        >>> len(IterableStream([1, 2, 3])), list(IterableStream(lambda: iter("abc")).open("rows", 1))
+        (3, ['b', 'c'])
+    """
+
+    def __init__(self, rows: Iterable[Any] | Callable[[], Iterable[Any]], num_rows: int | None = None) -> None:
+        if isinstance(rows, Iterator):
+            raise TypeError(
+                f"`IterableStream` got a `{type(rows).__name__}`, which can be read only once: pass the function that "
+                "makes it, without calling it."
+            )
+        if not callable(rows) and (isinstance(rows, str | bytes) or not isinstance(rows, Iterable)):
+            raise TypeError(
+                f"`IterableStream` got a `{type(rows).__name__}`: need an iterable of rows, or a function without "
+                "arguments that returns one."
+            )
+        if num_rows is not None and (not is_integer(num_rows) or num_rows < 0):
+            raise ValueError(f"`num_rows={num_rows!r}`: need an integer, 0 or more, or None.")
+        self._rows = rows
+        self._num_rows = _length_of(rows) if num_rows is None else num_rows
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard("rows", self._num_rows)]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        rows = self._rows if isinstance(self._rows, Iterable) else self._rows()
+        return from_row(iter(rows), start)
+
+
+def _length_of(rows: Any) -> int | None:
+    try:
+        return len(rows)
+    except TypeError:
+        return None
+
+
+_IN_SHARDS = (
+    *(
+        "",
+        "Arrow",
+        "BufferShuffled",
+        "Filtered",
+        "Formatted",
+        "InterleavedShards",
+        "Mapped",
+        "RebatchedArrow",
+        "Repeat",
+    ),
+    *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
+)  # which have the rows of their shards; `take`, `skip`, interleaving and indices count rows of all shards
+
+
+class HuggingFaceStream(Stream):
+    """Rows of a `datasets.IterableDataset`, in its shards; one that counts rows of all of them is one shard.
+
+    Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`: that one ends at the border of a shard. A
+    process that has read a row goes on near it with a `state_dict` of the dataset, as after the loss of another worker.
+    Any other one reads the shard from its beginning to get to a row in the middle.
+
+    Args:
+        dataset: What `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)` returned.
+
+    Raises:
+        TypeError: It is something else.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if not hasattr(dataset, "n_shards") or not hasattr(dataset, "shard"):
+            raise TypeError(
+                f"`HuggingFaceStream` got a `{type(dataset).__name__}`: need a `datasets.IterableDataset`, as "
+                "`load_dataset(..., streaming=True)` returns it for a split."
+            )
+        self._dataset = dataset
+        self._states: dict[str, deque[tuple[int, Any]]] = {}
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(f"shard-{index}") for index in range(self._num_shards)]
+
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        index = int(shard.rpartition("-")[2])
+        num = self._num_shards
+        part = self._dataset.shard(num_shards=num, index=index) if num > 1 else deepcopy(self._dataset)
+        if self._formatter is not None:
+            part = part.with_format("arrow")
+        states = self._states.setdefault(shard, deque(maxlen=_NUM_STATES))
+        at, state = max((each for each in states if each[0] <= start), default=(0, None), key=itemgetter(0))
+        if state is not None:
+            part.load_state_dict(state)
+        return from_row(self._rows(part, at, states.append), start, at)
+
+    def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
+        """The rows from number `at` on; now and then notes the number of the next one, and how to get there."""
+        for block in self._blocks(part):
+            at, before = at + len(block), at
+            if at // _NOTE_EVERY > before // _NOTE_EVERY:
+                note((at, part.state_dict()))
+            yield from block
+
+    def _blocks(self, part: Any) -> Iterator[list[Any]]:
+        if self._formatter is None:
+            return ([row] for row in part)
+        return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
+
+    def _formatted(self, table: Any) -> list[Any]:
+        """The rows of a table, as the dataset yields them. One by one they take it several times as long."""
+        assert self._formatter is not None, "there are tables"
+        if any(map(_has_nulls, table.columns)):  # which change the type of a column, and not that of other rows
+            return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
+        columns = self._formatter.format_batch(table)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    @cached_property
+    def _num_shards(self) -> int:
+        return self._dataset.n_shards if _is_in_shards(getattr(self._dataset, "_ex_iterable", None)) else 1
+
+    @cached_property
+    def _formatter(self) -> Any:
+        """Makes rows of tables as the dataset does; None where it has no tables of plain values."""
+        try:
+            form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
+        except AttributeError:  # another version of the library
+            return None
+        kind, features = None if form is None else form.format_type, self._dataset.features
+        is_quick = tables is not None and kind in _FORMATS and features
+        if not is_quick or not all(map(_is_plain, features.arrow_schema.types)):
+            return None
+        from datasets.formatting import get_formatter
+
+        return get_formatter(kind, features=features)
+
+
+def _is_in_shards(rows: Any) -> bool:
+    """Return whether what a dataset is made of is known to have the rows of its shards, one shard after the other."""
+    sources = [*getattr(rows, "ex_iterables", ()), *([rows.ex_iterable] if hasattr(rows, "ex_iterable") else ())]
+    name = type(rows).__name__.removesuffix("Iterable").removesuffix("Examples")
+    return name in _IN_SHARDS and not getattr(rows, "with_indices", False) and all(map(_is_in_shards, sources))
+
+
+def _is_plain(column_type: Any) -> bool:
+    """Tells whether values are numbers, text, bytes or lists of such, which are not decoded."""
+    from pyarrow import BaseExtensionType, types
+
+    of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)
+    inner = column_type.value_type if of_list else column_type
+    return not types.is_nested(inner) and not isinstance(inner, BaseExtensionType)
+
+
+def _has_nulls(column: Any) -> bool:
+    from pyarrow import types
+
+    return bool(column.null_count) or (
+        types.is_nested(column.type) and any(chunk.flatten().null_count for chunk in column.chunks)
+    )

@@ -1,1 +1,0 @@
-"""Batches made of the rows of a stream: here, or in processes that work ahead."""

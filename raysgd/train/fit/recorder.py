@@ -1,0 +1,455 @@
+"""`Recorder`: writes down a run of `fit()` in the driver, and makes the `Result` of it.
+
+A report is in `result.json` before any callback sees it. Everything that the run leaves behind is in the trial's
+folder, so that a new process can continue it: see `raysgd.train.fit.restore`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from raysgd._arguments.checks import is_integer, is_number
+from raysgd._numbers.ranking import Ranking, as_score
+from raysgd._text.once import Once
+from raysgd._text.secrets import masked
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import CheckpointConfig, RunConfig
+from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, VALIDATION_FILE
+from raysgd.air.layout import EXPERIMENT_TAG, TrialFolder, checkpoint_index
+from raysgd.air.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller, RunProgress
+from raysgd.air.reports import ReportedCheckpoint, ReportedCheckpointStatus
+from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
+from raysgd.air.trial import FitTrialView
+from raysgd.callbacks.adapters import RunCallbacks
+from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.train.constants import TUNE_CHECKPOINT_ID
+from raysgd.train.fit.console import ConsoleReporter, LogFiles, Reporter
+from raysgd.train.fit.trial_files import BackgroundTasks, Logs, open_writers, shown_config, write_error
+from raysgd.writers.json_files import as_json
+from raysgd.writers.sink import SafeSink
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+CALLBACK_STATES_FILE = "callback_states.pkl"
+RECOVERED_ERROR_FILE = "recovered_errors.txt"
+_ALLOWED = (
+    "need a dict of metrics and the values at which to stop, such as `{'training_iteration': 10}`, a function "
+    "`stop(trial_id, result)` that returns True or False, or a `ray.tune.Stopper`."
+)
+
+
+class Recorder:
+    """Writes down a run. All methods run in the driver, in one thread.
+
+    Args:
+        folder: Where the run keeps its files.
+        config: The config of the trial: `{"train_loop_config": ...}`.
+        run_config: What the user wants to know of the run.
+        trainer_name: The name of the trainer's class.
+        resources: The resources of the trial, which callbacks are shown.
+
+    Attributes:
+        returned: What the function of rank 0 returned, if that is plain data.
+
+    Raises:
+        TypeError: Something in `run_config` cannot be used.
+        ValueError: Something in `run_config` cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: TrialFolder,
+        config: Mapping[str, Any],
+        run_config: RunConfig,
+        trainer_name: str,
+        resources: Any = None,
+    ) -> None:
+        self._folder = folder
+        self._trial = FitTrialView(folder, masked(config), resources)
+        self._trial.trainable_name = trainer_name
+        self._stop = make_stop(run_config.stop)
+        self._given_stop = run_config.stop
+        self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
+        self._log_files = LogFiles(run_config.log_to_file)
+        self._trial.log_to_file = self._log_files.names
+        self._config = shown_config(config)
+        self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
+        self._chores = BackgroundTasks()
+        self._logs = Logs(folder, self._chores)
+        self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
+        self._writers: list[SafeSink] = []
+        self.returned: Any = None
+        self._is_open = False
+        self._last_failure: BaseException | None = None
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    def begin(self) -> None:
+        """An attempt starts, the first one or one after a failure.
+
+        Raises:
+            CallbackError: A callback failed.
+            OSError: The folder cannot be written to.
+        """
+        if not self._is_open:
+            self._open()
+        self._filler.begin(self._checkpoints.progress)
+        self._callbacks.start(
+            after_failure=self._last_failure is not None,
+            restores=self._checkpoints.latest is not None,
+            num_reports=self._filler.progress.iteration,
+        )
+        self._trial.set_status(FitTrialView.RUNNING)
+
+    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, is_pending: bool = False) -> bool:
+        """There is a report.
+
+        Args:
+            metrics: Those of rank 0.
+            checkpoint: What was reported with it, in the trial's folder already.
+            is_pending: Whether it is going to be validated, so that `settle` is called with it later.
+
+        Returns:
+            Whether the run stops here, by a condition of the user.
+
+        Raises:
+            CallbackError: A callback failed.
+            OSError: The folder cannot be written to.
+        """
+        result = self._filler.fill(metrics, name_of(checkpoint) if checkpoint is not None else None)
+        result[DONE] = result[DONE] or self._stop(self._trial.trial_id, result)
+        if checkpoint is not None:
+            result[SHOULD_CHECKPOINT] = True
+        for writer in self._writers:
+            writer.write(result, result[TRAINING_ITERATION])
+        self._callbacks.report(result)
+        result[DONE] = result[DONE] or self._callbacks.is_stopping
+        self._trial.update_last_result(result)
+        if checkpoint is not None:
+            self._keep(checkpoint, result, is_pending)
+        self._callbacks.end_step()
+        self._logs.upload_soon()
+        return bool(result[DONE])
+
+    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
+        """A checkpoint is validated, or will not be: its metrics are complete."""
+        self._checkpoints.settle(checkpoint, metrics, status)
+        if self._trial.checkpoint is checkpoint:
+            self._trial.last_result |= metrics
+        name = name_of(checkpoint)
+        if name is not None and status is ReportedCheckpointStatus.VALIDATED:
+            logger.info("%s is validated: %s", name, dict(metrics))
+            found = {**read_validations(self._folder.trial), name: dict(metrics)}
+            self._folder.trial.write(VALIDATION_FILE, as_json(found).encode())
+
+    def reported(self) -> list[ReportedCheckpoint]:
+        """The checkpoints that are kept, oldest first."""
+        return self._checkpoints.by_age
+
+    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
+        """Lets callbacks see what happens to the workers."""
+        self._callbacks.watch(events)
+
+    def fail(self, error: BaseException) -> None:
+        """An attempt has ended with an error, which goes into `error.txt`."""
+        if not self._is_open:
+            self._open()
+        self._last_failure = error
+        self._trial.count_failure()
+        write_error(self._folder.local_path, error, self._trial.num_failures)
+        self._logs.upload_soon()
+
+    def end(self, error: BaseException | None = None) -> Result:
+        """The run has ended. Closes everything, whatever fails meanwhile.
+
+        Args:
+            error: What it failed with; None if it ended well.
+
+        Raises:
+            CallbackError: A callback failed in a run that did not.
+        """
+        if error is not None and error is not self._last_failure:
+            self.fail(error)
+        if not self._is_open:
+            self._open()
+        self._trial.set_status(FitTrialView.ERROR if error is not None else FitTrialView.TERMINATED)
+        if error is None:
+            self._trial.last_result[DONE] = True
+        try:
+            self._callbacks.end(has_failed=error is not None, error=error)
+        finally:
+            self._close(has_failed=error is not None)
+        return self._result(error)
+
+    # ------------------------------------------------------------------------------------------------ its parts
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._folder.make()
+        self._logs.fetch()
+        self._note(FitTrialView.RUNNING)
+        self._trial.last_result |= self._filler.initial()
+        if not self._folder.is_new:
+            self._take_over()
+        self._log_files.start(self._folder.local_path)
+        self._writers = open_writers(self._folder.local_path, self._config, self._callbacks.replaced_loggers)
+        self._callbacks.setup(self._given_stop)
+
+    def _take_over(self) -> None:
+        """Continues where an earlier process stopped."""
+        self._folder.trial.discard_staged("checkpoint_")
+        reports = read_reports(self._folder.trial)
+        if reports:
+            self._trial.update_last_result(dict(reports[-1]))
+        self._checkpoints.take_over(reports)
+        self._trial.checkpoint = self._checkpoints.latest
+        self._load_callback_states()
+
+    def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any], is_pending: bool) -> None:
+        self._callbacks.save(checkpoint)
+        self._trial.checkpoint = checkpoint
+        self._checkpoints.add(checkpoint, result, self._filler.progress, is_pending)
+        self._callbacks.saved()
+        self._save_callback_states()
+
+    def _load_callback_states(self) -> None:
+        experiment = self._folder.experiment
+        if not experiment.has(CALLBACK_STATES_FILE):
+            return
+        try:
+            self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
+        except Exception as error:  # of a damaged file, or of a callback that has changed meanwhile
+            logger.warning("the callbacks start without their former state (%s): %r", CALLBACK_STATES_FILE, error)
+
+    def _save_callback_states(self) -> None:
+        from ray import cloudpickle
+
+        states = self._callbacks.states()
+        if states:
+            self._folder.experiment.write(CALLBACK_STATES_FILE, cloudpickle.dumps(states))
+
+    def _close(self, has_failed: bool) -> None:
+        with ExitStack() as last_first:
+            last_first.callback(self._note, self._trial.status)
+            last_first.callback(self._logs.upload_all)
+            last_first.callback(self._chores.close)
+            if not has_failed:
+                last_first.callback(self._forget_errors)
+                last_first.callback(self._checkpoints.end)
+            for writer in self._writers:
+                last_first.callback(writer.close)
+            last_first.callback(self._log_files.stop)
+        self._writers = []
+
+    def _forget_errors(self) -> None:
+        """A run that ended well has no `error.txt`, whatever its attempts met."""
+        if not self._folder.is_new or self._trial.num_failures:
+            self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
+            self._logs.remove(ERROR_PICKLE_FILE)
+
+    def _note(self, status: str) -> None:
+        """Notes for `restore` which trial is the last one of the experiment, and how it is."""
+        note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
+        self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
+
+    def _result(self, error: BaseException | None) -> Result:
+        return Result(
+            metrics=dict(self._trial.last_result) if self._trial.has_reported_at_least_once else None,
+            checkpoint=self._checkpoints.latest,
+            error=error if isinstance(error, Exception) else None,
+            folder=self._folder.trial,
+            best_checkpoints=self._checkpoints.best,
+            return_value=self.returned,
+        )
+
+
+def _console(run_config: RunConfig) -> list[Any]:
+    """Return what shows the run on the screen."""
+    shown: list[Any] = [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
+    return [*shown, Reporter(run_config.progress_reporter)] if run_config.progress_reporter is not None else shown
+
+
+class KeptCheckpoints:
+    """Keeps the best checkpoints and the newest one, and deletes the others.
+
+    Args:
+        folder: The folders of the run.
+        config: What is kept.
+        chores: Deletes them.
+
+    Attributes:
+        latest: The newest checkpoint; None before the first one.
+        progress: How far the run was when it was reported.
+    """
+
+    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: BackgroundTasks) -> None:
+        self._folder = folder
+        self._attribute = config.checkpoint_score_attribute
+        self._ranking = Ranking(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
+        self._keeps_none = config.num_to_keep == 0
+        self._chores = chores
+        self._present: dict[int, ReportedCheckpoint] = {}
+        self._next = 0
+        self._once = Once()
+        self.latest: Checkpoint | None = None
+        self.progress = RunProgress()
+
+    def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over what a run that this one continues has left, with its reports."""
+        by_name = by_checkpoint(reports)
+        for name in self._folder.checkpoint_names():
+            report = by_name.get(name)
+            self.add(Checkpoint(self._folder.trial / name), report or {}, _progress_at(report, reports))
+
+    def add(
+        self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
+    ) -> None:
+        """Takes a new checkpoint in, and deletes those that it replaces: once it is settled, if it is pending."""
+        name = name_of(checkpoint)
+        index = (checkpoint_index(name) if name is not None else None) or self._next
+        self._next = index + 1
+        self.latest, self.progress = checkpoint, progress
+        self._present[index] = reported = ReportedCheckpoint(checkpoint, dict(metrics))
+        if is_pending:
+            reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
+        else:
+            self._rank(index)
+
+    def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
+        """Adds what the validation of a checkpoint has found, and deletes what it replaces."""
+        index = next(index for index, kept in self._present.items() if kept.checkpoint is checkpoint)
+        self._present[index].metrics.update(metrics)
+        self._present[index].status = status
+        self._rank(index)
+
+    def _rank(self, index: int) -> None:
+        for dropped in self._ranking.admit(index, self._score(self._present[index].metrics)):
+            self._delete(dropped)
+
+    @property
+    def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
+        """Those that are kept, with the metrics of their reports: the worst first, the best last."""
+        kept = [self._present[index] for index in self._ranking.kept]
+        return [(each.checkpoint, each.metrics) for each in kept]
+
+    @property
+    def by_age(self) -> list[ReportedCheckpoint]:
+        """The same, the oldest first, as they go to other processes."""
+        present = [self._present[index] for index in sorted(self._present)]
+        return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in present]
+
+    def end(self) -> None:
+        """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""
+        if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
+            self.latest = Checkpoint.from_dict(self.latest.to_dict())
+            for index in list(self._present):
+                self._delete(index)
+
+    def _delete(self, index: int) -> None:
+        name = name_of(self._present.pop(index).checkpoint)
+        if name is not None:
+            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
+
+    def _score(self, metrics: Mapping[str, Any]) -> float | None:
+        if self._attribute is None:
+            return None
+        value = value_at(metrics, self._attribute)
+        score = as_score(value)
+        if score is None and self._once.is_first(self._attribute):
+            what = "is missing" if value is None else f"is {value!r:.80}, not a number"
+            logger.error(
+                "`checkpoint_score_attribute=%r` %s in a report with a checkpoint, which counts as the worst. The "
+                "report has: %s",
+                self._attribute,
+                what,
+                ", ".join(map(str, metrics)),
+            )
+        return score
+
+
+def name_of(checkpoint: Checkpoint) -> str | None:
+    """The name of a checkpoint's folder; None for one in memory."""
+    return PurePosixPath(checkpoint.path).name if checkpoint.uri is not None else None
+
+
+def number_of(checkpoint: Checkpoint) -> int:
+    """The number that a checkpoint has in its run, by the name of its folder or its content; 0 for any other one."""
+    name = name_of(checkpoint)
+    number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
+    return number if is_integer(number) and number >= 0 else 0
+
+
+def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> RunProgress:
+    """Return the progress of a run at a checkpoint whose report the driver could not write any more."""
+    if report is not None:
+        return RunProgress.of(report)
+    return RunProgress.of(reports[-1]).after(0.0) if reports else RunProgress(iteration=1)
+
+
+Stop = Callable[[str, Mapping[str, Any]], bool]
+"""Says, for the identity of the trial and the metrics of a report, whether the run stops after it."""
+
+
+def make_stop(stop: Any) -> Stop:
+    """Turns what the user gave into a condition.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A limit is not a number, or the function cannot be called with two arguments.
+    """
+    if stop is None:
+        return lambda trial_id, result: False
+    if isinstance(stop, Mapping):
+        return _limits(stop)
+    if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
+        conditions = [make_stop(each) for each in stop]
+        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])  # each sees each report
+    if hasattr(stop, "stop_all"):
+        return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
+    if callable(stop) and not isinstance(stop, type):
+        _check_takes_two(stop)
+        return lambda trial_id, result: bool(stop(trial_id, dict(result)))
+    raise TypeError(f"`RunConfig(stop={stop!r})`: {_ALLOWED}")
+
+
+def _check_takes_two(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind("trial", {})
+    except TypeError:
+        raise ValueError(
+            f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`."
+        ) from None
+    except ValueError:  # a function without a signature, of a library in C
+        pass
+
+
+def _limits(limits: Mapping[str, Any]) -> Stop:
+    """Stops when a metric is at its limit or above."""
+    for name, limit in limits.items():
+        if not isinstance(name, str) or not is_number(limit):
+            raise ValueError(
+                f"`RunConfig(stop={{{name!r}: {limit!r}}})`: need the name of a metric and a number. The run stops "
+                "when the metric reaches it."
+            )
+    limits, once = dict(limits), Once()
+
+    def is_reached(name: str, limit: float, result: Mapping[str, Any]) -> bool:
+        value = value_at(result, name)
+        if value is None and once.is_first(name):
+            logger.warning(
+                "`RunConfig(stop=...)` names the metric %r, which this report does not have. It has: %s",
+                name,
+                ", ".join(map(str, result)),
+            )
+        return value is not None and bool(value >= limit)
+
+    return lambda trial_id, result: any(is_reached(name, limit, result) for name, limit in limits.items())

@@ -1,0 +1,220 @@
+"""The files of a trial: `result.json`, `progress.csv`, TensorBoard's, `params.json`, `error.txt`.
+
+They have the names and the content that Ray Tune gives them. Each report is on the disk when its call returns, except
+for TensorBoard's file, which follows within seconds: a driver that is killed loses at most the report it was writing.
+A thread of the driver copies them to a remote storage while the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from raysgd._files.atomic_file import replacing
+from raysgd._text.secrets import has_secret, masked
+from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
+from raysgd.air.layout import TrialFolder
+from raysgd.air.metrics import CHECKPOINT_DIR_NAME, OF_PLACE, OF_TRIAL, TIME_TOTAL_S, TIMESTAMP, TRAINING_ITERATION
+from raysgd.writers.csv_table import CsvTable
+from raysgd.writers.event_file import EventFile
+from raysgd.writers.json_files import JsonLines, as_json
+from raysgd.writers.sink import RunInFolder, SafeSink
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_FILE = "progress.csv"
+PARAMS_FILE = "params.json"
+PARAMS_PICKLE_FILE = "params.pkl"
+
+_NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
+_UPLOAD_EVERY_S = 5.0
+_LARGEST_VALUE = 10_000  # bytes: the config stands in each report
+_MOST_ENTRIES = 1_000
+
+
+def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
+    """Open the files of a trial, to write on where they end.
+
+    Args:
+        folder: The folder of the trial.
+        config: The config of the trial, which stands in each line of `result.json`.
+        replaced: The loggers of Ray Tune, by name, that the user passed: they write instead.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    if JSON_LOGGER not in replaced:
+        write_params(folder, config)
+    writers = [writer for name, writer in _writers(config) if name not in replaced]
+    for writer in writers:
+        writer.open(RunInFolder(folder))
+    return writers
+
+
+def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
+    """Make what writes the files, with the name of the logger of Ray Tune that writes the same."""
+    yield JSON_LOGGER, SafeSink(JsonLines(RESULT_FILE, {"config": config}), RESULT_FILE, hidden=("config",))
+    yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
+    try:
+        yield TENSORBOARD_LOGGER, SafeSink(EventFile("", "ray/tune"), "TensorBoard", hidden=_NOT_FOR_TENSORBOARD)
+    except ModuleNotFoundError as missing:
+        logger.info("no files for TensorBoard: %s", missing)
+
+
+def write_params(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes the config as JSON, for people, and as a pickle, for programs."""
+    (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
+    content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
+    if content is not None:
+        (folder / PARAMS_PICKLE_FILE).write_bytes(content)
+
+
+def write_error(folder: Path, error: BaseException, number: int) -> None:
+    """Adds an error to `error.txt`, and replaces `error.pkl`, if the error can be pickled.
+
+    Args:
+        folder: The folder of the trial.
+        error: What a run, or one attempt, ended with.
+        number: Which failure of the run it is, from 1.
+    """
+    date = time.strftime("%Y-%m-%d_%H-%M-%S")
+    text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    with open(folder / ERROR_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
+    content = _pickled(error, "the error", ERROR_PICKLE_FILE)
+    if content is not None and has_secret(content.decode("latin-1")):
+        logger.warning("no %s: the error shows a key or a password", ERROR_PICKLE_FILE)
+    elif content is not None:
+        with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
+            pickled.write(content)
+
+
+def _pickled(value: Any, shown: str, file: str) -> bytes | None:
+    """The value as a pickle; None, and a warning, where it cannot be one."""
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as reason:  # whatever an object in it raises
+        logger.warning("no %s: %s cannot be pickled: %s", file, shown, masked(repr(reason)))
+        return None
+
+
+class BackgroundTasks:
+    """Does one thing after the other in a thread, which lives from the first one until `close`. Failures are logged."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, what: str, work: Callable[[], object]) -> Future[None]:
+        """Has `work` done later. `what` says what it is, for the log."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
+        return self._pool.submit(_attempt, what, work)
+
+    def close(self) -> None:
+        """Waits until everything is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _attempt(what: str, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception as error:
+        logger.warning("could not %s: %s: %s", what, type(error).__name__, error)
+
+
+class Logs:
+    """The logs of a trial, on their way to its folder: none, where they are written there.
+
+    Args:
+        folder: The folders of the run.
+        chores: Copies them.
+    """
+
+    def __init__(self, folder: TrialFolder, chores: BackgroundTasks) -> None:
+        self._folder = folder
+        self._chores = chores
+        self._last = time.monotonic()
+        self._running: Future[None] | None = None
+
+    def fetch(self) -> None:
+        """Gets the logs of the run that this one continues, to write on where they end."""
+        if not self._folder.is_local and not self._folder.is_new:
+            for name in self._folder.trial.names():
+                if self._folder.trial.has(name):
+                    (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
+
+    def upload_soon(self) -> None:
+        """Copies them in the background, every few seconds."""
+        if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
+            return
+        if self._running is None or self._running.done():
+            self._last = time.monotonic()
+            self._running = self._chores.submit(f"copy the logs to {self._folder.trial}", self._upload)
+
+    def upload_all(self) -> None:
+        """Copies them now, and removes those of this machine. If that fails they stay, and the log says where."""
+        if self._folder.is_local:
+            return
+        try:
+            self._upload()
+        except OSError as error:
+            self._folder.expect_little()
+            kept = self._folder.local_path
+            logger.error("could not copy the logs to %s; they stay in %s: %s", self._folder.trial, kept, error)
+        else:
+            self._folder.close()
+
+    def remove(self, name: str) -> None:
+        """Deletes one of them."""
+        (self._folder.local_path / name).unlink(missing_ok=True)
+        self._folder.trial.remove(name)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Renames one of them, if it is there."""
+        path = self._folder.local_path / name
+        if path.exists():
+            shutil.copyfile(path, path.with_name(new_name))
+            self.remove(name)
+
+    def _upload(self) -> None:
+        self._folder.trial.upload(Path(self._folder.local_path))
+
+
+def shown_config(config: Mapping[str, Any]) -> Any:
+    """Return a config as it may stand in each report; `trainer.pkl` has all of it but keys and passwords, once.
+
+    >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
+    {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}
+    """
+    return _shortened(masked(config))
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
+        return {key: _shortened(each) for key, each in value.items()}
+    size = _size_of(value)
+    if size > _LARGEST_VALUE:
+        return f"({type(value).__name__}: {size:,} bytes)"
+    return [_shortened(each) for each in value] if type(value) is list else value
+
+
+def _size_of(value: Any) -> int:
+    """Return how many bytes a value takes where it is stored; 0 where it cannot be."""
+    from ray import cloudpickle
+
+    if isinstance(value, bool | int | float | None):
+        return 0
+    try:
+        return len(cloudpickle.dumps(value))
+    except Exception:  # whatever an object of the user raises
+        return 0

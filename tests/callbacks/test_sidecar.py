@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of, location
+from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.history.history import CallRecord, History
+
+
+def written(checkpoint: Path) -> Sidecar:
+    history = History()
+    history.add(CallRecord("train", 1, {"train_loss": 0.5, "other": math.nan}, 1.0, 2.0, 4))
+    sidecar = Sidecar(1, history, [{"name": "EarlyStopping", "state": {"best": 0.5}}])
+    Sidecars().write(str(checkpoint), sidecar)
+    return sidecar
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    before = written(tmp_path / "last.pt")
+    after = Sidecars().read(str(tmp_path / "last.pt"))
+    assert after is not None
+    assert (after.epoch, after.callbacks) == (1, before.callbacks)
+    assert after.history[0]["train_loss"] == 0.5
+    assert math.isnan(after.history[0]["other"])
+    assert after.history.records[0].num_workers == 4
+
+
+def test_a_file_without_one_has_none(tmp_path: Path) -> None:
+    assert Sidecars().read(str(tmp_path / "last.pt")) is None
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:40], lambda text: "[" * 100_000], ids=["cut", "deep"])
+def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    written(tmp_path / "last.pt")
+    beside = Path(location(str(tmp_path / "last.pt")))
+    beside.write_text(damage(beside.read_text()))
+    with pytest.raises(ValueError, match=r"last\.pt\.run\.json` is damaged: .* Delete it to resume without it"):
+        Sidecars().read(str(tmp_path / "last.pt"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{name: value} for name in ("epoch", "callbacks", "pending", "history") for value in ("x", 1.5, [None])],
+    ids=str,
+)
+@pytest.mark.parametrize("read", [Sidecars().read, epoch_of])
+def test_one_with_another_value_is_damaged_too(
+    tmp_path: Path, damage: dict[str, Any], read: Callable[[str], object]
+) -> None:
+    written(tmp_path / "last.pt")
+    beside = Path(location(str(tmp_path / "last.pt")))
+    content = json.loads(beside.read_text())
+    beside.write_text(json.dumps({**content, **damage}))
+    with pytest.raises(ValueError, match=r"is damaged: .* Delete it"):
+        read(str(tmp_path / "last.pt"))
+    del content["callbacks"]
+    beside.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is damaged: `callbacks` is 'None'"):
+        read(str(tmp_path / "last.pt"))
+
+
+def test_it_is_beside_the_file_also_in_a_store() -> None:
+    assert location("s3://bucket/last.pt?region=eu") == "s3://bucket/last.pt.run.json?region=eu"
+
+
+class TestALongRun:
+    def run(self, folder: Path, epochs: range, sidecars: Sidecars, history: History) -> None:
+        for epoch in epochs:
+            history.add(CallRecord("train", epoch, {"train_loss": 1 / epoch}, 1.0, 2.0, 4))
+            history.add(CallRecord("validation", epoch, {"accuracy": 1 - 1 / epoch}, 1.0, 2.0, 4))
+            if epoch % 100 == 7:
+                history.events.append(GroupEvent("rejoined", 4, 4, 0.5, f"in {epoch}"))
+            if epoch % 10 == 0:
+                sidecars.write(str(folder / "last.pt"), Sidecar(epoch, history))
+
+    def read(self, folder: Path) -> History:
+        found = Sidecars().read(str(folder / "last.pt"))
+        assert found is not None
+        return found.history
+
+    def test_writes_each_part_of_its_history_once(self, tmp_path: Path) -> None:
+        history = History()
+        self.run(tmp_path, range(1, 1001), Sidecars(), history)
+        parts = sorted(tmp_path.glob("history-*.json"))
+        assert len(parts) == 4
+        assert all(len(History.from_json(part.read_text())) in (200, 209, 210) for part in parts)
+        rest = json.loads((tmp_path / "last.pt.run.json").read_text())["history"]["rows"]
+        assert len(rest) <= 200
+        assert self.read(tmp_path).to_json() == history.to_json()
+
+    def test_goes_on_with_its_parts_where_it_is_resumed(self, tmp_path: Path) -> None:
+        self.run(tmp_path, range(1, 301), Sidecars(), History())
+        again, history = Sidecars(), History()
+        found = again.read(str(tmp_path / "last.pt"))
+        assert found is not None
+        history.take_over(found.history)
+        first = set(tmp_path.glob("history-*.json"))
+        self.run(tmp_path, range(301, 601), again, history)
+        assert first < set(tmp_path.glob("history-*.json"))
+        assert self.read(tmp_path)["epoch"] == [*range(1, 601)]
+        assert self.read(tmp_path).to_json() == history.to_json()
+
+    def test_is_not_mixed_with_another_one_in_the_same_folder(self, tmp_path: Path) -> None:
+        self.run(tmp_path, range(1, 301), Sidecars(), History())
+        history = History()
+        self.run(tmp_path, range(1, 401), Sidecars(), history)
+        assert self.read(tmp_path).to_json() == history.to_json()
+
+    def test_says_what_to_do_where_a_part_is_missing(self, tmp_path: Path) -> None:
+        self.run(tmp_path, range(1, 301), Sidecars(), History())
+        next(tmp_path.glob("history-*.json")).unlink()
+        with pytest.raises(
+            ValueError, match=r"history-\w+\.json`, a part .* is missing .* delete `.*last\.pt\.run\.json`"
+        ):
+            self.read(tmp_path)
+
+    @pytest.mark.parametrize("name", ["../secret.json", "history-x.json", 3, None])
+    def test_reads_no_other_files(self, tmp_path: Path, name: Any) -> None:
+        self.run(tmp_path, range(1, 301), Sidecars(), History())
+        beside = Path(location(str(tmp_path / "last.pt")))
+        beside.write_text(json.dumps({**json.loads(beside.read_text()), "parts": [name]}))
+        with pytest.raises(ValueError, match="is damaged: `parts` is"):
+            self.read(tmp_path)
