@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import struct
@@ -313,11 +314,11 @@ def test_connecting_where_no_one_listens_says_why(stack: ExitStack, host: str) -
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:
-    listener = stack.enter_context(listen_at("127.0.0.2"))
-    host, port = listener.getsockname()
-    assert host == "127.0.0.2"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((HERE, port))
+    listeners = [stack.enter_context(listen_at("127.0.0.2")) for _ in range(3)]
+    addresses = [listener.getsockname() for listener in listeners]
+    assert {host for host, _ in addresses} == {"127.0.0.2"}
+    refused = [socket.socket().connect_ex((HERE, port)) == errno.ECONNREFUSED for _, port in addresses]
+    assert any(refused), "another program may have one of the ports"
 
 
 def test_where_others_know_a_machine_by_an_address_that_it_does_not_have_it_listens_at_all(
