@@ -155,7 +155,7 @@ class UndoLog:
         if not new:
             return
         self._noted.update(new)
-        notes = StateNotes(set(self._apart), self._pool.undo_of, _may_hold_tensors, most_objects=None)
+        notes = StateNotes(set(self._apart), self._pool.undo_of, _may_hold_tensors)
         for owner in new.values():
             notes.take(owner)
         self._undos += notes.undos

@@ -1,22 +1,17 @@
-"""Puts back what a piece of code changes in the attributes of an object, without replacing what stands there."""
+"""Notes of the state of objects, to put them back without replacing what stands there."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
-MOST_BYTES = 2**20
-"""Arrays up to this size are put back."""
-_MOST_OBJECTS = 10_000
+_MOST_BYTES = 2**20  # of arrays that are put back
 _PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, range)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _OWN_ROOM = "raysgd._numbers."  # meters and timers, which users make, too
@@ -25,56 +20,20 @@ Undo = Callable[[], object]
 """Puts one object back."""
 
 
-@contextmanager
-def putting_back(
-    owner: Any,
-    apart: Iterable[Any] = (),
-    undo_of: Callable[[Any], Undo | None] = lambda value: None,
-    is_open: Callable[[type], bool] = lambda kind: False,
-) -> Iterator[None]:
-    """Undoes afterwards what the body changes in the attributes of `owner`.
-
-    Every object stays the same one; its content is put back. This covers lists, dicts, sets, deques, small NumPy arrays
-    and objects whose classes have nothing from a library, nested to any depth, up to 10,000 of them.
-
-    Args:
-        owner: The object.
-        apart: Objects that keep what the body does to them.
-        undo_of: Notes how objects are that only the caller knows, such as tensors; None for any other.
-        is_open: Whether to look into objects of a library's class, and of those derived from it.
-    """
-    notes = StateNotes({id(value) for value in apart}, undo_of, is_open)
-    notes.take(owner)
-    try:
-        yield
-    finally:
-        for undo in notes.undos:
-            _try(undo)
-
-
-def _try(undo: Undo) -> None:
-    try:
-        undo()
-    except Exception as error:  # a class whose objects refuse
-        logger.debug("an attribute could not be put back: %r", error)
-
-
 @dataclass
 class StateNotes:
     """Notes of the state of objects, to put them back.
 
     Attributes:
         seen: Objects that need not be looked at again, by identity.
-        undo_of: See `putting_back`.
-        is_open: See `putting_back`.
-        most_objects: After so many no further one is looked into; None for all.
+        undo_of: Notes how objects are that only the caller knows, such as tensors; None for any other.
+        is_open: Whether to look into objects of a library's class, and of those derived from it.
         undos: What puts them back.
     """
 
     seen: set[int]
     undo_of: Callable[[Any], Undo | None]
     is_open: Callable[[type], bool]
-    most_objects: int | None = _MOST_OBJECTS
     undos: list[Undo] = field(default_factory=list)
 
     def take(self, owner: Any) -> None:
@@ -82,7 +41,7 @@ class StateNotes:
         self.undos.append(partial(_refill_attributes, vars(owner), dict(vars(owner))))
         self.seen.add(id(owner))
         waiting = deque(vars(owner).values())
-        while waiting and (self.most_objects is None or len(self.seen) < self.most_objects):
+        while waiting:
             value = waiting.popleft()
             if isinstance(value, _PLAIN_VALUES) or id(value) in self.seen:
                 continue
@@ -114,7 +73,7 @@ class StateNotes:
 
 
 def _undo_of_array(value: Any) -> Undo | None:
-    if not isinstance(value, np.ndarray) or value.nbytes > MOST_BYTES or not value.flags.writeable:
+    if not isinstance(value, np.ndarray) or value.nbytes > _MOST_BYTES or not value.flags.writeable:
         return None
     return partial(np.copyto, value, value.copy())
 
