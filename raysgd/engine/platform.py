@@ -176,12 +176,13 @@ def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options = {
+    options: dict[str, Any] = {
         "num_cpus": 0,
         "max_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
     }
-    return ray.remote(**options)(function).remote(info.pid)
+    remote: Any = ray.remote(**options)(function)
+    return remote.remote(info.pid)
 
 
 def _sigkill(pid: int) -> None:
