@@ -99,7 +99,11 @@ class AnsweringPlatform(Platform):
 @pytest.mark.parametrize(
     ("fake", "real", "not_needed"),
     [
-        (FakeGroup, WorkerGroup, {"give_ranks", "interrupt", "is_on_one_node", "store", "submit", "take_over", "to_keep"}),
+        (
+            FakeGroup,
+            WorkerGroup,
+            {"give_ranks", "interrupt", "is_on_one_node", "store", "submit", "take_over", "to_keep"},
+        ),
         (FakeStandbyWorkers, StandbyWorkers, {"cancel", "lend"}),
         (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_over", "take_usable"}),
     ],

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd.exceptions import WorkerError
+from raysgd.engine.shared.types import World
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
 from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.operator.internals import OperatorContext
+from raysgd.tf.operator.settings import TFSettings
 from tests.streams.made import MadeStream
 
 pytestmark = pytest.mark.integration
@@ -87,8 +90,7 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_stream_needs_a_constant_joint_batch(ray_cluster: None) -> None:
-    with pytest.raises(WorkerError, match='pass `joint_batch="constant"`'):
-        TFTrainer(
-            training_operator_cls=StreamOperator, config={"kind": "known", "num_loaders": 0}, num_cpus_per_worker=0.25
-        )
+def test_a_stream_needs_a_constant_joint_batch() -> None:
+    context = OperatorContext(TFSettings(StreamOperator, {}, 3), World(0, 1))
+    with pytest.raises(InvalidRegistrationError, match='pass `joint_batch="constant"`'):
+        StreamOperator({"kind": "known", "num_loaders": 0}, context)

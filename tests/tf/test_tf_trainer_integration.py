@@ -359,7 +359,7 @@ def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) ->
         from tests.tf.lab import Experiment, rank
 
         calls = (("train", None), ("train", None))
-        config = {"batch_size": 4}
+        config = {"batch_size": 4, "num_samples": 20}  # the last batch has samples for both
         together = Experiment(TwoModels, config, calls).run_in(World(rank(), 2))
         alone = Experiment(TwoModels, config, calls).run_in(World(0, 1))
         return together, alone

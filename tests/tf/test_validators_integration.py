@@ -17,11 +17,8 @@ pytestmark = pytest.mark.integration
 CREATORS = {"model_creator": make_model, "data_creator": make_data}
 
 
-@pytest.mark.parametrize(
-    "what",
-    [{"training_operator_cls": Line}, pytest.param(CREATORS, marks=pytest.mark.soak)],
-    ids=["operator", "creators"],
-)
+@pytest.mark.keras_in_turns("keras2", "keras3")
+@pytest.mark.parametrize("what", [{"training_operator_cls": Line}, CREATORS], ids=["operator", "creators"])
 def test_the_metrics_are_those_of_the_weights_of_the_last_call(
     what: dict[str, Any], ray_cluster: None, keras_here: Any
 ) -> None:

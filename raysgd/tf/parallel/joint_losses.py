@@ -245,10 +245,8 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
     """A loss of these values."""
-    import tensorflow as tf
 
-    class Counting(keras.losses.Loss):  # type: ignore[misc, name-defined]
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
             return values(y_true, y_pred)
 
@@ -259,14 +257,14 @@ def _refuse_scalar(keras: Any, loss: Any, target: Any, output: Any) -> None:
     """Refuses a loss of the user's that does not say what it has for each sample."""
     if loss is None or isinstance(loss, str) or registration.is_stock(loss):
         return
-    inner = getattr(loss, "call", loss)
+    inner, found = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
-        found = inner(y_true, y_pred)
-        _refuse_rank_0(loss, found)
-        return found
+        found.append(inner(y_true, y_pred))
+        return found[-1]
 
     _counting(keras, values, "none")(target, output)  # which makes of the arguments what Keras does
+    _refuse_rank_0(loss, found[-1])
 
 
 def _refuse_rank_0(loss: Any, values: Any) -> None:
