@@ -311,7 +311,7 @@ class TorchHosted(hosted.Hosted):
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
         internals = self.internals
-        internals.trained.check()
+        internals.trained.check(self.operator._freezes_in_batches)
         votes = internals.weights.votes()
         is_joint = votes and self.parallel.synchronizes
         internals.weights.agree(internals.sum_over_workers(*votes) if is_joint else [*map(float, votes)])
