@@ -250,7 +250,7 @@ class LightningOperator(TrainingOperator):
 
     def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
         step = self._raysgd.parallel.step
-        keeps: bool = step.window > 1 and step.waits_for(optimizer)
+        keeps: bool = step.window > 1 and step.adds_to(optimizer)
         if step.window > 1 and not skips:
             step.note_backward((optimizer,))
         return keeps
@@ -276,7 +276,9 @@ class LightningOperator(TrainingOperator):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
         self._raysgd.parallel.step.use()
-        loss = self._raysgd.parallel.weighted(loss, optimizer)
+        self._raysgd.parallel.step.end_forward()
+        if self._raysgd.parallel.step.window > 1:
+            loss = loss * self._raysgd.gradients.share()
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
                 scaler = self._raysgd.precision.scaler

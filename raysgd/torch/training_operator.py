@@ -22,14 +22,13 @@ from raysgd._imports.lazy import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
 from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import CountedLabels
+from raysgd.torch.objects.criteria import ignored_by
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
-from raysgd.torch.step.batch_weights import weights_of
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
@@ -190,8 +189,6 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        if weight is None and internals.weights.are_needed:
-            internals.weights.look_at(target)
         metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
         internals.coming = metrics
         with internals.choice.acting_on_usual():
@@ -302,7 +299,7 @@ class TrainingOperator(BaseOperator):
         """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
         found = internals.evaluate(batch)
-        weight, ignored = found.metrics.get(BATCH_WEIGHT), CountedLabels.of(internals.criterion).ignored
+        weight, ignored = found.metrics.get(BATCH_WEIGHT), ignored_by(internals.criterion)
         right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}

@@ -100,7 +100,7 @@ def test_gradients_of_a_model_with_a_process_group_of_its_own_are_those_of_that_
         context = operator._raysgd.context
         apart = Apart({}, replace(context, parallel=DDP()))
         model = apart.model
-        apart._raysgd.parallel.arm([model], weight_in_hook=True)
+        apart._raysgd.parallel.arm([model], may_run_backward=True)
         apart.train_batch(None, {})
         model.module.running_mean.fill_(apart.world_rank)
         with apart._raysgd.parallel.evaluating([model]):
@@ -408,9 +408,7 @@ def test_a_communication_hook_of_the_users_own_is_kept(two: TorchTrainer) -> Non
         def register(self, **parts: Any) -> Any:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-            model, *rest = super().register(**parts)
-            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-            return model, *rest
+            return super().register(**parts, ddp_args={"comm_hook": (dist.group.WORLD, fp16_compress_hook)})
 
     assert look(two, lambda operator: len(operator.model._comm_hooks), Compresses) == [1, 1]
 

@@ -272,11 +272,11 @@ class TorchHosted(hosted.Hosted):
         self._prediction.close()
         self._arming.begin(run.epoch_idx, stream.source)
         internals, registered = self.internals, self.internals.registered
-        internals.weights.begin_call(internals.criterion, run.epoch_idx)
+        internals.gradients.begin_call()
         stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            noting = internals.loss_calls.on(internals.criterion, internals.weights.note, only_labels=True)
+            noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
             can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo_log.open_call(can_rejoin and self.loop.can_resume(stream))
             self._open_rows(run, stream)
@@ -284,11 +284,10 @@ class TorchHosted(hosted.Hosted):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self._arming.finish(stream.num_steps_taken - began_at)
-            internals.weights.warn()
+            internals.gradients.end_call()
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:
-            internals.weights.end_call()
             self.parallel.rows.close_call()
             self.parallel.step.close_call()
 
@@ -309,12 +308,8 @@ class TorchHosted(hosted.Hosted):
         self.parallel.rows.open_call(run.rows.name, self.world.size, read, note)
 
     def _prepare(self) -> None:
-        """Does ahead of a pass what takes all ranks."""
-        internals = self.internals
-        internals.trained.check(self.operator._freezes_in_batches)
-        votes = internals.weights.votes()
-        is_joint = votes and self.parallel.synchronizes
-        internals.weights.agree(internals.sum_over_workers(*votes) if is_joint else [*map(float, votes)])
+        """Refuses ahead of a pass what would not be trained as it was wrapped."""
+        self.internals.trained.check(self.operator._freezes_in_batches)
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:

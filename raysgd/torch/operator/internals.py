@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd._numbers.weights import BATCH_WEIGHT
+from raysgd._numbers.weights import BATCH_WEIGHT, weight_of
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
@@ -22,7 +22,6 @@ from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
 from raysgd.torch.operator.trained_parts import Noted, TrainedParts
-from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.utils import IS_PADDING
@@ -60,7 +59,6 @@ class TorchInternals(Internals):
         choice: Which optimizers a call is for.
         trained: What is frozen and in the groups of optimizers; None before `setup` is done.
         loss_calls: Tells how the criterion is called.
-        weights: By how much batches count.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
@@ -83,9 +81,10 @@ class TorchInternals(Internals):
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
+        self.loss_calls = LossCalls()
+        self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
+        self.own_steps.check_labels = self.gradients.check_labels
         self.trained: Any = None
-        self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
-        self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
 
     @property
     def use_gpu(self) -> bool:
@@ -162,10 +161,7 @@ class TorchInternals(Internals):
         if not step.is_pending:
             return
         step.is_boundary = True
-        for optimizer in self.registered.optimizers:
-            if step.waits_for(optimizer):
-                with self.choice.acting_on(optimizer):
-                    step_with(self._operator, optimizer)
+        step_with(self._operator, *self.registered.optimizers)
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Output, loss and weight of what `forward` returned; its metrics are logged."""
@@ -233,7 +229,8 @@ class TorchInternals(Internals):
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
-        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean_amount(self.place.amounts))
+        mean = sum(self.place.amounts) / len(self.place.amounts)
+        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
         return {**weights_of(metrics, **amounts), **metrics}
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
@@ -276,3 +273,15 @@ class TorchInternals(Internals):
         self.parallel.all_sum(tensor)
         sums: list[float] = tensor.tolist()
         return sums
+
+
+def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+    """Return what single metrics of a batch are averaged by, as it reports it.
+
+    Args:
+        counts: What the other metrics are averaged by.
+        amounts: What a metric is the mean over; None where it is like the others.
+    """
+    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
+    return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.step import never_defer
-from raysgd.torch.parallel.strategy import NoParallel, quick_group, repeat_first, trainable
+from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
 
 # What a module is given from outside, and what making it again would clear.
 _KEPT_BY_WRAPPER = (
@@ -56,7 +56,6 @@ class DDP(NoParallel):
 
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
-        self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
@@ -134,36 +133,27 @@ class DDP(NoParallel):
             )
 
     def arm(
-        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs a hook where it is of use: for weighting and watching gradients, or for speed.
+        """Installs the hook that weights, watches and sends gradients.
 
-        A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
+        Raises:
+            ValueError: The user registered one by hand; PyTorch allows one each.
         """
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         self.step.defer = _deferrer(wrapped) if may_defer else never_defer
-        super().arm(models, weight_in_hook, window)
+        super().arm(models, may_run_backward, window)
         self.step.check = partial(self._check_step, self.step.check)
-        self.weights_in_hook = self.weights_in_hook or weight_in_hook
         for model in wrapped:
             self._armed.add(id(model))
             if not model._comm_hooks:
                 self._register_hook(model, {})
-
-    def _start_sum(self, number: float) -> Callable[[], float]:
-        # In the group of the gradients: there it comes right before those of the same backward pass, on every rank. Or
-        # behind them, where it takes no longer than to begin it.
-        numbers = torch.tensor([number], dtype=torch.float64, device=_reachable())
-        if quick_group(numbers) is not None:
-            return partial(self._sum_of, partial(self.all_sum, numbers), numbers)
-        with self.exchanges.noting():
-            work = dist.all_reduce(numbers, async_op=True)
-        return partial(self._sum_of, work.wait, numbers)
-
-    def _sum_of(self, wait: Callable[[], Any], numbers: torch.Tensor) -> float:
-        with self.exchanges.noting():
-            wait()
-        return numbers.item()
+            elif not ddp_hooks.is_ours(model):
+                raise ValueError(
+                    "a model has a communication hook that you registered with `register_comm_hook`, which keeps "
+                    "gradients from being weighted by samples: pass it to `register`, as in "
+                    '`ddp_args={"comm_hook": (state, hook)}`.'
+                )
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}
@@ -171,7 +161,7 @@ class DDP(NoParallel):
         if not trained:
             return
         self.step.exchanges()
-        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=_reachable())
+        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=reachable())
         with self.exchanges.noting():
             self.all_sum(has_gradient)
             used = [parameter for parameter, count in zip(trained, has_gradient.tolist(), strict=True) if count]
@@ -229,11 +219,6 @@ def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module
     finally:
         for parameter, flag in before:
             parameter.requires_grad_(flag)
-
-
-def _reachable() -> torch.device | None:
-    """Returns where numbers have to be that the default group adds up; None for the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
 
 
 def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:

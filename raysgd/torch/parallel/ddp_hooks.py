@@ -1,7 +1,6 @@
 """The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
 
-A model has one hook: the user's, inside a hook of raysgd that weights gradients; or that of raysgd alone, installed
-where it weights gradients, takes the time, or sends them faster than gloo does.
+A model has one hook, that of raysgd, which may have the user's inside.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
@@ -12,18 +11,20 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.connections.group import Group
+from raysgd.connections.group import Array, Group
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.step import Counted
 from raysgd.torch.parallel.strategy import NoParallel
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
+_NO_ROW: Array = np.empty(0, np.uint8)
 _FIRST_BUCKET_BYTES = 2**20  # of `DistributedDataParallel`
 _DTYPES = (torch.float32, torch.float64)
 
@@ -62,26 +63,27 @@ class _HookState:
 def register(
     parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> None:
-    """Installs the hook that the user passed, or raysgd's where it is of use."""
+    """Installs the hook that the user passed, or raysgd's once training begins."""
     hook = options.get(COMM_HOOK)
     if hook is not None:
         state, function = _hook_of_user(hook)
         theirs = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
         model.register_comm_hook(theirs, _exchange)
     elif is_armed:
-        # Only this decides, not the number of ranks or what was before: all ranks must do the same.
-        goes_at_once = _goes_at_once(model)
-        if parallel.weights_in_hook or parallel.times_exchanges or parallel.rows.is_used or goes_at_once:
-            model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _exchange)
+        state = _HookState(parallel, _group_of_user(model), work, _goes_at_once(model))
+        model.register_comm_hook(state, _exchange)
 
 
 def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
     """Returns why the communication hook of a model does not work in a new wrapper; None when it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
-    if any(hook is not _exchange for hook, _ in model._comm_hooks):
-        return "a model has a communication hook that you registered yourself"
     return None
+
+
+def is_ours(model: DistributedDataParallel) -> bool:
+    """Tells whether the communication hook of a model is that of raysgd, with or without a user's inside."""
+    return all(hook is _exchange for hook, _ in model._comm_hooks)
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
@@ -95,13 +97,14 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
         parallel.note_exchange(state.work)
-    if parallel.weights_in_hook:
-        _weight(parallel.step, gradients)
-    if state.function is not None:
-        return _tracked(parallel, partial(state.function, state.state), bucket)
     group = exchanges_at_once() if state.goes_at_once else None
     if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
+    weight = parallel.step.outgoing_weight()
+    if isinstance(weight, torch.Tensor) or weight != 1.0:
+        gradients.mul_(weight)
+    if state.function is not None:
+        return _tracked(parallel, partial(state.function, state.state), bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     average = partial(allreduce_hook, state.process_group or dist.group.WORLD)  # type: ignore[arg-type]
@@ -119,14 +122,31 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
-    gradients = bucket.buffer()
+    """Average gradients over the ranks, with what else there is to tell: rows with the last, amounts with the first."""
+    gradients, counted, divisor = bucket.buffer(), parallel.step.counted, float(group.size)
+    counted = None if counted is None or counted.is_known else counted
+    weight = parallel.step.outgoing_weight() if counted is None else counted.amount / counted.reference
+    if weight != 1.0:
+        gradients.mul_(weight)
+    numbers = gradients.numpy()
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
-        if bucket.is_last():
-            parallel.rows.add_up(group, gradients.numpy())
-        else:
-            group.add_up(gradients.numpy())
+        if counted is not None:
+            gather = partial(_add_up_with_amounts, group, numbers, counted)
+            if not (bucket.is_last() and parallel.rows.exchange(gather)):
+                gather(_NO_ROW)
+            divisor = counted.total / counted.reference or 1.0
+        elif not (bucket.is_last() and parallel.rows.exchange(partial(group.add_up_with, numbers))):
+            group.add_up(numbers)
     parallel.exchanges.count(bucket.is_last())
-    return completed(gradients.div_(group.size))
+    return completed(gradients.div_(divisor))
+
+
+def _add_up_with_amounts(group: Group, numbers: Array, counted: Counted, row: Array) -> list[Array]:
+    """Add gradients up, with each rank's row and how much its batch counts."""
+    own = np.array([counted.amount], np.float64).view(np.uint8)
+    received = group.add_up_with(numbers, np.concatenate((own, row)))
+    counted.learn(sum(float(each[: own.nbytes].view(np.float64)[0]) for each in received))
+    return [each[own.nbytes :] for each in received]
 
 
 def _group_of_user(model: DistributedDataParallel) -> Any:
@@ -146,12 +166,6 @@ def _goes_at_once(model: DistributedDataParallel) -> bool:
         and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
         and sum(each.nbytes for each in parameters) <= most
     )
-
-
-def _weight(step: BatchStep, gradients: torch.Tensor) -> None:
-    weight = step.outgoing_weight()
-    if weight != 1.0:
-        gradients.mul_(weight)
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 from torch.distributed import DistNetworkError
 
-from raysgd.connections.group import Array, Group
+from raysgd.connections.group import Array
 from raysgd.connections.mesh.mesh import MeshBroken
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.step import BatchStep
@@ -73,11 +73,6 @@ class StepRows:
             return False
         self._note(self._exchange.exchange(self._read(), gather))
         return True
-
-    def add_up(self, group: Group, gradients: Array) -> None:
-        """Add up the last gradients of a model over the ranks, with an exchange of rows if it is time for one."""
-        if not self.exchange(lambda row: group.add_up_with(gradients, row)):
-            group.add_up(gradients)
 
     def exchange_beside_gloo(self) -> None:
         """Do the same while gloo exchanges gradients, in which other ranks may wait.
