@@ -85,6 +85,7 @@ class LightningOperator(TrainingOperator):
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
+    _freezes_in_batches = True  # a module of several networks may leave one frozen that its next batch trains
     warms_up_standby = False  # hooks of the module may count on the beginning of a training
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -165,13 +166,15 @@ class LightningOperator(TrainingOperator):
         info = {**self._raysgd.info_of_call(num_steps, epoch_idx), **(info or {})}
         begin_training(self._module)
         meters, before = self._raysgd.take_meters(), self._meters
+        trained = self._raysgd.trained
+        flags = trained.flags
         with torch.enable_grad(), self._epoch("train", "training_epoch_end", meters):
             if not self._has_started:
                 self._hooks.call("on_train_start")
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
-            if self._raysgd.trained.has_changed:  # a hook froze something, or added a group
+            if trained.flags != flags:  # a hook froze something, or added a group
                 self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")

@@ -97,6 +97,7 @@ class TrainingOperator(BaseOperator):
     validation_loader: Any
 
     _raysgd: TorchInternals
+    _freezes_in_batches = False
     # Subclasses have read these names since the first version of the library.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")

@@ -259,15 +259,17 @@ def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises
 
 
 class BeginsFrozen(Ledger):
-    """Its line is frozen by `setup`."""
+    """Its line is frozen by `setup`, and in no group of the optimizer."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         self.net.line.requires_grad_(False)
+        del self.optimizer.param_groups[0]
 
 
 def thaw(operator: Ledger) -> None:
     operator.net.line.requires_grad_(True)
+    operator.optimizer.add_param_group({"params": list(operator.net.line.parameters()), "lr": 0.03})
     operator.rewrap()
 
 

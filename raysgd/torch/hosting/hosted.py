@@ -308,8 +308,8 @@ class TorchHosted(hosted.Hosted):
         self.parallel.rows.open_call(run.rows.name, self.world.size, read, note)
 
     def _prepare(self) -> None:
-        """Does ahead of a pass what takes all ranks."""
-        self.internals.trained.check()
+        """Refuses ahead of a pass what would not be trained as it was wrapped."""
+        self.internals.trained.check(self.operator._freezes_in_batches)
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:

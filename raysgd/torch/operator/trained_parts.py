@@ -13,6 +13,7 @@ import torch
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.worker.state.state_checks import require
 
+Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
 """`frozen`: for each module the names of its frozen parameters; `groups`: for each optimizer those of its groups."""
 
@@ -39,23 +40,34 @@ class TrainedParts:
         return None if self._now == self._of_setup else self._now
 
     @property
-    def has_changed(self) -> bool:
-        """True if parameters were frozen or unfrozen, or groups added, since it was noted.
+    def flags(self) -> Flags:
+        """What is trained now, without names: which parameters, and how many groups."""
+        return _flags_of(self._registered)
+
+    def has_changed(self, freezes_in_batches: bool = False) -> bool:
+        """Tell whether parameters were frozen or unfrozen, or groups added, since it was noted.
 
         A model that is all frozen counts as unchanged: models are frozen for a part of each batch, too.
+
+        Args:
+            freezes_in_batches: Whether the same holds for each parameter.
         """
-        (flags, counts), (noted, noted_counts) = _flags_of(self._registered), self._flags
+        (flags, counts), (noted, noted_counts) = self.flags, self._flags
+        if freezes_in_batches:
+            noted = [
+                [now and before for now, before in zip(*both, strict=True)] for both in zip(flags, noted, strict=True)
+            ]
         return counts != noted_counts or any(
-            now != before and any(now) for now, before in zip(flags, noted, strict=True)
+            any(now) and now != before for now, before in zip(flags, noted, strict=True)
         )
 
-    def check(self) -> None:
-        """Refuses to train anything else than what was noted.
+    def check(self, freezes_in_batches: bool = False) -> None:
+        """Refuses to train anything else than what was noted; see `has_changed`.
 
         Raises:
             ValueError: Something was changed since.
         """
-        if self.has_changed:
+        if self.has_changed(freezes_in_batches):
             raise ValueError(
                 "Parameters were frozen or unfrozen (`requires_grad`), or parameter groups were added, since `setup` "
                 "or the last `self.rewrap()`. Call `self.rewrap()` on all workers after such a change."
@@ -68,7 +80,7 @@ class TrainedParts:
             ValueError: A group has parameters that are not registered.
         """
         noted = noted or self._of_setup
-        if noted == self._now and not self.has_changed:
+        if noted == self._now and not self.has_changed():
             return False
         for part, frozen in zip(self._registered.trained, map(set, noted["frozen"]), strict=True):
             for name, parameter in part.named_parameters():
@@ -79,7 +91,7 @@ class TrainedParts:
         return True
 
 
-def _flags_of(registered: RegisteredObjects) -> tuple[list[list[bool]], list[int]]:
+def _flags_of(registered: RegisteredObjects) -> Flags:
     flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
     return flags, [len(_groups_of(optimizer)) for optimizer in registered.optimizers]
 

@@ -70,10 +70,19 @@ def test_training_refuses_a_change_without_a_rewrap(change: Callable[[Any], None
     train(runner)
 
 
-def test_a_model_may_be_all_frozen_between_two_calls() -> None:
+def test_a_model_may_be_all_frozen_between_two_calls_and_a_part_where_batches_freeze_parts() -> None:
     runner = replica()
+    trained = runner._hosted.internals.trained
     freeze_all(runner.operator)
-    runner._hosted.internals.trained.check()
+    trained.check()
+    runner.operator.model[0].requires_grad_(True)  # type: ignore[attr-defined]
+    trained.check(freezes_in_batches=True)
+    assert trained.has_changed()
+    add(runner.operator)  # type: ignore[arg-type]
+    assert trained.has_changed(freezes_in_batches=True)
+    runner.operator.rewrap()
+    runner.operator.model.requires_grad_(True)  # type: ignore[attr-defined]
+    assert trained.has_changed(freezes_in_batches=True)
 
 
 def test_a_new_process_trains_what_the_snapshot_says() -> None:
