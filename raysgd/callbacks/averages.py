@@ -161,7 +161,7 @@ class EMAInWorker(Averager):
         super().__init__()
         self._decay, self._warmup = decay, warmup
         self._num_updates: list[int] = []  # of each optimizer
-        self._before: tuple[list[int], dict[int, int]] = self._num_updates, {}
+        self._num_before: list[int] | None = None  # at the beginning of the epoch
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
@@ -174,10 +174,9 @@ class EMAInWorker(Averager):
             )
         self.weights = [_copied(model) for model in models_of(operator)]
         self._num_updates = [0] * len(optimizers)
-        self._before = self._num_updates, {}
 
     def on_epoch_begin(self, operator: Any) -> None:
-        self._before = list(self._num_updates), _changes_of(optimizers_of(operator))
+        self._num_before = list(self._num_updates)
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
         optimizers, index = optimizers_of(operator), index_of(operator, optimizer)
@@ -186,14 +185,10 @@ class EMAInWorker(Averager):
         self._num_updates[index] += 1
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        num_before, before = self._before
-        counts = zip(optimizers_of(operator), self._num_updates, num_before, strict=True)
-        seen = _changes_of([optimizer for optimizer, num, before in counts if num > before])
-        now = _changes_of(optimizers_of(operator))
-        if any(count > before.get(each, count) for each, count in now.items() if each not in seen):
-            raise ValueError(
-                "`EMA` saw no step of a registered optimizer in this epoch, and its weights changed: pass the "
-                "optimizer whose `step` your code calls to `register`, and keep what that returns."
+        if self._num_updates == self._num_before and rank_of(operator) == 0:
+            logger.warning(
+                "`EMA` saw no step of a registered optimizer in this epoch: pass the optimizer whose `step` your code "
+                "calls to `register`, and keep what that returns"
             )
 
     def _decay_of(self, num_updates: int) -> float:
@@ -208,7 +203,7 @@ class EMAInWorker(Averager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._num_updates = list(state["num_updates"])
-        self._before = self._num_updates, {}  # the weights were changed, too
+        self._num_before = None
 
 
 class SWAInWorker(Averager):
@@ -253,11 +248,6 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 def _parameters_of(optimizer: Any) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _changes_of(optimizers: Sequence[Any]) -> dict[int, int]:
-    """Return how often each parameter of these optimizers was changed, by identity."""
-    return {id(parameter): parameter._version for each in optimizers for parameter in _parameters_of(each)}
 
 
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], model: Any) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         """Changes entries of the config in the running operators, which keep their state.
 
         Each operator's `config` has the new values, and its `config_changed` is called. With `TorchTrainer`, that gives
-        the optimizers the hyperparameters that the config names, such as `lr`. Workers that start later run `setup`
-        with the config from before, and then `config_changed` as these did.
+        the optimizers the learning rate `lr`. Workers that start later run `setup` with the config from before, and
+        then `config_changed` as these did.
 
         Args:
             **changes: New values by name. The config has to have these names already.

@@ -12,7 +12,6 @@ change; the library keeps doing the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from raysgd._arguments.checks import answer_mistakes
@@ -31,7 +30,6 @@ from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
 from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
 from raysgd.worker.parts import RegisteredParts
-from raysgd.worker.state.putting_back import putting_back
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 
@@ -71,8 +69,8 @@ class TrainingOperator(BaseOperator):
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
         warms_up_standby: Whether a standby worker calls `train_batch` twice on zeros, so that it is fast when it steps
-            in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")` before
-            you write, or set this to False.
+            in. The state of another worker then replaces what is registered. What else `train_batch` changes stays:
+            check `batch_info.get("warm_up")`, or set this to False.
     """
 
     run_eagerly = False
@@ -353,8 +351,7 @@ class TrainingOperator(BaseOperator):
         for number in (1, 2):  # two sizes: the second one is traced for all sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
-            with putting_back(self, undo_of=_undo_of_variable):
-                bind_batch_info(self.train_batch)(batch, info)
+            bind_batch_info(self.train_batch)(batch, info)
         step.num_samples = None
         internals.reset_metrics()
 
@@ -404,9 +401,3 @@ def _accuracy(output: Any, target: Any) -> Any:
     else:
         return None
     return tf.reduce_mean(tf.cast(tf.equal(predicted, actual), tf.float32))
-
-
-def _undo_of_variable(value: Any) -> Callable[[], object] | None:
-    import tensorflow as tf
-
-    return partial(value.assign, value.numpy()) if isinstance(value, tf.Variable) else None

@@ -171,6 +171,8 @@ class LightningOperator(TrainingOperator):
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
+            if self._raysgd.trained.has_changed:  # a hook froze something, or added a group
+                self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
             self._step_schedulers(PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))
@@ -245,7 +247,7 @@ class LightningOperator(TrainingOperator):
 
     def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
         step = self._raysgd.parallel.step
-        keeps: bool = step.window > 1 and step.waits_for(optimizer)
+        keeps: bool = step.window > 1 and step.adds_to(optimizer)
         if step.window > 1 and not skips:
             step.note_backward((optimizer,))
         return keeps
@@ -271,7 +273,9 @@ class LightningOperator(TrainingOperator):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
         self._raysgd.parallel.step.use()
-        loss = self._raysgd.parallel.weighted(loss, optimizer)
+        self._raysgd.parallel.step.end_forward()
+        if self._raysgd.parallel.step.window > 1:
+            loss = loss * self._raysgd.gradients.share()
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
                 scaler = self._raysgd.precision.scaler

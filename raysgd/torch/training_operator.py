@@ -22,14 +22,13 @@ from raysgd._imports.lazy import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
 from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import CountedLabels
+from raysgd.torch.objects.criteria import ignored_by
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
-from raysgd.torch.step.batch_weights import weights_of
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT
@@ -84,8 +83,8 @@ class TrainingOperator(BaseOperator):
             overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
-            it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
-            before you write, or set this to False.
+            it steps in. The state of another worker then replaces what is registered. What else `train_batch`
+            changes stays: check `batch_info.get("warm_up")`, or set this to False.
         scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
             `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """
@@ -190,8 +189,6 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        if weight is None and internals.weights.are_needed:
-            internals.weights.look_at(target)
         metrics = {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
         internals.coming = metrics
         with internals.choice.acting_on_usual():
@@ -302,7 +299,7 @@ class TrainingOperator(BaseOperator):
         """Evaluates one batch: `val_loss`, weights, and `val_accuracy` where classes are predicted."""
         internals = self._raysgd
         found = internals.evaluate(batch)
-        weight, ignored = found.metrics.get(BATCH_WEIGHT), CountedLabels.of(internals.criterion).ignored
+        weight, ignored = found.metrics.get(BATCH_WEIGHT), ignored_by(internals.criterion)
         right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
@@ -412,6 +409,19 @@ class TrainingOperator(BaseOperator):
         data = self._raysgd.data = register_data(self._raysgd.context, train_loader, validation_loader)
         self.__dict__.setdefault("train_loader", data.train_loader)
         self.__dict__.setdefault("validation_loader", data.validation_loader)
+
+    def rewrap(self) -> None:
+        """Call it after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
+
+        All workers call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
+        with `trainer.apply_all_operators` between two calls. Workers that come later freeze and add the same. Files do
+        not say what is frozen or added: there your `setup` decides.
+
+        Raises:
+            ValueError: The gradients of what is trained now cannot be averaged.
+            RuntimeError: The workers train different parameters.
+        """
+        self._raysgd.rewrap()
 
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]

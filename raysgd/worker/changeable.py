@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._numbers.results import as_number
@@ -14,6 +12,7 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.range_test import Loss
 from raysgd.utils import NUM_SAMPLES
+from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.state.state_checks import check_parts
@@ -80,34 +79,23 @@ class OperatorChanges(ABC):
 
     def take_steps(self, rates: Sequence[float], metric: str, request: EpochRequest, *share: Any) -> list[Loss]:
         """Takes a step with each of these learning rates, or as many as the pass has left; returns the losses."""
-        with _watching(self._hosted.operator, self._hosted.loop, rates, metric) as losses:
-            self.train_epoch(request, *share)
+        losses: list[Loss] = []
+        internals, loop = self._hosted.operator._raysgd, self._hosted.loop
+        with internals.setting_rates() as set_rate:
+
+            def before() -> None:
+                set_rate(rates[min(len(losses), len(rates) - 1)])
+
+            def after(metrics: Any, batch: Any) -> Any:
+                losses.append(_loss(metrics, metric, loop))
+                return metrics
+
+            internals.around_batch.append(AroundBatch(after, before))
+            try:
+                self.train_epoch(request, *share)
+            finally:
+                internals.around_batch.clear()
         return losses
-
-
-@contextmanager
-def _watching(operator: Any, loop: Loop, rates: Sequence[float], metric: str) -> Iterator[list[Loss]]:
-    """Inside, each batch is trained on with the next rate, and its loss is noted."""
-    losses: list[Loss] = []
-    train_batch, was_set = operator.train_batch, "train_batch" in vars(operator)
-
-    with operator._raysgd.setting_rates() as set_rate:
-
-        @wraps(train_batch)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            set_rate(rates[min(len(losses), len(rates) - 1)])
-            metrics = train_batch(*args, **kwargs)
-            losses.append(_loss(metrics, metric, loop))
-            return metrics
-
-        operator.train_batch = watched
-        try:
-            yield losses
-        finally:
-            if was_set:
-                operator.train_batch = train_batch
-            else:
-                del operator.train_batch
 
 
 def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
@@ -115,4 +103,4 @@ def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
     if loss is None:
         found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
         raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
-    return float(loss), 0.0 if loop.step.is_padding else float(as_number(metrics.get(NUM_SAMPLES, 1)))
+    return float(loss), float(as_number(metrics[NUM_SAMPLES]))

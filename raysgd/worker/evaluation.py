@@ -11,8 +11,9 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
+from raysgd.worker.data.around_batch import around_batches, completing
 from raysgd.worker.data.batch_streams import redrawing
-from raysgd.worker.data.logged import completing, forget
+from raysgd.worker.data.logged import forget
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.running import RunningCall
 from raysgd.worker.time.ledger import Ledger
@@ -60,7 +61,7 @@ class Evaluation:
         with (
             self._hosted.evaluating(),
             feed.validation.stream(request) as stream,
-            completing(operator, stream.place),
+            around_batches(operator, "validate_batch", stream.place, [completing(operator._raysgd, stream.place)]),
         ):
             began_at = stream.num_steps_taken
             self._activity.running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")

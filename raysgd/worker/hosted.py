@@ -64,7 +64,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Takes a step in advance. What it changes is taken over from another rank later, or put back."""
+        """Takes a step in advance. The state of another rank replaces later what it changes of registered state."""
 
     @property
     @abstractmethod

@@ -18,6 +18,7 @@ from raysgd._numbers.timers import TimerCollection
 from raysgd._text.once import Once
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.logged import note, set_apart, with_logged
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
@@ -81,6 +82,7 @@ class Internals:
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
         lost: What ranks had measured in this call that are gone, on the rank that counts it.
         once: What was said already.
+        around_batch: What else happens around each batch of training.
         callbacks: What runs around each step in this worker.
         place: Where the batch is that is trained on or evaluated.
     """
@@ -96,6 +98,7 @@ class Internals:
         self.meters_to_fill: AverageMeterCollection | None = None
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
+        self.around_batch: list[AroundBatch] = []
         self.callbacks = InstalledCallbacks()
         self.place: Any = None
 
@@ -246,9 +249,8 @@ class BaseOperator:
 
         A worker that starts later runs `setup` with the config from before, and then this, once for each change.
 
-        With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
-        had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call
-        `super`, for what else `setup` computed from the config.
+        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a scheduled one keeps its place
+        in the schedule. Override it, and call `super`, for what else `setup` computed from the config.
 
         Args:
             config: The config with the new values.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +13,10 @@ from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.worker.activity import Activity
 from raysgd.worker.answering import CallAnswers
+from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing
 from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.logged import counting, counting_in_loop, forget
+from raysgd.worker.data.logged import forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
@@ -106,8 +106,8 @@ class Training:
             with (
                 self._ledger.call(loop.first_bin),
                 hosted.training(run, stream),
-                self._counting(operator, loop),
-                internals.callbacks.around_steps(operator, loop.step),
+                around_batches(operator, "train_batch", loop.step, self._around_batch(operator, loop)),
+                internals.callbacks.listening(operator),
                 self._answering.timed("train_epoch"),
             ):
                 internals.callbacks.begin_epoch(run, operator)
@@ -159,10 +159,11 @@ class Training:
     def _counts_lost(self) -> bool:
         return self._hosted.world.rank == 0
 
-    def _counting(self, operator: Any, loop: Loop) -> AbstractContextManager[None]:
-        """Returns what completes the metrics of batches: the loop itself, where no one else sees them first."""
-        by_loop = loop.completes_metrics and not operator._raysgd.callbacks.watches_steps
-        return (counting_in_loop if by_loop else counting)(operator, loop.step)
+    def _around_batch(self, operator: Any, loop: Loop) -> list[AroundBatch]:
+        """Returns what happens around a batch. The stock loop completes metrics itself where no one sees them first."""
+        internals = operator._raysgd
+        parts = [*internals.around_batch, *internals.callbacks.around_batch(operator, loop.step)]
+        return parts if not parts and loop.completes_metrics else [completing(internals, loop.step), *parts]
 
     def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""

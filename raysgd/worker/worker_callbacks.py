@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
+from raysgd.worker.data.around_batch import AroundBatch
 from raysgd.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
@@ -57,27 +57,18 @@ class InstalledCallbacks:
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
-    def around_steps(self, operator: Any, step: PlaceInStep) -> AbstractContextManager[None]:
-        """Inside, callbacks are called around each step. Without callbacks it costs nothing."""
-        return self._around_steps(operator, step) if self._callbacks else nullcontext()
-
-    @property
-    def watches_steps(self) -> bool:
-        """True if a callback sees the metrics of each step."""
-        return bool(self._with("on_step_end"))
-
-    @contextmanager
-    def _around_steps(self, operator: Any, step: PlaceInStep) -> Iterator[None]:
-        before, train_batch = vars(operator).get("train_batch"), operator.train_batch
+    def around_batch(self, operator: Any, step: PlaceInStep) -> list[AroundBatch]:
+        """Returns what is called after each step with its metrics; nothing where no callback sees them."""
         watching = self._with("on_step_end")
 
-        @wraps(train_batch)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            metrics = train_batch(*args, **kwargs)
+        def after(metrics: Any, batch: Any) -> Any:
             return _after_step(watching, operator, metrics) if step.is_boundary else metrics
 
-        if watching:
-            operator.train_batch = watched
+        return [AroundBatch(after)] if watching else []
+
+    @contextmanager
+    def listening(self, operator: Any) -> Iterator[None]:
+        """Inside, callbacks are called around the steps of optimizers."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -85,10 +76,6 @@ class InstalledCallbacks:
         finally:
             self._operator = None
             self._listen([], [])
-            if watching:
-                del operator.train_batch
-                if before is not None:
-                    operator.train_batch = before
 
     def gradients(self, optimizer: Any) -> None:
         """Called before an optimizer steps, with gradients that are complete."""

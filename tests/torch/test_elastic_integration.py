@@ -268,6 +268,7 @@ class BeginsFrozen(Ledger):
 
 def thaw(operator: Ledger) -> None:
     operator.net.line.requires_grad_(True)
+    operator.rewrap()
 
 
 @pytest.mark.parametrize("recovery", ["rejoin", pytest.param("rebuild", marks=pytest.mark.soak)])

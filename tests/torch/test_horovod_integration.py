@@ -30,6 +30,7 @@ from tests.torch.operators_for_tests import (
     dataset,
     equal,
 )
+from tests.torch.step.test_batch_weights_integration import Labelling
 
 pytestmark = pytest.mark.integration
 
@@ -71,6 +72,13 @@ def assert_alike(results: Any, expected: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ one process
+
+
+def test_means_over_labels_count_by_labels(two: TorchTrainer) -> None:
+    for criterion in ("plain", "classes"):
+        found = run_with_horovod(two, Labelling, {"criterion": criterion, "size": 4})
+        alone = run_alone(Experiment(Labelling, {"criterion": criterion, "size": 8}, CALLS))
+        assert_close(found.model[0], alone.model[0])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

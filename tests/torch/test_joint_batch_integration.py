@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import testing
@@ -21,7 +19,6 @@ from raysgd.data import Dataset
 from raysgd.engine.shared.types import World
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
-from raysgd.torch.parallel.options import StepOptions
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -180,63 +177,6 @@ def test_batch_norms_train_where_shares_leave_a_worker_without_samples(
     assert_close(weights[1], weights[0])
 
 
-def kernels_of_synchronized_norms() -> dict[str, Any]:
-    """What PyTorch has for GPUs only, here in its words for the CPU."""
-
-    def over_samples(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double().sum(0)
-
-    def stats(given: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return given.mean(0), (given.var(0, unbiased=False) + eps).rsqrt()
-
-    def gather(
-        given: Any, means: Any, scales: Any, mean: Any, var: Any, momentum: float, eps: float, counts: Any
-    ) -> Any:
-        counts = counts[:, None].double()
-        joint = (counts * means).sum(0) / counts.sum()
-        spread = (counts * (scales.double() ** -2 - eps + (means - joint) ** 2)).sum(0)
-        mean.lerp_(joint.to(mean.dtype), momentum)
-        var.lerp_((spread / (counts.sum() - 1)).to(var.dtype), momentum)
-        return joint.to(mean.dtype), (spread / counts.sum() + eps).rsqrt().to(mean.dtype)
-
-    def apply(given: Any, weight: Any, bias: Any, mean: Any, scale: Any, eps: float) -> Any:
-        return (given - mean) * scale * weight + bias
-
-    def reduce(gradient: Any, given: Any, mean: Any, scale: Any, weight: Any, *needed: bool) -> Any:
-        both = over_samples(gradient).float(), over_samples(gradient * (given - mean)).float()
-        return *both, both[1] * scale, both[0]
-
-    def back(gradient: Any, given: Any, mean: Any, scale: Any, weight: Any, total: Any, moved: Any, counts: Any) -> Any:
-        centered = gradient - total / counts.sum() - (given - mean) * scale**2 * moved / counts.sum()
-        return centered * scale * weight
-
-    return {
-        "batch_norm_stats": stats,
-        "batch_norm_gather_stats_with_counts": gather,
-        "batch_norm_elemt": apply,
-        "batch_norm_backward_reduce": reduce,
-        "batch_norm_backward_elemt": back,
-    }
-
-
-def test_synchronized_batch_norms_do_not_count_padding(two: TorchTrainer) -> None:
-    config = {"num_samples": 35, "batch_size": 16}
-    calls = (("train", None), ("train", None), ("validate", None))
-    options = {"batch_options": BatchOptions("constant"), "step_options": StepOptions(sync_batchnorm=True)}
-    synchronized, kernels = Experiment(BatchNormOperator, config, calls, options), kernels_of_synchronized_norms
-
-    def run(operator: Any) -> Any:
-        on_cpu = mock.patch("torch._C._get_privateuse1_backend_name", return_value="cpu")
-        in_wrapper = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
-        with on_cpu, in_wrapper, mock.patch.multiple(torch, **kernels()):
-            return synchronized.run_in(World(operator.world_rank, operator.world_size))
-
-    models = [end["models"][0] for _, end in two.apply_all_operators(run)]
-    alone = run_alone(Experiment(BatchNormOperator, config, calls))
-    for model in models:
-        assert_close(model, alone.model[0])
-
-
 class Gathers(LinearOperator):
     """Gathers the output of all workers for its loss."""
 
@@ -285,24 +225,6 @@ def test_a_loss_while_a_worker_has_no_samples_leaves_the_training_as_it_was(ray_
         trainer.train()
         assert any(event.is_loss for event in controller_of(trainer).history.events)
         assert_close(trainer.state_dict()["models"], one["models"])
-
-
-def test_workers_that_wait_for_others_with_more_samples_are_warned_of(
-    two: TorchTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    def warnings(operator: Any) -> list[Any]:
-        found = []
-        for size, cap in ((2, None), (2, 1), (3, None), (4, None), (1, None)):
-            with mock.patch("raysgd.torch.hosting.hosted.logger.warning") as warn:
-                options = {"batch_options": BatchOptions("constant", cap)}
-                experiment = Experiment(LinearOperator, {"batch_size": size}, (), options)
-                experiment.run_in(World(operator.world_rank, operator.world_size))
-            found.append([call.args[1:] for call in warn.call_args_list])
-        return found
-
-    of_first, of_second = two.apply_all_operators(warnings)
-    assert of_first == [[(2, 1, 2, 1)], [], [(2, 1, 3, 2)], [], []]
-    assert of_second == [[]] * 5
 
 
 def test_batch_norms_are_warned_of(make_local: Callable[..., TorchTrainer], caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,9 @@ def make(module_cls: type[Any], precision: Precision | None = None) -> Lightning
     """An operator by itself."""
     operator_cls: Any = TrainingOperator.from_ptl(module_cls)
     place = TorchSettings(operator_cls, {}), World(rank=0, size=1), torch.device("cpu")
-    return operator_cls({}, OperatorContext(*place, precision or Precision()))
+    operator: LightningOperator = operator_cls({}, OperatorContext(*place, precision or Precision()))
+    operator._raysgd.begin_training()
+    return operator
 
 
 def weights(model: torch.nn.Module) -> list[float]:
@@ -424,6 +426,34 @@ def test_what_the_module_steered_out_of_training_mode_stays_so(train_local: Trai
     trainer.validate()
     trainer.train(num_steps=1)
     assert module.seen == [(True, False)] * 2
+
+
+def test_a_module_may_unfreeze_layers_and_add_a_group_when_an_epoch_begins(train_local: Train) -> None:
+    """As the methods of Lightning's `BaseFinetuning` do."""
+
+    class Finetunes(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+            self.finetuning = lightning.pytorch.callbacks.BaseFinetuning
+            self.finetuning.freeze(self.line)
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return self.head(self.line(features))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=LR)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.finetuning.unfreeze_and_add_param_group(self.line, self.trainer.optimizers[0])
+
+    trainer, module = train_local(Finetunes)
+    before = module.line.weight.clone()
+    trainer.train()
+    assert torch.equal(module.line.weight, before)
+    trainer.train()
+    assert not torch.equal(module.line.weight, before)
 
 
 def test_minus_one_ends_the_epoch_and_the_next_one_begins_with_a_new_pass(train_local: Train) -> None:

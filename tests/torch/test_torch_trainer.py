@@ -1251,42 +1251,6 @@ def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> 
     assert not trainer.get_local_operator()._raysgd.parallel.step.is_pending
 
 
-def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> None:
-    class Pair(TrainingOperator):
-        """Steps two models in one `train_batch`, as adversarial networks do."""
-
-        def setup(self, config: dict[str, Any]) -> None:
-            torch.manual_seed(0)
-            models = [torch.nn.Linear(3, 1) for _ in range(2)]
-            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-            self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
-            self.model = torch.nn.ModuleList(self.models)
-            precision = self._raysgd.precision
-            if precision.state_key:
-                precision.load_state_dict({**precision.state_dict(), "scale": 64.0, "growth_interval": 1})
-            data = dataset(16)
-            self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=config["batch_size"]))
-
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            features, _, target = batch
-            for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                with self._raysgd.precision.forward():
-                    loss = torch.nn.functional.mse_loss(model(features), target)
-                self.backward(loss, optimizer=optimizer)
-                self.optimizer_step(optimizer)
-            return {"num_samples": len(target)}
-
-    for precision, tolerance in (("fp32", 1e-6), ("fp16", 4e-3)):
-        small = make_local(
-            Pair, config={"batch_size": 4}, step_options=StepOptions(accumulate_grad_batches=2), precision=precision
-        )
-        large = make_local(Pair, config={"batch_size": 8}, precision=precision)
-        small.train()
-        large.train()
-        for model, expected in zip(small.get_model(), large.get_model(), strict=True):
-            torch.testing.assert_close(model.weight, expected.weight, rtol=tolerance, atol=tolerance)
-
-
 def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
     class Notes(LinearOperator):
         def setup(self, config: dict[str, Any]) -> None:

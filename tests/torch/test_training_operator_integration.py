@@ -100,7 +100,7 @@ def test_gradients_of_a_model_with_a_process_group_of_its_own_are_those_of_that_
         context = operator._raysgd.context
         apart = Apart({}, replace(context, parallel=DDP()))
         model = apart.model
-        apart._raysgd.parallel.arm([model], weight_in_hook=True)
+        apart._raysgd.parallel.arm([model], may_run_backward=True)
         apart.train_batch(None, {})
         model.module.running_mean.fill_(apart.world_rank)
         with apart._raysgd.parallel.evaluating([model]):
@@ -358,6 +358,7 @@ class Thaws(LinearOperator):
         layers = unwrap(self.model)
         layers[0].requires_grad_(epoch_idx in self.config["thaws"])  # type: ignore[index]
         layers[2].requires_grad_(epoch_idx < 3)  # type: ignore[index]
+        self.rewrap()
         return super().train_epoch(iterator, epoch_idx=epoch_idx, **arguments)
 
 
@@ -378,7 +379,7 @@ def test_workers_that_freeze_different_parameters_are_told_so(two: TorchTrainer)
         def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
             return super().train_epoch(iterator, epoch_idx=self.world_rank, **arguments)
 
-    with pytest.raises(ValueError, match="frozen different parameters"):
+    with pytest.raises(RuntimeError, match="expects same model across all ranks"):
         run_together(two, Experiment(ByRank, {"thaws": (1,)}))
 
 
@@ -407,9 +408,7 @@ def test_a_communication_hook_of_the_users_own_is_kept(two: TorchTrainer) -> Non
         def register(self, **parts: Any) -> Any:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-            model, *rest = super().register(**parts)
-            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-            return model, *rest
+            return super().register(**parts, ddp_args={"comm_hook": (dist.group.WORLD, fp16_compress_hook)})
 
     assert look(two, lambda operator: len(operator.model._comm_hooks), Compresses) == [1, 1]
 

@@ -127,10 +127,22 @@ class PassPlan:
     @property
     def has_single_samples(self) -> bool:
         """True if a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
-        cap, num = self.division.cap, self.num_steps
+        cap = self.division.cap
+        return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in self._sizes)
+
+    @property
+    def has_empty_shares(self) -> bool:
+        """True if a batch of a rank has no sample somewhere in the rest."""
+        ranks = range(self.division.world_size)
+        parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank, ()))
+        return any(part.start == part.stop for part in parts)
+
+    @property
+    def _sizes(self) -> set[int]:
+        """The sizes of joint batches in the rest."""
+        num = self.num_steps
         spans = map(self._span, sorted({0, num - 1}) if num else ()) if self._rest is None else pairwise(self._rest)
-        sizes = {stop - start for start, stop in spans}
-        return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in sizes)
+        return {stop - start for start, stop in spans}
 
     def shares(self, rank: int) -> Iterator[Share]:
         """Return the batches of `rank`, one after the other, also those without a sample.

@@ -28,10 +28,12 @@ class StepArming:
         """Gets ready for the steps of a call over such data.
 
         Raises:
-            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work.
+            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
+                optimizers are registered.
         """
         internals, step = self._internals, self._parallel.step
         window, wrapped = self._window(epoch_idx), internals.registered.wrapped
+        self._check_optimizers(window)
         num_shards = 0 if source is None else source.num_shards
         step.most_parts = 1 if source is None or num_shards else source.most_batches
         step.shards = self._logical_shards(num_shards, window) if num_shards else None
@@ -48,6 +50,17 @@ class StepArming:
                 "batches make an optimizer step, at least 1."
             )
         return window
+
+    def _check_optimizers(self, window: int) -> None:
+        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
+        num_registered = len(self._internals.registered.optimizers)
+        most = self._internals.context.settings.batch_options.max_batch_per_worker
+        if num_registered > 1 and (window > 1 or most is not None):
+            option = f"accumulate_grad_batches={window}" if window > 1 else "max_batch_per_worker"
+            raise ValueError(
+                f"`{option}` works with one optimizer, and {num_registered} are registered: register one with several "
+                "parameter groups, or omit the option and accumulate in `train_batch`."
+            )
 
     def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
         if window > 1:

@@ -26,15 +26,13 @@ class DividedRoom:
     """Room for a state that is divided like what is registered.
 
     Attributes:
-        registered: The models.
+        registered: The models and the optimizers.
         criterion: The criterion, if it is trained.
-        optimizers: The optimizers with the groups that they have in the state.
         outline: The state, with tensors that have a shape and no memory.
     """
 
     registered: RegisteredObjects
     criterion: Any
-    optimizers: list[Any]
     outline: Mapping[str, Any]
 
     def tensor(self, path: Path_, parallel: NoParallel) -> torch.Tensor:
@@ -62,7 +60,7 @@ class DividedRoom:
         """Returns the parameter of an entry of an optimizer's state: entries are by its index."""
         number, _, index, *_ = rest
         saved = self.outline["optimizers"][number]["param_groups"]
-        own = self.optimizers[number].param_groups
+        own = self.registered.optimizers[number].param_groups
         indices = [each for group in saved for each in group["params"]]
         parameters = [each for group in own for each in group["params"]]
         return dict(zip(indices, parameters, strict=True)).get(index)

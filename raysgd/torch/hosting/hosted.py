@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from raysgd.arrays.division import Division
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.messages.facts import RunnerFacts
@@ -31,7 +30,7 @@ from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.registrar import RegisteredObjects, joint_batches
+from raysgd.torch.operator.registrar import joint_batches
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
@@ -45,8 +44,7 @@ from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.worker.data.rank_rows import Part, Row
-from raysgd.worker.operator import Internals, take_place
-from raysgd.worker.state.putting_back import MOST_BYTES, putting_back
+from raysgd.worker.operator import take_place
 from raysgd.worker.time.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -111,9 +109,9 @@ class TorchHosted(hosted.Hosted):
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
+        self.internals.begin_training()
         self._check_data()
         self._warn_of_batch_norms()
-        self._warn_of_idle_workers()
         self._arming = StepArming(self.operator, self.parallel)
         undo = make_undo(self.operator, self.parallel, settings.recovery_options.undo, world, self._ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
@@ -151,26 +149,6 @@ class TorchHosted(hosted.Hosted):
                 "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
             )
 
-    def _warn_of_idle_workers(self) -> None:
-        """Warn where a step takes longer because no share is a single sample."""
-        train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
-        if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
-            return
-        size = train.batch_size
-        if size is None:
-            return
-        counts = Division(size, num_workers, options.max_batch_per_worker).counts(size)
-        largest = -(-size // num_workers)
-        if max(counts) > largest:
-            logger.warning(
-                "of %d workers, %d have no samples of a joint batch of %d, because layers such as batch norms cannot "
-                "train on a single sample. If yours can, pass `max_batch_per_worker=%d`",
-                num_workers,
-                counts.count(0),
-                size,
-                largest,
-            )
-
     def _part_ways(self) -> None:
         """Gives this rank random numbers that no other one has."""
         rank = self.world.rank
@@ -205,14 +183,22 @@ class TorchHosted(hosted.Hosted):
 
     def change_config(self, settings: TorchSettings) -> list[str]:
         internals, changed = self.internals, settings.config_changes[-1]
-        chosen, internals.followed = internals.chosen, set()
+        chosen, internals.follows_rate = internals.chosen, False
+        is_stock = not overrides(self.operator, "config_changed")
+        numbers = {name for groups in chosen for group in groups for name in group if name != "lr"}
+        if is_stock and (names := sorted(changed.keys() & numbers)):
+            raise ValueError(
+                f"`update_config({names[0]}=...)`: an optimizer has a number of this name, and only `lr` follows the "
+                "config. Override `config_changed(self, config, changed)`: call `super().config_changed(config, "
+                f"changed)`, and set `group[{names[0]!r}]` in `self.optimizer.param_groups`."
+            )
         try:
             with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
                 super().change_config(settings)
         except BaseException:
             internals.chosen = chosen
             raise
-        return [] if overrides(self.operator, "config_changed") else sorted(changed.keys() - internals.followed)
+        return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if is_stock else []
 
     def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
@@ -236,11 +222,13 @@ class TorchHosted(hosted.Hosted):
             self._arming.begin(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                with putting_back(operator, self.state.objects(), _undo_of_tensor, _may_hold_tensors):
-                    self._warm_up(batch[0])
+                internals = self.internals
+                info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
+                bind_batch_info(operator.train_batch)(batch[0], info)
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
+            metric_objects.reset(operator, self.internals.registered)
             self.parallel.step.close_call()
 
     def _has_own_steps(self) -> bool:
@@ -248,11 +236,6 @@ class TorchHosted(hosted.Hosted):
         operator = self.operator
         is_own, has_own_batch = (overrides(operator, name) for name in ("train_epoch", "train_batch"))
         return is_own and not has_own_batch and not hasattr(operator, "model")
-
-    def _warm_up(self, batch: Any) -> None:
-        internals = self.internals
-        info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
-        bind_batch_info(self.operator.train_batch)(batch, info)
 
     @property
     def reconnection_obstacle(self) -> str | None:
@@ -266,7 +249,6 @@ class TorchHosted(hosted.Hosted):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self._warn_of_idle_workers()
         self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -279,7 +261,7 @@ class TorchHosted(hosted.Hosted):
         return names_of_all(name) if self.world.is_distributed else {name}
 
     def settle_in(self) -> None:
-        self.parallel.reform()  # for what is frozen by now, which a new worker has just heard
+        self.parallel.reform()
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -289,11 +271,11 @@ class TorchHosted(hosted.Hosted):
         self._prediction.close()
         self._arming.begin(run.epoch_idx, stream.source)
         internals, registered = self.internals, self.internals.registered
-        internals.weights.begin_call(internals.criterion, run.epoch_idx)
+        internals.gradients.begin_call()
         stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            noting = internals.loss_calls.on(internals.criterion, internals.weights.note, only_labels=True)
+            noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
             if self.loop.undo is not None:
                 can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
                 self.loop.undo.open_call(can_rejoin and self.loop.can_resume(stream))
@@ -302,11 +284,10 @@ class TorchHosted(hosted.Hosted):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self._arming.finish(stream.num_steps_taken - began_at)
-            internals.weights.warn()
+            internals.gradients.end_call()
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:
-            internals.weights.end_call()
             self.parallel.rows.close_call()
             self.parallel.step.close_call()
 
@@ -328,12 +309,7 @@ class TorchHosted(hosted.Hosted):
 
     def _prepare(self) -> None:
         """Does ahead of a pass what takes all ranks."""
-        internals, parallel = self.internals, self.parallel
-        votes = internals.weights.votes()
-        sums = parallel.match(internals.registered.wrapped, votes)
-        if sums is None:  # no exchange that they could go along with
-            sums = internals.sum_over_workers(*votes) if votes and parallel.synchronizes else [*map(float, votes)]
-        internals.weights.agree(sums)
+        self.internals.trained.check()
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
@@ -341,14 +317,14 @@ class TorchHosted(hosted.Hosted):
         models, step = self.internals.registered.wrapped, self.parallel.step
         has_shares = self.world.is_distributed or bool(source.num_shards)
         is_divided = has_shares and source.is_divided
-        is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
+        if isinstance(source, DividedLoaderSource):
+            is_whole_pass = is_divided and run.num_steps is None
+            source.check_plan = partial(batch_norms.check_norms, models) if is_whole_pass else None
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
             if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
                 is_balanced = self.settings.batch_options.balance is not None
                 stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
-            if is_divided and is_stock and run.num_steps is None and isinstance(source, DividedLoaderSource):
-                stack.enter_context(batch_norms.refusing_single_samples(models, source, step))
             yield
 
     @contextmanager
@@ -399,11 +375,8 @@ class TorchHosted(hosted.Hosted):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remembers what padding must not change: what metric objects and synchronized batch norms have seen."""
-        registered, stack = self.internals.registered, ExitStack()
-        stack.callback(metric_objects.remember(self.operator, registered))
-        stack.callback(batch_norms.leave_out(registered.wrapped))
-        return stack.close
+        """Remembers what padding must not change: what metric objects have seen."""
+        return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
         """Returns what is registered under "train" or "validation"."""
@@ -431,17 +404,3 @@ def _device(use_gpu: bool) -> torch.device:
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _may_hold_tensors(kind: type) -> bool:
-    """Tells whether to look into objects of this class: PyTorch's that hold tensors, raysgd's that lead to them."""
-    if kind in (TorchInternals, Internals, RegisteredObjects):
-        return True
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
-
-
-def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
-    """Returns what puts a small tensor back; None for a large one, and for what is no tensor."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
-        return None
-    return partial(value.detach().copy_, value.detach().clone())

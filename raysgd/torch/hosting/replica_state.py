@@ -16,7 +16,6 @@ from raysgd.torch.objects import rng
 from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
 from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.objects.state_checks import check_model, check_optimizer, check_precision, check_schedulers
-from raysgd.torch.operator.added_groups import AddedGroups
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library have none
 # Keys in `RESUME` of what only snapshots carry.
-FROZEN = "frozen"  # parameters that were frozen or unfrozen since `setup`
+TRAINED = "trained"  # what `rewrap` has changed since `setup`
 GRADIENTS = "gradients"  # those that no optimizer has stepped with yet
 
 
@@ -53,8 +52,6 @@ class TorchState(ReplicaState):
         self._parallel = parallel
         self._waiting = waiting
         self._encoder = StateEncoder()
-        self._flags = self._read_flags()
-        self._added = AddedGroups(self._internals.registered.optimizers)
         self._state_of = parallel.state_of
 
     def _parts(self) -> dict[str, Any]:
@@ -66,8 +63,7 @@ class TorchState(ReplicaState):
         return parts
 
     def _more_progress(self) -> dict[str, Any]:
-        flags = zip(self._flags, self._read_flags(), strict=False)
-        progress: dict[str, Any] = {FROZEN: [_changes(before, now) for before, now in flags]}
+        progress: dict[str, Any] = {TRAINED: self._internals.trained.since_setup}
         waiting = {*map(id, self._waiting())}
         if waiting:
             progress[GRADIENTS] = [
@@ -77,8 +73,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        if FROZEN in resume:
-            self._freeze(resume[FROZEN])
+        """Take over waiting gradients; what is trained was taken over before the state was checked."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -120,24 +115,12 @@ class TorchState(ReplicaState):
     def restore_own(self, own: Any) -> None:
         rng.restore(own)
 
-    def _read_flags(self) -> list[dict[str, bool]]:
-        """Reads, for each model and the criterion, which parameters are frozen."""
-        trained = self._internals.registered.trained
-        return [{name: not each.requires_grad for name, each in part.named_parameters()} for part in trained]
-
-    def _freeze(self, changes: Sequence[Mapping[str, bool]]) -> None:
-        """Freezes what `setup` has frozen, but for the changes since then."""
-        for part, before, changed in zip(self._internals.registered.trained, self._flags, changes, strict=False):
-            for name, parameter in part.named_parameters():
-                parameter.requires_grad_(not changed.get(name, before.get(name, not parameter.requires_grad)))
-
     def read_parts(self) -> dict[str, Any]:
         """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
         read, criterion, registered = self._state_of, self.criterion, self.registered
-        added = zip(registered.optimizers, self._added.in_states(registered), strict=True)
         return {
             "models": [with_plain_names(read(model)) for model in registered.original_models],
-            "optimizers": [{**read(optimizer), **names} for optimizer, names in added],
+            "optimizers": [read(optimizer) for optimizer in registered.optimizers],
             **({} if criterion is None else {CRITERION: with_plain_names(read(criterion))}),
         }
 
@@ -159,10 +142,6 @@ class TorchState(ReplicaState):
         """The arguments of `register`."""
         return self._internals.registered
 
-    def optimizers_as_in(self, state: Mapping[str, Any]) -> list[Any]:
-        """The optimizers with the groups that they have in a state."""
-        return self._added.fitted(self.registered, state["optimizers"], in_place=False)
-
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
         """Return tensors to fill with what this rank has of a state.
 
@@ -178,20 +157,17 @@ class TorchState(ReplicaState):
         )
 
         self.check(outline)
-        room = DividedRoom(self.registered, self.criterion, self.optimizers_as_in(outline), outline)
+        room = DividedRoom(self.registered, self.criterion, outline)
         return {path: room.tensor(path, self._parallel) for path in paths}
-
-    def objects(self) -> list[Any]:
-        """All that a state has a place for, down to the tensors."""
-        registered = self.registered
-        tensors = [tensor for model in registered.original_models for tensor in (*model.parameters(), *model.buffers())]
-        return [*tensors, *registered.optimizers, *registered.schedulers]
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
+        resume = state.get(RESUME) or {}
+        if TRAINED in resume:  # of a snapshot: it fits once the optimizers have its groups
+            self._internals.follow_trained(resume[TRAINED])
         for model, saved in zip(registered.original_models, state["models"], strict=True):
             check_model(model, with_names_of(model, saved))
-        for optimizer, saved in zip(self.optimizers_as_in(state), state["optimizers"], strict=True):
+        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
         if self.criterion is not None and CRITERION in state:
             check_model(self.criterion, with_names_of(self.criterion, state[CRITERION]))
@@ -210,8 +186,7 @@ class TorchState(ReplicaState):
             self._parallel.load_model(model, with_names_of(model, saved))
         if self.criterion is not None:
             self._load_criterion(self.criterion, state.get(CRITERION))
-        optimizers = self._added.fitted(registered, state["optimizers"], in_place=True)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(saved)
@@ -230,8 +205,4 @@ def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)
-    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (FROZEN, GRADIENTS)}}
-
-
-def _changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
-    return {name: flag for name, flag in now.items() if before.get(name) != flag}
+    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (TRAINED, GRADIENTS)}}

@@ -86,8 +86,8 @@ def _as_read(found: LossCall) -> Accuracy:
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         return Accuracy()
     if found.reading == "classes":
-        counting = None if found.labels is None else found.labels.counting(target)
-        return _largest(output, target, min(1, output.ndim - 1), counting) if are_classes(target) else Accuracy()
+        place = min(1, output.ndim - 1)
+        return _largest(output, target, place, found.counting) if are_classes(target) else Accuracy()
     if found.reading == "values" or output.shape != target.shape:
         return Accuracy()
     return _above(0.0 if found.reading == "logits" else 0.5, output, target)

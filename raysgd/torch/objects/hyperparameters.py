@@ -1,7 +1,7 @@
 """The hyperparameters of optimizers across configs: a state brings those it was trained with, a new config has others.
 
 A state that was loaded keeps its momenta and its place in the schedule; the numbers are those that `setup` chose. Where
-entries of the config change later, the numbers that came from these entries follow.
+`config["lr"]` changes later, the rates that came from it follow.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """Of one optimizer: for each group of parameters its numbers by name."""
@@ -50,82 +48,30 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
         _follow(scheduler)
 
 
-def follow(
-    chosen: Sequence[Hyperparameters], config: Mapping[str, Any], changed: Mapping[str, Any]
-) -> tuple[list[Hyperparameters], set[str]]:
-    """Return what `setup` would have chosen with changed entries of the config, as far as names and values tell.
+def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
+    """Return the learning rates that `setup` would have chosen with another `config["lr"]`, for `apply`.
 
-    A number comes from an entry if it has its name, and had its value when `setup` chose it. A worker that is new has
-    chosen it with the new value already.
+    A rate comes from the config if it had the value there. A worker that is new has chosen it with the new value.
 
     Args:
         chosen: What `read` returned after `setup`.
-        config: The config with the new values.
-        changed: The values before, by name.
-
-    Returns:
-        Only the numbers that follow, for `apply`; and their names.
+        rate: The new value.
+        before: The value before.
 
     Raises:
-        ValueError: A value is of another kind than the number that it is to replace.
+        ValueError: The new value is no learning rate.
     """
-    new: list[Hyperparameters] = []
-    for groups in chosen:
-        new.append([_followed(group, config, changed) for group in groups])
-    return new, {name for groups in new for group in groups for name in group if name in changed}
+    new = [[_followed(group, rate, before) for group in groups] for groups in chosen]
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
+    if any(map(any, new)) and not is_number:
+        raise ValueError(f"`lr={rate!r}`: need a finite number from 0 on.")
+    return new
 
 
-def _followed(group: Mapping[str, Any], config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    followed: dict[str, Any] = {}
-    for name in changed.keys() & group.keys():
-        value = group.get(_FIRST_RATE, group[name]) if name == _RATE else group[name]
-        if any(_is_plain(each) and each == value for each in (changed[name], config[name])):
-            _check_kind(name, config[name], value)
-            followed[name] = config[name]
-    if _RATE in followed and _FIRST_RATE in group:
-        followed[_FIRST_RATE] = followed[_RATE]
-    return followed
-
-
-def _check_kind(name: str, new: Any, before: Any) -> None:
-    if before is not None and not (_is_plain(new) and _kind_of(new) is _kind_of(before)):
-        raise ValueError(f"`{name}={new!r}`: the optimizer has {before!r} there, so it needs a value of that kind.")
-    if isinstance(new, float) and not math.isfinite(new):
-        raise ValueError(f"`{name}={new!r}`: need a number that is finite.")
-
-
-def _kind_of(value: Any) -> type:
-    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
-
-
-def check_taken(optimizers: Iterable[Any], new: Iterable[Hyperparameters]) -> None:
-    """Check numbers against what optimizers of these classes can be made with.
-
-    Args:
-        optimizers: The optimizers.
-        new: The new numbers of each, as `follow` returns them.
-
-    Raises:
-        ValueError, TypeError: The class of an optimizer refuses its numbers.
-    """
-    for optimizer, groups in zip(optimizers, new, strict=True):
-        defaults = getattr(optimizer, "defaults", {})
-        if any(groups) and _can_be_made(optimizer, defaults):
-            for numbers in groups:
-                _make(optimizer, {**defaults, **{name: numbers[name] for name in numbers if name in defaults}})
-
-
-def _can_be_made(optimizer: Any, defaults: Mapping[str, Any]) -> bool:
-    """Return whether its class takes the numbers that it has: some need more, or other ones."""
-    try:
-        _make(optimizer, defaults)
-    except Exception:  # code of the class, for which there is no rule
-        return False
-    return True
-
-
-def _make(optimizer: Any, numbers: Mapping[str, Any]) -> None:
-    type(optimizer)([torch.nn.Parameter(torch.empty(0))], **numbers)
+def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any]:
+    if group.get(_FIRST_RATE, group.get(_RATE)) not in (before, rate):
+        return {}
+    return {name: rate for name in (_RATE, _FIRST_RATE) if name in group}
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:

@@ -123,8 +123,13 @@ def remember(*holders: Any) -> Callable[[], None]:
 
     A metric that was reset in between has nothing to forget. Metrics in modules, lists, tuples and dicts are found.
     """
-    metrics = _held_by([vars(holder) for holder in holders]) if "torchmetrics" in sys.modules else {}
-    return remember_all(metrics.values())
+    return remember_all(_held_by_any(holders))
+
+
+def reset(*holders: Any) -> None:
+    """Reset the metrics among the attributes of some objects."""
+    for metric in _held_by_any(holders):
+        metric.reset()
 
 
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
@@ -139,6 +144,10 @@ def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
                     setattr(metric, name, value)
 
     return forget_the_rest
+
+
+def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:
+    return _held_by([vars(holder) for holder in holders]).values() if "torchmetrics" in sys.modules else ()
 
 
 def _held_by(value: Any) -> dict[int, Metric]:

@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Any, saved: Any) -> None:
     if sizes != saved_sizes:
         raise ValueError(
             f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
-            f"parameters, the registered optimizer's {sizes}."
+            f"parameters, the registered optimizer's {sizes}. Give it the same groups in `setup`."
         )
     for group, saved_group in zip(groups, saved_groups, strict=True):
         _check_settings(optimizer, group, saved_group)

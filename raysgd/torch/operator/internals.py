@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd._numbers.weights import BATCH_WEIGHT
+from raysgd._numbers.weights import BATCH_WEIGHT, weight_of
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
@@ -21,7 +21,7 @@ from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.optimizer_choice import OptimizerChoice
 from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
-from raysgd.torch.step.batch_weights import BatchWeights, mean_amount, weights_of
+from raysgd.torch.operator.trained_parts import Noted, TrainedParts
 from raysgd.torch.step.gradients import Gradients, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.utils import IS_PADDING
@@ -57,12 +57,12 @@ class TorchInternals(Internals):
         precision: The number format of training.
         parallel: How the replicas are kept equal.
         choice: Which optimizers a call is for.
+        trained: What is frozen and in the groups of optimizers; None before `setup` is done.
         loss_calls: Tells how the criterion is called.
-        weights: By how much batches count.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
-        followed: The entries of the config that they followed when it changed last.
+        follows_rate: Whether one of them took its learning rate from the config when that changed last.
         coming: What the stock `train_batch` will report of the batch that it is in; None before it knows.
     """
 
@@ -79,10 +79,12 @@ class TorchInternals(Internals):
         options, step = context.settings.step_options, context.parallel.step
         self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
-        self.followed: set[str] = set()
+        self.follows_rate = False
         self.coming: Mapping[str, Any] | None = None
-        self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
-        self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
+        self.loss_calls = LossCalls()
+        self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
+        self.own_steps.check_labels = self.gradients.check_labels
+        self.trained: Any = None
 
     @property
     def use_gpu(self) -> bool:
@@ -119,12 +121,28 @@ class TorchInternals(Internals):
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
 
+    def begin_training(self) -> None:
+        """Called when `setup` is done: what it has frozen after `register` is not averaged."""
+        self.trained = TrainedParts(self.registered)
+        self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+
+    def rewrap(self) -> None:
+        """Trains what is unfrozen by now."""
+        self.parallel.rewrap(self.registered.wrapped)
+        if self.trained is not None:  # else `setup` is not done
+            self.trained.note()
+
+    def follow_trained(self, noted: Noted | None) -> None:
+        """Trains what a snapshot says, on all ranks that take it over."""
+        if self.trained.take(noted):
+            self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
+
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
-        new, self.followed = hyperparameters.follow(self.chosen, config, changed)
-        if not self.followed:
+        """Gives the optimizers the learning rate of the config, after it changed."""
+        if "lr" not in changed:
             return
-        hyperparameters.check_taken(self.registered.optimizers, new)
+        new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
+        self.follows_rate = any(map(any, new))
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
@@ -143,10 +161,7 @@ class TorchInternals(Internals):
         if not step.is_pending:
             return
         step.is_boundary = True
-        for optimizer in self.registered.optimizers:
-            if step.waits_for(optimizer):
-                with self.choice.acting_on(optimizer):
-                    step_with(self._operator, optimizer)
+        step_with(self._operator, *self.registered.optimizers)
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Output, loss and weight of what `forward` returned; its metrics are logged."""
@@ -214,7 +229,8 @@ class TorchInternals(Internals):
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
-        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean_amount(self.place.amounts))
+        mean = sum(self.place.amounts) / len(self.place.amounts)
+        amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
         return {**weights_of(metrics, **amounts), **metrics}
 
     def count(self, meters: AverageMeterCollection, metrics: Mapping[str, Any]) -> None:
@@ -257,3 +273,15 @@ class TorchInternals(Internals):
         self.parallel.all_sum(tensor)
         sums: list[float] = tensor.tolist()
         return sums
+
+
+def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+    """Return what single metrics of a batch are averaged by, as it reports it.
+
+    Args:
+        counts: What the other metrics are averaged by.
+        amounts: What a metric is the mean over; None where it is like the others.
+    """
+    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
+    return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}

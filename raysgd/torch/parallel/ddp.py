@@ -1,8 +1,7 @@
-"""Replicas that `DistributedDataParallel` keeps equal, also where the group or the frozen parameters change."""
+"""Replicas that `DistributedDataParallel` keeps equal, also in another group."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.step import never_defer
-from raysgd.torch.parallel.strategy import NoParallel, quick_group, repeat_first, trainable
+from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
 
 # What a module is given from outside, and what making it again would clear.
 _KEPT_BY_WRAPPER = (
@@ -37,24 +36,13 @@ class _WrappedModel:
     Attributes:
         model: The wrapper.
         options: What it was made with.
-        covered: The parameters whose gradients it averages: those that were not frozen when it was made.
+        covered: The parameters whose gradients it averages: those that were not frozen when it was made, or at the
+            last `rewrap`.
     """
 
     model: DistributedDataParallel
     options: dict[str, Any]
     covered: tuple[torch.nn.Parameter, ...]
-
-    def fits(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Tells whether it does for what the model trains now; else it must be made again.
-
-        It waits for gradients of parameters that were frozen since, unless it was told to look for unused ones. One
-        around a model that is all frozen waits for nothing: models are frozen for a part of each batch, too.
-        """
-        now = [parameter for parameter in parameters if parameter.requires_grad]
-        if not now or _are_same(now, self.covered):
-            return True
-        is_more = not {*map(id, now)} <= {*map(id, self.covered)}
-        return not is_more and self.model.find_unused_parameters
 
 
 class DDP(NoParallel):
@@ -68,7 +56,6 @@ class DDP(NoParallel):
 
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
-        self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._numbers: dict[int, int] = {}  # by identity of wrappers: the order in which they came
@@ -109,100 +96,64 @@ class DDP(NoParallel):
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
+    def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
+        super().rewrap(models, is_agreed)
+        ours = [each for each in self._wrapped if any(each.model is model for model in models)]  # not the user's own
+        for each in ours:
+            covered = trainable(each.model.module) or _with_gradients(each.model.module)
+            if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
+                continue
+            obstacle = None if is_agreed else ddp_hooks.obstacle(each.model, each.options)
+            if obstacle is not None:
+                raise ValueError(
+                    f"`self.rewrap()` cannot wrap a model again, because {obstacle}: freeze and unfreeze in `setup`, "
+                    "or use a hook without a state."
+                )
+            each.covered = covered
+            self._build_anew(each, init_sync=not is_agreed)
+        covered_ids = {id(parameter) for each in ours for parameter in each.covered}
+        parts = [each.model for each in ours] + [model for model, _ in self._left_out]
+        self._uncovered = [p for part in parts for p in part.parameters() if id(p) not in covered_ids]
+
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
         kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
-        with _something_to_train(wrapped.module):
-            each.covered = trainable(wrapped.module)
+        with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
         wrapped.__dict__.update(kept)
         self._register_hook(wrapped, each.options)
-
-    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float]:
-        """Builds wrappers again whose model trains something else than when they were made.
-
-        The ranks ask each other first: one that builds alone would wait for the others for ever.
-        """
-        left_out = [model for model, _ in self._left_out]
-        ours = {*map(id, left_out), *(id(each.model) for each in self._wrapped)}  # others are the user's to wrap
-        parameters = {id(model): tuple(model.parameters()) for model in models if id(model) in ours}
-        here = [each for each in self._wrapped if id(each.model) in parameters]
-        everything = [parameter for part in parameters.values() for parameter in part]
-        fits, sums = self._agree([each.fits(parameters[id(each.model)]) for each in here], everything, votes)
-        super().match(models)
-        for each in (each for each, fits_everywhere in zip(here, fits, strict=True) if not fits_everywhere):
-            obstacle = ddp_hooks.obstacle(each.model, each.options)
-            if obstacle is not None:
-                raise ValueError(
-                    f"Parameters were frozen or unfrozen since `register`, and {obstacle}, which would not fit the "
-                    "others: freeze before `register`, or use a hook without a state."
-                )
-            self._build_anew(each, init_sync=True)
-        covered = {id(parameter) for each in here for parameter in each.covered}
-        self._uncovered = [parameter for parameter in everything if id(parameter) not in covered]
-        return sums
-
-    def _agree(
-        self, fits: list[bool], parameters: Iterable[torch.nn.Parameter], votes: Sequence[bool]
-    ) -> tuple[list[bool], list[float]]:
-        """Of each wrapper, whether all ranks say that it fits; and the sums of their votes.
-
-        Raises:
-            ValueError: The ranks train different parameters.
-        """
-        flags = bytes(parameter.requires_grad for parameter in parameters)
-        own = zlib.crc32(flags) >> 8  # short, so that sums of squares are exact
-        numbers = torch.tensor([own, own**2, *votes, *fits], device=_reachable())
-        self.all_sum(numbers)
-        total, squares, *counts = numbers.tolist()
-        sums, counts = counts[: len(votes)], counts[len(votes) :]
-        if squares * dist.get_world_size() != total**2:  # they are equal if all that was added up is
-            raise ValueError(
-                "The workers have frozen different parameters (`requires_grad`), so their gradients do not fit "
-                "together: freeze and unfreeze the same parameters on all of them, whatever the rank."
-            )
-        return [count == dist.get_world_size() for count in counts], sums
 
     def _check_step(self, came_through: Callable[[], None]) -> None:
         came_through()
         if any(parameter.requires_grad for parameter in self._uncovered):
             raise ValueError(
-                "Parameters were unfrozen (`requires_grad=True`) in the middle of a pass, and their gradients were not "
-                "averaged over the workers. Unfreeze them between two calls of `train`, with `apply_all_operators`, or "
-                "in `train_epoch` before the first batch is drawn."
+                "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
+                "gradients were not averaged over the workers. Call `self.rewrap()` after you unfreeze parameters, "
+                "before the next batch is drawn."
             )
 
     def arm(
-        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs a hook where it is of use: for weighting and watching gradients, or for speed.
+        """Installs the hook that weights, watches and sends gradients.
 
-        A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
+        Raises:
+            ValueError: The user registered one by hand; PyTorch allows one each.
         """
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         self.step.defer = _deferrer(wrapped) if may_defer else never_defer
-        super().arm(models, weight_in_hook, window)
+        super().arm(models, may_run_backward, window)
         self.step.check = partial(self._check_step, self.step.check)
-        self.weights_in_hook = self.weights_in_hook or weight_in_hook
         for model in wrapped:
             self._armed.add(id(model))
             if not model._comm_hooks:
                 self._register_hook(model, {})
-
-    def _start_sum(self, number: float) -> Callable[[], float]:
-        # In the group of the gradients: there it comes right before those of the same backward pass, on every rank. Or
-        # behind them, where it takes no longer than to begin it.
-        numbers = torch.tensor([number], dtype=torch.float64, device=_reachable())
-        if quick_group(numbers) is not None:
-            return partial(self._sum_of, partial(self.all_sum, numbers), numbers)
-        with self.exchanges.noting():
-            work = dist.all_reduce(numbers, async_op=True)
-        return partial(self._sum_of, work.wait, numbers)
-
-    def _sum_of(self, wait: Callable[[], Any], numbers: torch.Tensor) -> float:
-        with self.exchanges.noting():
-            wait()
-        return numbers.item()
+            elif not ddp_hooks.is_ours(model):
+                raise ValueError(
+                    "a model has a communication hook that you registered with `register_comm_hook`, which keeps "
+                    "gradients from being weighted by samples: pass it to `register`, as in "
+                    '`ddp_args={"comm_hook": (state, hook)}`.'
+                )
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}
@@ -210,7 +161,7 @@ class DDP(NoParallel):
         if not trained:
             return
         self.step.exchanges()
-        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=_reachable())
+        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=reachable())
         with self.exchanges.noting():
             self.all_sum(has_gradient)
             used = [parameter for parameter, count in zip(trained, has_gradient.tolist(), strict=True) if count]
@@ -252,26 +203,22 @@ class DDP(NoParallel):
                 model.require_forward_param_sync = flag
 
 
-def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))
+def _with_gradients(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    """Return the parameters that can be trained. All of them are covered where all are frozen, which DDP refuses."""
+    return tuple(each for each in model.parameters() if each.is_floating_point() or each.is_complex())
 
 
 @contextmanager
-def _something_to_train(model: torch.nn.Module) -> Iterator[None]:
-    """Unfreezes a model for a moment if all of it is frozen, which `DistributedDataParallel` refuses."""
-    frozen = [] if trainable(model) else [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a model trains these parameters, whatever is frozen at the moment."""
+    before, ids = [(each, each.requires_grad) for each in model.parameters()], {*map(id, covered)}
+    for parameter, _ in before:
+        parameter.requires_grad_(id(parameter) in ids)
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _reachable() -> torch.device | None:
-    """Returns where numbers have to be that the default group adds up; None for the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+        for parameter, flag in before:
+            parameter.requires_grad_(flag)
 
 
 def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:

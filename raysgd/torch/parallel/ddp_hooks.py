@@ -1,7 +1,6 @@
 """The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
 
-A model has one hook: the user's, inside a hook of raysgd that weights gradients; or that of raysgd alone, installed
-where it weights gradients, takes the time, or sends them faster than gloo does.
+A model has one hook, that of raysgd, which may have the user's inside.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
@@ -62,26 +60,27 @@ class _HookState:
 def register(
     parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> None:
-    """Installs the hook that the user passed, or raysgd's where it is of use."""
+    """Installs the hook that the user passed, or raysgd's once training begins."""
     hook = options.get(COMM_HOOK)
     if hook is not None:
         state, function = _hook_of_user(hook)
         theirs = _HookState(parallel, _group_of_user(model), work, function=function, state=state)
         model.register_comm_hook(theirs, _exchange)
     elif is_armed:
-        # Only this decides, not the number of ranks or what was before: all ranks must do the same.
-        goes_at_once = _goes_at_once(model)
-        if parallel.weights_in_hook or parallel.times_exchanges or parallel.rows.is_used or goes_at_once:
-            model.register_comm_hook(_HookState(parallel, _group_of_user(model), work, goes_at_once), _exchange)
+        state = _HookState(parallel, _group_of_user(model), work, _goes_at_once(model))
+        model.register_comm_hook(state, _exchange)
 
 
 def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
     """Returns why the communication hook of a model does not work in a new wrapper; None when it does."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
-    if any(hook is not _exchange for hook, _ in model._comm_hooks):
-        return "a model has a communication hook that you registered yourself"
     return None
+
+
+def is_ours(model: DistributedDataParallel) -> bool:
+    """Tells whether the communication hook of a model is that of raysgd, with or without a user's inside."""
+    return all(hook is _exchange for hook, _ in model._comm_hooks)
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +94,9 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
         parallel.note_exchange(state.work)
-    if parallel.weights_in_hook:
-        _weight(parallel.step, gradients)
+    weight = parallel.step.outgoing_weight()
+    if isinstance(weight, torch.Tensor) or weight != 1.0:
+        gradients.mul_(weight)
     if state.function is not None:
         return _tracked(parallel, partial(state.function, state.state), bucket)
     group = exchanges_at_once() if state.goes_at_once else None
@@ -146,12 +146,6 @@ def _goes_at_once(model: DistributedDataParallel) -> bool:
         and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
         and sum(each.nbytes for each in parameters) <= most
     )
-
-
-def _weight(step: BatchStep, gradients: torch.Tensor) -> None:
-    weight = step.outgoing_weight()
-    if weight != 1.0:
-        gradients.mul_(weight)
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:

@@ -52,6 +52,7 @@ class FSDP(NoParallel):
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._parts: list[ShardedModule] = []
         self._rounds = ForwardRounds()
+        self._has_hook = False
         self._group_beside: Any = None
         if device.type == "cpu":
             return_large_blocks()  # parts of models, which come and go with each forward and backward pass
@@ -103,33 +104,29 @@ class FSDP(NoParallel):
         self._moved.clear()
 
     def arm(
-        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
         """Gets ready for a call of `train`.
 
         Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
         their backward pass never can be. There every batch is exchanged.
         """
-        self.step.defer = _deferrer(_roots(models)) if may_defer and not weight_in_hook else never_defer
-        super().arm(models, weight_in_hook, window)
-        if not weight_in_hook or self.weights_in_hook or window > 1:
+        self.step.defer = _deferrer(_roots(models)) if may_defer and not may_run_backward else never_defer
+        super().arm(models, may_run_backward, window)
+        if self._has_hook:
             return
-        self.weights_in_hook = True
+        self._has_hook = True
         for part in _sharded_parts(models):
             if not hasattr(part, "set_custom_reduce_scatter"):
                 raise RuntimeError(
-                    f'`parallel="fsdp"` with your own `train_batch` or `train_epoch` needs PyTorch 2.9, but '
-                    f"{torch.__version__} is installed. Install PyTorch 2.9 or later, or override a lower rung."
+                    f'`parallel="fsdp"` needs PyTorch 2.9, but {torch.__version__} is installed. Install PyTorch 2.9 '
+                    "or later."
                 )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
         return self.step.defer is never_defer and super().are_cleared(parameters)
-
-    @property
-    def weights_obstacle(self) -> str | None:
-        return 'parallel="fsdp"'
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -222,8 +219,8 @@ class _WeightedReduceScatter:
     ) -> Any:
         self._record.note("gradients were exchanged")
         weight = self._step.outgoing_weight()
-        if weight != 1.0:
-            input_tensor.mul_(weight)
+        if isinstance(weight, torch.Tensor) or weight != 1.0:
+            input_tensor.mul_(weight) if isinstance(weight, torch.Tensor) or weight else input_tensor.zero_()
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 

@@ -23,7 +23,7 @@ from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
-_NUM_VOTE_NAMES = 8  # of a vote that no rank waits for any more, and of those that may follow it
+_NUM_NAMES_OF_SUMS = 8  # of one that no rank waits for any more, and of those that may follow it
 
 
 class HorovodByHand(NoParallel):
@@ -47,7 +47,7 @@ class HorovodParallel(HorovodByHand):
         self._outgoing = _OutgoingGradient(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()
-        self._num_models = 0
+        self._num_models = self._num_sums = 0
         self._backward_pass = -1
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
@@ -122,25 +122,18 @@ class HorovodParallel(HorovodByHand):
         if self._hvd.rank():
             wrapped.load_state_dict(state)
 
-    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float] | None:
+    def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `register`, and Horovod averages the gradients "
                 "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
                 'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
-        return None
-
-    @property
-    def weights_obstacle(self) -> str | None:
-        return 'backend="horovod"' if self.synchronizes else None
 
     def arm(
-        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        super().arm(models, weight_in_hook, window)
-        if weight_in_hook and window == 1:
-            self.weights_in_hook = self._outgoing.is_weighting = True
+        super().arm(models, may_run_backward, window)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -149,16 +142,17 @@ class HorovodParallel(HorovodByHand):
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
 
+    @property
+    def num_ranks(self) -> int:
+        return int(self._hvd.size()) if self.synchronizes else 1
+
     def summation(self) -> Summation:
-        count = 0
+        return self._start_sum
 
-        def start(numbers: torch.Tensor) -> Callable[[], Any]:
-            nonlocal count
-            count += 1
-            name = f"raysgd.vote.{count % _NUM_VOTE_NAMES}"
-            return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
-
-        return start
+    def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
+        self._num_sums += 1
+        name = f"raysgd.sum.{self._num_sums % _NUM_NAMES_OF_SUMS}"
+        return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
 
     def _note_backward(self, parameter: torch.Tensor) -> None:
         """Runs whenever a parameter has a new gradient: sees to it that the end of the backward pass is heard of."""
@@ -182,12 +176,11 @@ class _OutgoingGradient:
 
     def __init__(self, step: BatchStep) -> None:
         self._step = step
-        self.is_weighting = False
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.contiguous()  # Horovod takes no other
-        weight = self._step.outgoing_weight() if self.is_weighting else 1.0
-        return gradient if weight == 1.0 else gradient * weight, None
+        weight = self._step.outgoing_weight()
+        return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
         return gradient

@@ -2,18 +2,17 @@
 
 The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
-samples first (`BatchStep.weight`, 1.0 nearly always). Where the library itself runs the backward pass, it weights the
-loss, which is free; where user code may call `backward` by itself, a hook weights the gradient on its way out.
-With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass. It has
-to do so too where user code says how much a batch counts. `raysgd.torch.parallel.step` has the arithmetic.
+samples first (`BatchStep.weight`, 1.0 nearly always): by a hook, on its way out. With gradient accumulation a hook
+would see the sum of several batches, so there the library has to run the pass. `raysgd.torch.parallel.step` has the
+arithmetic.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ class NoParallel:
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
         self.record = JointRecord()
-        self.weights_in_hook = self.times_exchanges = False
+        self.times_exchanges = False
         self.exchanged: set[int] = set()
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
 
@@ -104,14 +103,14 @@ class NoParallel:
         """Makes optimizers that were made before `wrap` step what the wrapped models train."""
 
     def arm(
-        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, window: int = 1, may_defer: bool = True
     ) -> None:
         """Gets ready for a call of `train`.
 
         Args:
             models: The wrapped models.
-            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss. It may catch
-                what they raise, too, so exchanges are looked at before a step counts.
+            may_run_backward: Whether user code may run backward passes itself. It may catch what they raise, too, so
+                exchanges are looked at before a step counts.
             window: How many batches make an optimizer step.
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
@@ -121,19 +120,14 @@ class NoParallel:
         if self._left_out:
             self.step.refresh = partial(self._refresh_left_out, in_training=True)
         self.exchanges.open_call()
-        self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
+        self.step.check = self.exchanges.check if may_run_backward and self._has_others else accept
 
-    def match(self, models: Sequence[torch.nn.Module], votes: Sequence[bool] = ()) -> list[float] | None:
-        """Sees to it that gradients are averaged of all that the wrapped `models` train by now.
-
-        Called before the first batch of a call and of a pass, on all ranks at the same time.
+    def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
+        """Averages gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
 
         Args:
             models: The models.
-            votes: What else the ranks have to agree on.
-
-        Returns:
-            The sums of all ranks' votes, where the ranks had to ask each other anyway; None where no rank was asked.
+            is_agreed: Whether it is known that they train the same on all ranks, so that no rank need ask.
 
         Raises:
             ValueError: That cannot be done.
@@ -146,7 +140,6 @@ class NoParallel:
                     "Freeze it after `register` instead of before: a model that is registered with something to train "
                     "may be frozen and unfrozen later."
                 )
-        return None
 
     @property
     def weights_obstacle(self) -> str | None:
@@ -163,43 +156,37 @@ class NoParallel:
         self.exchanges.forget()
         self.record.forget()
 
-    def weighted(self, loss: torch.Tensor, optimizer: Any = None, is_further: bool = False) -> torch.Tensor:
-        """The loss to run the backward pass on, of a batch that counts by its samples.
+    @property
+    def num_ranks(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return dist.get_world_size() if self.synchronizes else 1
+
+    def start_total(self, amount: Any) -> Callable[[], Any]:
+        """Start to add an amount up over these ranks; return what returns the sum, each time it is asked.
 
         Args:
-            loss: The mean over the samples.
-            optimizer: The one that it trains.
-            is_further: Whether the batch had a backward pass before, so that no hook may see this one.
+            amount: A number, or a tensor of one element on the device of the models.
+
+        Returns:
+            What returns a number, or a tensor if the sum is on a GPU, so that nothing waits for it.
         """
-        step = self.step
-        step.end_forward()
-        if step.window == 1 and ((self.weights_in_hook and not is_further) or not self.synchronizes):
-            return loss
-        factor = step.factor_of(optimizer) if step.window > 1 else step.weight
-        return loss if factor == 1.0 else loss * factor
+        if not self.synchronizes:
+            return lambda: amount
+        numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
+        with self.exchanges.noting():
+            wait = self._start_sum(numbers)
+        return cache(partial(self._total, wait, numbers))
 
-    @contextmanager
-    def weighting(
-        self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """The loss to run the backward pass on, of a batch that counts by a weight instead of its samples.
+    def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
+        """Start a sum in the group of the gradients, right before those of the same backward pass."""
+        if quick_group(numbers) is not None:  # takes no longer than to begin it
+            return partial(self.all_sum, numbers)
+        return dist.all_reduce(numbers, async_op=True).wait
 
-        Args:
-            loss: The mean over whatever the weight counts.
-            optimizers: Those that it trains.
-            weight: See `raysgd.torch.parallel.step`.
-            parameters: What gets gradients. With weight 0 these are 0, also where the mean over nothing is NaN.
-
-        Raises:
-            ValueError: This kind of replicas cannot do that.
-        """
-        if self.weights_obstacle is not None:
-            raise _no_weights(self.weights_obstacle)
-        step = self.step
-        step.end_forward()
-        factor = step.factor_of(optimizers[0], weight)
-        with step.weighting(), nullcontext() if weight else _silenced(parameters):
-            yield loss * factor
+    def _total(self, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
+        with self.exchanges.noting():
+            wait()
+        return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def note_exchange(self, work: str) -> None:
         """Notes that gradients are exchanged."""
@@ -216,7 +203,7 @@ class NoParallel:
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
-        with self.step.weighting():
+        with self.step.weighting(lambda: 1.0):
             yield
 
     @contextmanager
@@ -286,22 +273,10 @@ def quick_group(tensor: torch.Tensor) -> Group | None:
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
-def _no_weights(option: str) -> ValueError:
-    return ValueError(
-        f"`weight=` of `self.backward`, or from `forward`, does not work with `{option}`: allowed are the default, "
-        '`parallel="ddp"` with `backend="gloo"` or "nccl", and `parallel="none"`, where you average gradients yourself.'
-    )
-
-
-@contextmanager
-def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Makes the gradients that come to parameters 0, before anybody else sees them."""
-    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def reachable() -> torch.device | None:
+    """Returns where numbers have to be that the default group of PyTorch adds up; None for the CPU."""
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
 
 def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:

@@ -6,34 +6,132 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from raysgd._numbers.weights import BATCH_WEIGHT, as_weight
 from raysgd._text.once import Once
+from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.batch_weights import BatchWeights
 from raysgd.torch.step.own_steps import OwnSteps
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
+_NO_CALL = LossCall("values", None, None, None)
+
+
+def _no_weights(option: str, what: str) -> ValueError:
+    return ValueError(
+        f"{what} does not work with `{option}`, where batches count by their samples: omit `{option}`, or use a loss "
+        "that is the mean over the samples."
+    )
+
+
+@contextmanager
+def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Makes the gradients that come to parameters 0, before anybody else sees them: the mean over nothing is NaN."""
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _factor(amount: Any, total: Any) -> Any:
+    """Return an amount as a part of all of them; 0 of nothing."""
+    if isinstance(total, torch.Tensor):
+        return torch.nan_to_num(amount / total)
+    return amount / total if total else 0.0
+
+
+def _one() -> float:
+    """Return the factor of gradients whose losses were multiplied already."""
+    return 1.0
 
 
 class Gradients:
     """Makes of the losses of batches what one loss over all their samples would have given."""
 
-    def __init__(
-        self, precision: Precision, parallel: NoParallel, weights: BatchWeights, own_steps: OwnSteps, once: Once
-    ) -> None:
+    def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
         self._parallel = parallel
-        self._weights = weights
         self._own_steps = own_steps
         self._once = once
+        self._labels = _NO_CALL  # the last loss over labels
+        self._usual: float | None = None  # how much a batch of a rank counted in the last window, if not samples
+        self._uncounted: Any = False  # whether a batch counted by its samples, and should not have
+
+    def begin_call(self) -> None:
+        """Begin a call of `train`."""
+        self._usual, self._uncounted = None, False
+
+    # ------------------------------------------------------------------------------------ labels
+
+    @property
+    def _has_several_batches(self) -> bool:
+        """Whether steps of the running call have several batches, so that it matters how much each counts."""
+        step = self._parallel.step
+        return step.window > 1 or self._parallel.synchronizes or step.shards is not None
+
+    def note_labels(self, call: LossCall) -> None:
+        """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        step, self._labels = self._parallel.step, call
+        if not step.is_padding:
+            step.amounts.append(call.amount)
+            step.has_uncounted = step.has_uncounted | call.is_uneven
+
+    def _weight_of(self, given: Any) -> Any:
+        """Return by how much a batch counts, if not by its samples.
+
+        Args:
+            given: What user code says; None for the labels of the loss that was noted last.
+        """
+        step, labels = self._parallel.step, self._labels
+        obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if given is None and (obstacle is not None or not self._has_several_batches):
+            if labels.is_uneven and self._has_several_batches:
+                what = "a loss that ignores labels, or counts them by the weights of their classes,"
+                raise _no_weights(str(obstacle), what)
+            return None
+        if obstacle is not None:
+            raise _no_weights(obstacle, "`weight=` of `self.backward`, or from `forward`,")
+        step.has_uncounted = False
+        return 0.0 if step.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+
+    def check_labels(self) -> None:
+        """Refuse gradients of a loss that left labels out, where no one said how much the batch counts.
+
+        Labels on a device are looked at when the call ends: to look at them here would wait for the device.
+        """
+        step = self._parallel.step
+        if step.has_uncounted is not False and self._has_several_batches:
+            self._uncounted, step.has_uncounted = self._uncounted | step.has_uncounted, False
+            if not isinstance(self._uncounted, torch.Tensor):
+                self.end_call()
+
+    def end_call(self) -> None:
+        """End a call of `train`.
+
+        Raises:
+            ValueError: Gradients were not those of one process.
+        """
+        uncounted, self._uncounted = self._uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+            )
+
+    # ------------------------------------------------------------------------------------ backward passes
 
     def compute(
         self,
@@ -52,23 +150,52 @@ class Gradients:
             weight: How much the batch counts, as user code says; None if it does not.
             trained: All parameters that are trained.
         """
-        step, cleared = self._parallel.step, [*chosen, *bystanders]
+        step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
+        if is_given or self._labels.result is loss:
+            weight = self._weight_of(weight)
+        if weight is None and step.has_uncounted is not False:
+            self.check_labels()
         if step.shards is not None:
-            self._compute_shard(loss, cleared, weight, list(trained()))
+            self._compute_shard(loss, cleared, list(trained()))
             return
-        own = self._weights.of_loss(weight) if weight is not None or self._weights.are_of_labels else None
         self._clear(chosen, bystanders)
-        is_further = step.note_backward(cleared if step.window == 1 else chosen, own)
-        further_pass = self._parallel.further_pass(self._parameters(cleared)) if is_further else _NOTHING
-        with further_pass, self._own_steps.sparing(chosen) if step.window > 1 else _NOTHING:
-            if own is None:
-                self._precision.backward(self._parallel.weighted(loss, chosen[0], is_further), chosen[0])
+        is_further = step.note_backward(cleared, weight)
+        step.end_forward()
+        with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
+            if step.window > 1:
+                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further, _one)
+            elif weight is None:
+                self._pass(loss, chosen[0], cleared, is_further, lambda: step.weight)
             else:
-                counting = 0.0 if step.is_padding else own
-                with self._parallel.weighting(loss, chosen, counting, trained()) as weighted:
-                    self._precision.backward(weighted, chosen[0])
-        if own is not None and step.window == 1:
-            self._complete_all(cleared)
+                total, number = self._parallel.start_total(weight), weight * self._parallel.num_ranks
+                self._pass(loss, chosen[0], cleared, is_further, lambda: _factor(number, total()))
+                if is_given and total() == 0.0:
+                    self._leave_out(cleared)
+
+    def _pass(
+        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, factor: Callable[[], Any]
+    ) -> None:
+        """Run a backward pass; `factor` returns what this rank's gradients are multiplied with in the mean over all."""
+        if not self._parallel.synchronizes:
+            self._precision.backward(loss, optimizer)
+        elif is_further:  # it adds to gradients that are averaged already, so no hook may multiply the sum
+            with self._parallel.further_pass(self._parameters(cleared)):
+                self._precision.backward(loss * factor(), optimizer)
+        else:
+            with self._parallel.step.weighting(factor):
+                self._precision.backward(loss, optimizer)
+
+    def share(self, weight: Any = None, is_given: bool = True) -> float:
+        """Count a batch in its window; return what to multiply its loss with."""
+        parallel = self._parallel
+        weight = None if weight is None else float(weight)
+        share = parallel.step.share(weight, parallel.num_ranks, self._expected)
+        if parallel.step.waiting is not None:
+            parallel.step.waiting.is_of_criterion = not is_given
+        return share
+
+    def _expected(self, weight: float) -> float:
+        return self._usual or float(self._parallel.start_total(weight)()) / self._parallel.num_ranks
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -81,10 +208,10 @@ class Gradients:
         """
         step, stale = self._parallel.step, []
         for each in chosen:
-            if step.waiting(each) is None:
-                stale.append(each)
-            else:
+            if step.adds_to(each):
                 self._check_waiting(each)
+            else:
+                stale.append(each)
         for each in [*stale, *(bystanders if chosen[0] in stale else ())]:
             each.zero_grad()
 
@@ -104,17 +231,10 @@ class Gradients:
                 "multiply its loss by 0."
             )
 
-    def _compute_shard(
-        self, loss: torch.Tensor, optimizers: list[Any], weight: Any, trained: list[torch.Tensor]
-    ) -> None:
+    def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
         """Computes the gradients of a logical shard, and after the last one those of the joint batch."""
         step = self._parallel.step
         assert step.shards is not None
-        if weight is not None:
-            raise ValueError(
-                "`self.backward(loss, weight=...)` does not work with `deterministic=True`: shards count by their "
-                "samples there. Omit one of the two."
-            )
         step.end_forward()
         step.use()
         for each in optimizers:
@@ -130,35 +250,39 @@ class Gradients:
                 step.shards.add_up(parameters, step.seed_of_step)
             self._parallel.exchanges.count(True)
 
-    def _complete_all(self, optimizers: Sequence[Any]) -> None:
-        """Does at the end of a backward pass what there is to do for a step of one batch."""
-        for optimizer in optimizers:
-            self.complete(optimizer)
-        for optimizer in optimizers:
-            self._parallel.step.settle(optimizer)
+    # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Makes of the gradients of several batches what one batch of all their samples would have given.
+        """Makes of the gradients of a window what one batch of all its samples would have given.
 
         Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing. Where that is
-        because of the criterion, they are 0, as in one process.
+        because of labels that the loss ignores, they are 0, as in one process.
         """
-        step, parameters = self._parallel.step, self._precision.parameters(optimizer)
-        if step.is_unexchanged(optimizer):
-            self._parallel.exchange(parameters)
-        correction = step.correction(optimizer)
-        if correction == 0.0 and self._weights.are_of_criterion:
+        window, parameters = self._parallel.step.waiting, self._precision.parameters(optimizer)
+        if window is None:
             return
+        if not window.is_exchanged:
+            self._parallel.exchange(parameters)
+        num_ranks = self._parallel.num_ranks
+        seen = window.total
+        if window.is_weighted:
+            seen = float(self._parallel.start_total(window.own)())
+            self._usual = seen / num_ranks / window.num_batches
+        correction = window.correction(seen, num_ranks)
         if correction == 0.0:
-            step.leave_out(optimizer)
-            self._warn_of_nothing()
-        for parameter in parameters:
-            if correction == 0.0:
-                parameter.grad = None
-            elif correction != 1.0 and parameter.grad is not None:
-                parameter.grad.mul_(correction)
+            if not window.is_of_criterion:
+                self._leave_out([optimizer])
+        elif correction != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
 
-    def _warn_of_nothing(self) -> None:
+    def _leave_out(self, optimizers: Iterable[Any]) -> None:
+        """Let optimizers not step, because nothing counts in their gradients."""
+        for each in optimizers:
+            self._parallel.step.leave_out(each)
+            for parameter in self._precision.parameters(each):
+                parameter.grad = None
         if self._once.is_first("nothing counts"):
             logger.warning(
                 "nothing counts in a step: all workers gave `weight=0`. The optimizer does not step then. Later steps "
@@ -170,7 +294,7 @@ class Gradients:
         step = self._parallel.step
         for optimizer in optimizers:
             if step.window > 1:
-                step.end_batch(optimizer)
+                step.end_batch()
             if not step.is_boundary:
                 continue
             if step.window > 1:

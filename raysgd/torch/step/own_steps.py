@@ -5,16 +5,14 @@ Why hooks do this is in docs/adr/0049-options-act-where-the-optimizer-steps.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.step import BatchStep
+from raysgd.torch.parallel.step import BatchStep, accept
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -29,7 +27,11 @@ class GradientBounds(Protocol):
 
 
 class OwnSteps:
-    """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped."""
+    """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped.
+
+    Attributes:
+        check_labels: Refuses gradients of a loss whose labels do not count as its samples do.
+    """
 
     def __init__(
         self,
@@ -47,8 +49,8 @@ class OwnSteps:
         self._is_clipped = self._has_clipped = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
+        self.check_labels: Callable[[], None] = accept
         self._undo: list[Callable[[], None]] = []
-        self._unprotect: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # by identity: those with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
@@ -61,53 +63,15 @@ class OwnSteps:
         handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
         handles += [each.register_step_post_hook(self._after_step) for each in hooked]
         self._undo = [each.remove for each in handles]
-        self._stop_protecting()
-
-    def _protect(self, optimizer: Any) -> Callable[[], None]:
-        """Lets `zero_grad` spare gradients that wait for more batches, as the stock step waits for them."""
-        clear = getattr(optimizer, "zero_grad", None)
-        if clear is None:
-            return lambda: None
-
-        @wraps(clear)
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            if not self._step.protects(optimizer):
-                clear(*args, **kwargs)
-
-        optimizer.zero_grad = zero_grad
-        return partial(setattr, optimizer, "zero_grad", clear)
-
-    def _stop_protecting(self) -> None:
-        for undo in self._unprotect:
-            undo()
-        self._unprotect = []
 
     def sees(self, optimizer: Any) -> bool:
         """Tells whether each step of an optimizer is noted here."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
-    @contextmanager
-    def sparing(self, chosen: Sequence[Any]) -> Iterator[None]:
-        """Inside, a loss for the chosen optimizers adds nothing to gradients of others that wait for more batches."""
-        others = [each for each in self._optimizers if self._step.protects(each)]
-        own = {id(parameter) for each in (chosen if others else ()) for parameter in self._precision.parameters(each)}
-        waiting = (parameter for each in others for parameter in self._precision.parameters(each))
-        held = [(parameter, parameter.grad) for parameter in waiting if id(parameter) not in own]
-        for parameter, _ in held:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in held:
-                parameter.grad = gradient
-
     def begin_call(self) -> None:
         """Begins a training call, of which it is known how many batches a step has."""
         self._has_clipped = False
         self._precision.begin_call()
-        self._stop_protecting()
-        if self._step.window > 1:
-            self._unprotect = [*map(self._protect, self._optimizers)]
 
     @property
     def misses_clipping(self) -> bool:
@@ -174,12 +138,14 @@ class OwnSteps:
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
-        if not self._is_clipped and self._step.window > 1 and self._step.waits_for(optimizer):
+        if not self._is_clipped and self._step.window > 1 and self._step.adds_to(optimizer):
             raise ValueError(
                 f"`{self._step.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))
+        if not self._is_clipped:
+            self.check_labels()
         self._precision.check_use()
         if not self._is_clipped and (self._clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)

@@ -5,14 +5,11 @@ Both loops see them in what `train_batch` and `validate_batch` return: the stock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
-from raysgd._numbers.weights import BATCH_WEIGHT, is_weight
-from raysgd.worker.data.batch_streams import PlaceInStep
+from raysgd._numbers.weights import BATCH_WEIGHT
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
@@ -45,34 +42,6 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
     return together
 
 
-def completing(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
-    """Inside, `validate_batch` also returns what was logged in it, and the number of samples."""
-    return _changing(operator, "validate_batch", operator._raysgd.completed, place)
-
-
-def counting(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
-    """Inside, `train_batch` does so too, and reports no samples for padding: a loop of the user's counts by them."""
-    return _changing(operator, "train_batch", partial(_counted, operator._raysgd, place), place)
-
-
-@contextmanager
-def counting_in_loop(operator: Any, place: PlaceInStep) -> Iterator[None]:
-    """Inside, a loop of the library does the same itself, which saves each batch a method around the user's."""
-    internals = operator._raysgd
-    before, internals.place = internals.place, place
-    try:
-        yield
-    finally:
-        internals.place = before
-
-
-def _counted(internals: Any, place: PlaceInStep, metrics: Any, batch: Any) -> Any:
-    metrics = internals.completed(metrics, batch)
-    if not place.is_padding or not isinstance(metrics, Mapping):
-        return metrics
-    return {**metrics, **{name: 0 for name in metrics if name == NUM_SAMPLES or is_weight(name)}}
-
-
 def set_apart(internals: Any) -> None:
     """Keeps what was logged before this batch for the result of the call."""
     internals.logged_outside.update(internals.logged)
@@ -91,24 +60,3 @@ def take_outside(internals: Any) -> dict[str, Any]:
     taken: dict[str, Any] = dict(internals.logged_outside)
     forget(internals)
     return taken
-
-
-@contextmanager
-def _changing(operator: Any, name: str, change: Callable[[Any, Any], Any], place: PlaceInStep) -> Iterator[None]:
-    """Around the method and not inside it: an override may compute with what the stock one reports."""
-    internals, before, method = operator._raysgd, dict(vars(operator)), getattr(operator, name)
-
-    @wraps(method)
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        internals.begin_batch()
-        metrics = method(*args, **kwargs)
-        return change(metrics, (*args, *kwargs.values())[0])
-
-    setattr(operator, name, changed)
-    try:
-        with counting_in_loop(operator, place):
-            yield
-    finally:
-        delattr(operator, name)
-        if name in before:  # the user's, set on the object
-            setattr(operator, name, method)

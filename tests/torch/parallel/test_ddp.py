@@ -9,9 +9,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel.ddp import DDP
@@ -83,7 +80,7 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
     """A process that loads data may be the one that searches; it has none of the group's threads, and would hang."""
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], weight_in_hook=True)
+    parallel.arm([model], may_run_backward=True)
     gradient(parallel, model)
     left = weakref.ref(dist.group.WORLD)
     gc.collect()
@@ -103,7 +100,7 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
 def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], weight_in_hook=is_armed)
+    parallel.arm([model], may_run_backward=is_armed)
     for _ in range(2):
         reformed(parallel)
         parallel.step.weight = 0.25
@@ -123,14 +120,11 @@ def test_in_a_new_group_all_models_learn_and_frozen_ones_are_left_alone() -> Non
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert "not kept equal" in str(NoParallel().obstacle)
     plain = DDP()
-    plain.arm([plain.wrap(a_model(), None, {})], weight_in_hook=True)
+    plain.arm([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"
     grouped = DDP()
     grouped.wrap(a_model(), None, {"process_group": dist.group.WORLD})
     assert grouped.obstacle == "`ddp_args` names another process group"
-    hooked = DDP()
-    hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
-    assert hooked.obstacle == "a model has a communication hook that you registered yourself"
 
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
@@ -144,83 +138,82 @@ def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("was_frozen", [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("is_frozen", [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("has_new_group", [False, True])
-def test_what_a_model_trains_is_averaged_whatever_was_frozen_when_it_was_wrapped(
-    was_frozen: tuple[bool, bool], is_frozen: tuple[bool, bool], has_new_group: bool
+@pytest.mark.parametrize("is_agreed", [False, True])
+def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
+    was_frozen: tuple[bool, bool], is_frozen: tuple[bool, bool], is_agreed: bool
 ) -> None:
     parallel, layers = DDP(), two_layers()
     for layer, frozen in zip(layers, was_frozen, strict=True):
         layer.requires_grad_(not frozen)
     model = parallel.wrap(layers, None, {})
-    parallel.arm([model], weight_in_hook=True)
-    parallel.match([model])
+    parallel.arm([model], may_run_backward=True)
     for layer, frozen in zip(layers, is_frozen, strict=True):
         layer.requires_grad_(not frozen)
-    if has_new_group:
+    parallel.rewrap([model], is_agreed=is_agreed)
+    for _ in range(2):
+        assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
+        parallel.step.check()
+        assert model.module is layers
         reformed(parallel)
-    parallel.match([model])
-    assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
-    parallel.step.check()
-    assert model.module is layers
 
 
-def test_a_model_that_is_all_frozen_for_a_while_stays_wrapped_as_it_was() -> None:
-    """As the discriminator of a GAN is, while the generator trains."""
+def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -> None:
+    """As the discriminator of a GAN is, while the generator trains; its first layer never trains."""
+    parallel, layers = DDP(), two_layers()
+    layers[0].requires_grad_(False)
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], may_run_backward=True)
+    layers.requires_grad_(False)
+    reformed(parallel)
+    assert not any(parameter.requires_grad for parameter in layers.parameters())
+    layers[1].requires_grad_(True)
+    assert weighted_in(parallel, model) == [False, True]
+
+
+def test_a_model_may_be_all_frozen_when_it_is_wrapped_again() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {})
-    parallel.arm([model], weight_in_hook=True)
+    parallel.arm([model], may_run_backward=True)
     layers.requires_grad_(False)
-    reducer = model.reducer
-    parallel.match([model])
-    assert model.reducer is reducer
-    reformed(parallel)
-    parallel.match([model])
+    parallel.rewrap([model])
     assert not any(parameter.requires_grad for parameter in layers.parameters())
     layers.requires_grad_(True)
     assert weighted_in(parallel, model) == [True, True]
 
 
-def test_a_model_that_looks_for_unused_parameters_needs_no_new_wrapper_for_fewer() -> None:
-    parallel, layers = DDP(), two_layers()
-    model = parallel.wrap(layers, None, {"find_unused_parameters": True})
-    reducer = model.reducer
+def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
+    parallel, layers, teacher = DDP(), two_layers(), a_model().requires_grad_(False)
     layers[0].requires_grad_(False)
-    parallel.match([model])
-    assert model.reducer is reducer
-
-
-def test_a_parameter_that_is_unfrozen_inside_of_a_pass_is_an_error() -> None:
-    parallel, layers = DDP(), two_layers()
-    layers[0].requires_grad_(False)
-    model = parallel.wrap(layers, None, {})
-    parallel.arm([model], weight_in_hook=False)
-    parallel.match([model])
+    models = [parallel.wrap(layers, None, {}), parallel.wrap(teacher, None, {})]
+    parallel.arm(models, may_run_backward=False)
+    parallel.rewrap(models, is_agreed=True)
     parallel.step.check()
-    layers[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"unfrozen .* in the middle of a pass"):
-        parallel.step.check()
+    for part in (layers[0], teacher):
+        part.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"Call `self.rewrap\(\)` after you unfreeze"):
+            parallel.step.check()
+        part.requires_grad_(False)
 
 
 def test_a_model_that_was_left_unwrapped_must_not_be_trained() -> None:
     parallel, teacher = DDP(), a_model().requires_grad_(False)
     models = [parallel.wrap(two_layers(), None, {}), parallel.wrap(teacher, None, {})]
-    parallel.match(models)
+    parallel.rewrap(models)
     teacher.requires_grad_(True)
     with pytest.raises(ValueError, match=r"had nothing to train when it was registered \(`Linear`\)"):
-        parallel.match(models)
-    parallel.match(models[:1])  # it was registered anew, without this one
+        parallel.rewrap(models)
+    parallel.rewrap(models[:1])  # it was registered anew, without this one
 
 
 def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     parallel, layers = DDP(), two_layers()
     layers[0].requires_grad_(False)
     model = DistributedDataParallel(layers)
-    parallel.arm([model], weight_in_hook=True)
-    parallel.match([model])
+    parallel.arm([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)
     parallel.step.check()
-    parallel.match([model])
+    parallel.rewrap([model])
     assert model.reducer is reducer
 
 

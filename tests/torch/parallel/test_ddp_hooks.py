@@ -28,61 +28,30 @@ from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def test_a_hook_is_installed_where_it_is_of_use() -> None:
-    """All ranks have to do the same, so it may depend on nothing but the model, and on what its operator overrides."""
-    parallel = DDP()
-    small = parallel.wrap(a_model(), None, {})
-    medium = parallel.wrap(torch.nn.Linear(600, 600), None, {})
-    large = parallel.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
-    short = parallel.wrap(a_model().bfloat16(), None, {})
-    sparse = parallel.wrap(torch.nn.Embedding(3, 2, sparse=True), None, {})
-    models = [small, medium, large, short, sparse]
-    parallel.arm(models, weight_in_hook=False)
-    for _ in range(2):
-        assert [bool(model._comm_hooks) for model in models] == [True, True, False, False, False]
-        assert parallel.obstacle is None
-        reformed(parallel)
-    parallel.arm(models, weight_in_hook=True)
-    assert all(model._comm_hooks for model in models)
-    assert parallel.obstacle is None
-    timed = DDP()
-    timed.take_time(torch.device("cpu"))
-    model = timed.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
-    timed.arm([model], weight_in_hook=False)
-    assert model._comm_hooks, "else nothing would know how long it waits for others"
-
-
 @pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
-def test_the_gradient_is_weighted_once_where_user_code_may_compute_it(weight: float) -> None:
+def test_gradients_are_weighted_once_whoever_computes_them(weight: float) -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
     for _ in range(2):
-        parallel.arm([model], weight_in_hook=True)
+        parallel.arm([model], may_run_backward=True)
         parallel.step.weight = weight
         assert gradient(parallel, model) == [weight, weight]
-    model.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.module.weight.grad.tolist() == [[weight, weight]]
+        reformed(parallel)
 
 
-def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
-    def doubles(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no postponed annotations
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer() * 2)
-        return future
-
+def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    model.register_comm_hook(None, doubles)
-    parallel.arm([model], weight_in_hook=True)
-    assert gradient(parallel, model) == [2.0, 2.0]
+    model.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match=r"`ddp_args=\{\"comm_hook\": \(state, hook\)\}`"):
+        parallel.arm([model], may_run_backward=False)
 
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:
     parallel = DDP()
     parallel.exchanges.ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
-    parallel.arm([model], weight_in_hook=False)
+    parallel.arm([model], may_run_backward=False)
     parallel.exchanges.ledger.enter(STEP)
     model(torch.ones(1, 2)).sum().backward()
     assert parallel.exchanges.ledger.of_call().get(EXCHANGE)
@@ -100,7 +69,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
     parallel = DDP()
     parallel.exchanges = Exchanges(is_broken=lambda: True)
     model = parallel.wrap(a_model(), None, {})
-    parallel.arm([model], weight_in_hook=True)
+    parallel.arm([model], may_run_backward=True)
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
@@ -118,7 +87,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
-    parallel.arm(models, weight_in_hook=False)
+    parallel.arm(models, may_run_backward=False)
     for model, size in zip(models, sizes, strict=True):
         model(torch.ones(1, size)).sum().backward()
     assert at_once == [4 * size**2 for size in sizes if num_ranks <= 8 or size == sizes[0]]
@@ -135,7 +104,7 @@ def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> 
     model = parallel.wrap(a_model(), None, {})
     hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
     large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
-    parallel.arm([model, hooked, large], weight_in_hook=True)
+    parallel.arm([model, hooked, large], may_run_backward=True)
     for each in (model, hooked):
         torch.save(each, tmp_path / "model.pt")
         assert (tmp_path / "model.pt").stat().st_size < 100_000
@@ -156,10 +125,9 @@ class _Counting:
 def test_a_hook_with_a_state_does_not_go_on_in_another_wrapper() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {COMM_HOOK: (PowerSGDState(None), powerSGD_hook)})
-    parallel.match([model])
     layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="frozen or unfrozen since `register`, and a communication hook"):
-        parallel.match([model])
+    with pytest.raises(ValueError, match="cannot wrap a model again, because a communication hook"):
+        parallel.rewrap([model])
 
 
 def test_a_communication_hook_that_remembers_something_is_an_obstacle() -> None:

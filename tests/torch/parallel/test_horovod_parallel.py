@@ -72,10 +72,10 @@ def test_parameters_that_are_unfrozen_later_are_refused(parallel: HorovodParalle
     parallel.synchronizes = True
     model.bias.requires_grad_(False)  # type: ignore[union-attr]
     parallel.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    parallel.match([model])
+    parallel.rewrap([model])
     model.bias.requires_grad_(True)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"unfrozen .* since `register`, and Horovod averages"):
-        parallel.match([model])
+        parallel.rewrap([model])
 
 
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
@@ -227,45 +227,21 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
+def test_a_gradient_is_weighted_on_its_way_out() -> None:
     step = BatchStep()
-    step.weight = 0.5
     outgoing = _OutgoingGradient(step)
     gradient = torch.ones(3)
     assert outgoing.compress(gradient)[0] is gradient
-    outgoing.is_weighting = True
-    assert outgoing.compress(gradient)[0].tolist() == [0.5] * 3
-    step.weight = 1.0
-    assert outgoing.compress(gradient)[0] is gradient
     assert outgoing.decompress(gradient, None) is gradient
+    step.weight = 0.5
+    assert outgoing.compress(gradient)[0].tolist() == [0.5] * 3
+    step.window = 2
+    assert outgoing.compress(gradient)[0] is gradient, "its loss was multiplied"
 
 
 def test_a_gradient_with_another_layout_is_sent_as_horovod_wants_it() -> None:
     gradient = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     assert _OutgoingGradient(BatchStep()).compress(gradient)[0].is_contiguous()
-
-
-def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel) -> None:
-    parallel.step.weight, parallel.synchronizes = 0.25, True
-    assert parallel.weighted(torch.tensor(8.0)).item() == 2
-    parallel.arm((), weight_in_hook=False)
-    parallel.step.weight = 0.25
-    assert parallel.weighted(torch.tensor(8.0)).item() == 2
-    parallel.arm((), weight_in_hook=True)
-    parallel.arm((), weight_in_hook=False)
-    parallel.step.weight = 0.25
-    assert parallel.weighted(torch.tensor(8.0)).item() == 8, "a hook that is there stays there"
-
-
-def test_weights_of_the_users_are_refused_by_name_where_there_are_others(parallel: HorovodParallel) -> None:
-    loss, optimizer = torch.tensor(8.0), object()
-    parallel.step.note_backward([optimizer], 2.0)
-    with parallel.weighting(loss, [optimizer], 2.0, ()) as weighted:
-        assert weighted.item() == 8.0
-    parallel.synchronizes = True
-    refusal = pytest.raises(ValueError, match=r"does not work with `backend=\"horovod\"`: allowed are the default")
-    with refusal, parallel.weighting(loss, [optimizer], 2.0, ()):
-        pass
 
 
 # ------------------------------------------------------------------------------------------------ the trainer

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.torch.parallel.step import BatchStep
 
-OPTIMIZER, OTHER = object(), object()
+OPTIMIZER = object()
 
 
 def joint(window: int) -> BatchStep:
@@ -18,11 +18,16 @@ def joint(window: int) -> BatchStep:
     return step
 
 
-def backward(step: BatchStep, optimizer: object) -> bool:
-    keeps = step.waits_for(optimizer)
-    step.note_backward([optimizer])
-    step.factor_of(optimizer)
-    return keeps
+def backward(step: BatchStep, num_ranks: int = 1) -> float:
+    step.note_backward([OPTIMIZER])
+    return step.share(None, num_ranks, float)
+
+
+def corrected(step: BatchStep, factors: list[float], num_ranks: int = 1) -> list[float]:
+    """What the losses of a window are multiplied with in the end."""
+    assert step.waiting is not None
+    correction = step.waiting.correction(step.waiting.total, num_ranks)
+    return [factor * correction for factor in factors]
 
 
 def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[list[bool], list[float]]:
@@ -30,11 +35,10 @@ def run(step: BatchStep, totals: list[int], last: int | None = None) -> tuple[li
     boundaries, factors, window = [], [], []
     for index, total in enumerate(totals):
         step.begin(1.0, total, total, is_last=index in (last, len(totals) - 1))
-        step.note_backward([OPTIMIZER])
-        window.append(step.factor_of(OPTIMIZER))
+        window.append(backward(step))
         boundaries.append(step.is_boundary)
         if step.is_boundary:
-            factors += [factor * step.correction(OPTIMIZER) for factor in window]
+            factors += corrected(step, window)
             window = []
             step.stepped(OPTIMIZER)
     return boundaries, factors
@@ -45,8 +49,9 @@ def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -
     for _ in range(3):
         step.begin(0.5, 4)
         assert step.is_boundary
-        assert not step.waits_for(OPTIMIZER)
+        assert not step.adds_to(OPTIMIZER)
         step.note_backward([OPTIMIZER])
+        assert step.adds_to(OPTIMIZER)
         assert not step.is_pending
     assert (step.weight, step.num_samples) == (0.5, 4)
 
@@ -75,92 +80,65 @@ def test_a_pass_that_ends_in_between_ends_the_window() -> None:
 
 
 def test_equal_batches_need_no_correction() -> None:
-    step = joint(2)
+    step, factors = joint(2), []
     for is_last in (False, True):
         step.begin(1.0, 8, 8, is_last)
-        step.note_backward([OPTIMIZER])
-        step.factor_of(OPTIMIZER)
-    assert step.correction(OPTIMIZER) == 1.0
+        factors.append(backward(step))
+    assert factors == corrected(step, factors) == [0.5, 0.5]
 
 
 def test_a_rank_counts_by_its_share_of_all_samples() -> None:
     step = joint(2)
     step.begin(1.5, 3, 4, is_last=False)  # 3 of 4 samples on 2 ranks
-    step.note_backward([OPTIMIZER])
-    assert step.factor_of(OPTIMIZER) == pytest.approx(1.5 * 4 / 8)
+    factors = [backward(step, num_ranks=2)]
     step.begin(0.0, 0, 4, is_last=True)
-    assert step.factor_of(OPTIMIZER) == 0.0
+    factors.append(backward(step, num_ranks=2))
+    assert corrected(step, factors, num_ranks=2) == pytest.approx([2 * 3 / 8, 0.0])
 
 
 def test_a_replica_by_itself_counts_its_own_samples_only() -> None:
     step = BatchStep()
     step.open_call(2)
     step.begin(1.5, 3, 4, is_last=False)
-    step.note_backward([OPTIMIZER])
-    assert step.factor_of(OPTIMIZER) == pytest.approx(3 / 6)
+    factors = [backward(step)]
     step.begin(1.0, None, 5, is_last=True)
-    step.note_backward([OPTIMIZER])
-    assert step.factor_of(OPTIMIZER) == pytest.approx(5 / 6)
+    factors.append(backward(step))
+    assert corrected(step, factors) == pytest.approx([3 / 8, 5 / 8])
 
 
 def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> None:
     step = joint(2)
     step.begin(1.0, 4, 4, is_last=False)
-    assert not backward(step, OPTIMIZER), "the first clears what is left from the window before"
+    assert not step.adds_to(OPTIMIZER), "the first clears what is left from the window before"
+    backward(step)
     assert step.is_pending
-    assert step.is_unexchanged(OPTIMIZER)
+    assert step.waiting is not None
+    assert not step.waiting.is_exchanged
     step.begin(1.0, 4, 4, is_last=True)
-    assert backward(step, OPTIMIZER)
-    assert not step.is_unexchanged(OPTIMIZER)
+    assert step.adds_to(OPTIMIZER)
+    backward(step)
+    backward(step)  # two losses of one batch
+    assert step.waiting.is_exchanged
+    assert (step.waiting.num_batches, step.waiting.total) == (2, 8)
     step.stepped(OPTIMIZER)
     assert not step.is_pending
 
 
-def test_each_optimizer_waits_by_itself() -> None:
-    step = joint(2)
-    step.begin(1.0, 4, 4, is_last=False)
-    for optimizer in (OPTIMIZER, OTHER):
-        backward(step, optimizer)
-    step.begin(1.0, 2, 2, is_last=True)
-    assert backward(step, OPTIMIZER)
-    assert step.correction(OPTIMIZER) == pytest.approx(8 / 6)
-    step.stepped(OPTIMIZER)
-    assert step.waits_for(OTHER)
-    assert backward(step, OTHER), "the step of one optimizer leaves the gradients of the other"
-    assert backward(step, OTHER), "two losses of one batch"
-    assert step.correction(OTHER) == pytest.approx(8 / 6), "a batch counts once, however many losses it has"
-
-
-def test_what_one_optimizer_waits_for_is_nothing_to_another() -> None:
-    """One is stepped with every window, the other with every second one."""
-    step = joint(2)
-    for is_second_window in (False, True):
-        for is_last in (False, True):
-            step.begin(1.0, 4, 4, is_last)
-            backward(step, OPTIMIZER)
-            backward(step, OTHER)
-        assert step.correction(OPTIMIZER) == 1.0
-        step.stepped(OPTIMIZER)
-        assert step.correction(OTHER) == (0.5 if is_second_window else 1.0)
-
-
 def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
-    step = joint(2)
-    step.begin(1.0, 4, 4, is_last=False)
-    backward(step, OPTIMIZER)
-    step.begin(1.0, 4, 4, is_last=False)
-    step.skip()
-    step.begin(1.0, 4, 4, is_last=False)
-    assert backward(step, OPTIMIZER)
-    step.begin(1.0, 4, 4, is_last=False)
-    backward(step, OPTIMIZER)
-    assert step.correction(OPTIMIZER) == pytest.approx(8 / 12), "three batches with gradients"
+    step, factors = joint(2), []
+    for skips in (False, True, False):
+        step.begin(1.0, 4, 4, is_last=False)
+        if skips:
+            step.skip()
+        else:
+            factors.append(backward(step))
+    assert corrected(step, factors) == [0.5, 0.5]
 
 
 def test_a_new_call_forgets_what_a_failed_one_left() -> None:
     step = joint(2)
     step.begin(1.0, 4, 4, is_last=False)
-    step.note_backward([OPTIMIZER])
+    backward(step)
     step.open_call(2)
     assert not step.is_pending
     assert step.is_boundary
@@ -202,10 +180,10 @@ def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weigh
 
 def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
     step = joint(2)
-    backward(step, [hand_out(step, 0.5)] and OPTIMIZER)
+    hand_out(step, 0.5)
+    backward(step)
     step.close_call()
-    assert not backward(step, OPTIMIZER)
-    assert (step.window, step.is_boundary, step.factor_of(OPTIMIZER), step.correction(OPTIMIZER)) == (1, True, 1.0, 1.0)
+    assert (step.window, step.is_boundary, step.adds_to(OPTIMIZER), step.outgoing_weight()) == (1, True, False, 1.0)
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 5])
@@ -262,123 +240,11 @@ def test_with_accumulation_places_in_the_window_are_told_apart() -> None:
         hand_out(step)
 
 
-# ------------------------------------------------------------------------------------------------ weights of the user's
-
-
-class Weighed:
-    """A step of some ranks that takes batches of so much, on this rank and on the others together."""
-
-    def __init__(self, window: int, num_ranks: int = 2) -> None:
-        self.step = joint(window)
-        self.step.count_ranks = lambda: num_ranks
-        self.step.start_sum = self.start_sum
-        self.given: list[tuple[float, float]] = []
-        self.num_told = self.num_exchanges = self.num_waits = 0
-
-    def start_sum(self, own: float) -> Callable[[], float]:
-        untold, self.num_told = self.given[self.num_told :], len(self.given)
-        assert own == sum(mine for mine, _ in untold)
-        self.num_exchanges += 1
-
-        def wait() -> float:
-            self.num_waits += 1
-            return sum(map(sum, untold))
-
-        return wait
-
-    def take(self, own: float, other: float, is_last: bool = False) -> float:
-        self.given.append((own, other))
-        self.step.begin(1.5, 3, 4, is_last)
-        self.step.note_backward([OPTIMIZER], own)
-        return self.step.factor_of(OPTIMIZER, own)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_batches_count_by_what_user_code_gives_them(window: int, num_ranks: int) -> None:
-    """The mean of the ranks' weighted gradients is that over all weights; the samples have no say in it."""
-    weights = [(5.0, 1.0), (2.0, 0.0), (0.0, 7.0), (3.0, 3.0), (100.0, 1.0)]
-    weights = [(own, other * (num_ranks - 1)) for own, other in weights]
-    weighed = Weighed(window, num_ranks)
-    for first in range(0, len(weights), window):
-        taken = weights[first : first + window]
-        factors = [weighed.take(*pair, is_last=pair is weights[-1]) for pair in taken]
-        assert weighed.step.is_boundary
-        correction = weighed.step.correction(OPTIMIZER)
-        whole = sum(map(sum, taken))
-        assert [factor * correction for factor in factors] == pytest.approx(
-            [num_ranks * own / whole if whole else 0.0 for own, _ in taken]
-        )
-        weighed.step.stepped(OPTIMIZER)
-
-
-def test_ranks_exchange_weights_once_for_a_step_and_wait_before_the_first_backward_pass_of_a_call_only() -> None:
-    weighed = Weighed(3)
-    waits = []
-    for index in range(6):
-        weighed.take(4.0, 2.0)
-        waits.append(weighed.num_waits)
-        if index % 3 == 2:
-            assert weighed.step.correction(OPTIMIZER) == 1.0, "equal batches need none"
-            weighed.step.stepped(OPTIMIZER)
-    assert waits == [1, 1, 1, 2, 2, 2], "the second wait is that of the correction"
-    assert weighed.num_exchanges == 3
-
-
-def test_the_first_batch_that_counts_says_what_to_expect() -> None:
-    """What the losses are multiplied with stays near 1, so that no format overflows."""
-    weighed = Weighed(1)
-    for own, other, factor in ((0.0, 0.0, 0.0), (0.0, 1e9, 0.0), (3e9, 1e9, 6.0), (1e9, 3e9, 0.5)):
-        assert weighed.take(own, other) == factor
-        weighed.step.correction(OPTIMIZER)
-        weighed.step.stepped(OPTIMIZER)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_where_nothing_counts_there_is_no_step(window: int) -> None:
-    weighed = Weighed(window)
-    for _ in range(window):
-        weighed.take(0.0, 0.0)
-    assert weighed.step.correction(OPTIMIZER) == 0.0
-
-
-def test_a_loop_that_stops_in_a_window_leaves_nothing_untold() -> None:
-    weighed = Weighed(3)
-    factors = [weighed.take(4.0, 2.0), weighed.take(1.0, 2.0)]
-    correction = weighed.step.correction(OPTIMIZER)
-    assert [factor * correction for factor in factors] == pytest.approx([8 / 9, 2 / 9])
-
-
-def test_weights_are_for_all_batches_of_a_step_and_one_for_a_batch() -> None:
-    step = joint(3)
-    step.begin(1.0, 4, 8, is_last=False)
-    backward(step, OPTIMIZER)
-    with pytest.raises(ValueError, match=r"`weight=` for some of the 3 batches .* for all of them, or for none"):
-        step.note_backward([OPTIMIZER], 2.0)
-    step.note_backward([OTHER], 2.0)
-    assert step.factor_of(OTHER, 2.0) == step.factor_of(OTHER, 2.0), "two losses of one batch count once"
-    assert step.correction(OTHER) == 3.0
-    with pytest.raises(ValueError, match=r"`self.backward\(loss, weight=3.0\)`: another loss of this batch .*=2.0"):
-        step.factor_of(OTHER, 3.0)
-
-
-def test_a_loss_may_be_for_several_optimizers() -> None:
-    step = joint(2)
-    for is_last in (False, True):
-        step.begin(1.0, 4, 8, is_last)
-        assert step.waits_for(OTHER) == is_last
-        step.note_backward([OPTIMIZER, OTHER])
-        step.factor_of(OPTIMIZER)
-    step.stepped(OPTIMIZER)
-    assert (step.waits_for(OPTIMIZER), step.waits_for(OTHER)) == (False, True)
-    assert step.correction(OTHER) == 1.0
-
-
-def test_gradients_of_a_loss_that_is_weighted_go_out_as_they_are() -> None:
+def test_a_backward_pass_may_have_a_weight_of_its_own() -> None:
     step = joint(1)
     hand_out(step, 1.5)
-    with step.weighting():
-        assert step.outgoing_weight() == 1.0
+    with step.weighting(lambda: 0.25):
+        assert step.outgoing_weight() == 0.25
     assert step.outgoing_weight() == 1.5
 
 

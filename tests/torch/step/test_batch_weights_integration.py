@@ -218,7 +218,8 @@ class Tokens(LinearOperator):
         generator = torch.Generator().manual_seed(7)
         num_samples = len(data)
         lengths = torch.randint(1, LONGEST + 1, (num_samples,), generator=generator)
-        lengths[6:12] = lengths[15:18] = 0
+        if not self.config.get("all_have_tokens"):
+            lengths[6:12] = lengths[15:18] = 0
         features = torch.randn(num_samples, LONGEST, 3, generator=generator)
         target = features.sum(dim=2, keepdim=True) * (1 + lengths.reshape(-1, 1, 1))
         return super().make_loader(torch.utils.data.TensorDataset(features, lengths, target))
@@ -284,7 +285,7 @@ class WideTokens(Tokens):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_gradients_are_averaged_over_what_user_code_counts(two: TorchTrainer, precision: str) -> None:
-    cases = [(Tokens, 1), (Tokens, 2), (TokensInRungs, 1), (TokensInRungs, 3), (TokensOfTwo, 1), (TokensOfTwo, 2)]
+    cases = [(Tokens, 1), (Tokens, 2), (TokensInRungs, 1), (TokensInRungs, 3), (TokensOfTwo, 1)]
     if precision == "fp32":
         cases += [(TokensInSteps, 1), (WideTokens, 1), (WideTokens, 2)]
     for operator_cls, window in cases:
@@ -320,10 +321,13 @@ def test_a_single_worker_counts_likewise(window: int) -> None:
         assert_close(found.model[0], expected.model[0], operator_cls.__name__)
 
 
-@pytest.mark.usefixtures("patient")
-def test_divided_models_refuse_weights_by_name(two: TorchTrainer) -> None:
-    with pytest.raises(ValueError, match=r"`weight=` of `self.backward`, or from `forward`, .* `parallel=\"fsdp\"`"):
-        run_together(two, Experiment(Tokens, SEQUENCES, options={"parallel": "fsdp"}))
+@pytest.mark.parametrize("window", [1, 2])
+def test_divided_models_count_likewise(two: TorchTrainer, window: int) -> None:
+    config = {**SEQUENCES, "all_have_tokens": True}
+    steps = {"step_options": StepOptions(accumulate_grad_batches=window)}
+    found = run_together(two, Experiment(Tokens, config, options={**steps, "parallel": "fsdp"}))
+    expected = run_alone(Experiment(Tokens, {**config, "batch_size": 6 * window}))
+    assert_close(found.model[0], expected.model[0], "fsdp")
 
 
 class TokensOfUnequalLoaders(Tokens):
@@ -376,6 +380,15 @@ def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Pat
     assert_close(dict(found), dict(expected.model[0]), "after a loss")
 
 
+def test_a_step_of_several_batches_is_refused_with_several_optimizers() -> None:
+    for options in (
+        {"step_options": StepOptions(accumulate_grad_batches=2)},
+        {"batch_options": BatchOptions(joint_batch="constant", max_batch_per_worker=2)},
+    ):
+        with pytest.raises(ValueError, match=r"works with one optimizer, and 2 are registered: register one with"):
+            run_alone(Experiment(TokensOfTwo, SEQUENCES, options=options))
+
+
 # ------------------------------------------------------------------------------------------------ those of criteria
 
 NUM_LABELLED, NUM_CLASSES, PLACES = 43, 4, 5
@@ -388,13 +401,15 @@ CRITERIA: dict[str, Any] = {
 }
 
 
-def labelled(ignored: int) -> torch.utils.data.TensorDataset:
+def labelled(ignored: int, has_empty: bool = True) -> torch.utils.data.TensorDataset:
     """Sequences with labels, of which many are ignored: all those of a joint batch of 8, and of a share of another."""
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(NUM_LABELLED, 3, PLACES, generator=generator)
     labels = torch.randint(0, NUM_CLASSES, (NUM_LABELLED, PLACES), generator=generator)
     labels[torch.arange(PLACES) >= torch.randint(1, PLACES + 1, (NUM_LABELLED, 1), generator=generator)] = ignored
-    labels[20:24] = labels[32:40] = ignored
+    labels[20:24] = ignored
+    if has_empty:
+        labels[32:40] = ignored
     return torch.utils.data.TensorDataset(features, labels)
 
 
@@ -409,7 +424,7 @@ class Labelling(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
             criterion=CRITERIA[config["criterion"]](),
         )
-        data = labelled(-100 if config["criterion"] != "told" else 2)
+        data = labelled(-100 if config["criterion"] != "told" else 2, type(self) is not LabellingPenalized)
         train, validation = (torch.utils.data.DataLoader(data, batch_size=size) for size in (config["size"], 3))
         self.register_data(train_loader=train, validation_loader=validation)
 
@@ -427,13 +442,38 @@ class LabellingInRungs(Labelling):
         return {"val_loss": self.criterion(self.model(batch[0]), batch[1])}
 
 
-def labelled_by_pytorch(name: str, joint_size: int, num_epochs: int) -> tuple[dict[str, Any], float, float]:
+class LabellingPenalized(Labelling):
+    """Its loss is no mean over labels alone, so it says how much its batches count."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        weights, labels = getattr(self.criterion, "weight", None), target[target != -100]
+        return output, loss + 0.0 * output.sum(), len(labels) if weights is None else weights[labels].sum()
+
+
+class LabellingUncounted(Labelling):
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss + 0.0 * output.sum()
+
+
+class LabellingByHand(Labelling):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+        return {}
+
+
+def labelled_by_pytorch(
+    name: str, joint_size: int, num_epochs: int, has_empty: bool
+) -> tuple[dict[str, Any], float, float]:
     """Weights, loss and accuracy of a single process without the library."""
     torch.manual_seed(0)
     model, criterion = torch.nn.Conv1d(3, NUM_CLASSES, 1), CRITERIA[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     ignored = getattr(criterion, "ignore_index", -100)
-    features, labels = labelled(ignored).tensors
+    features, labels = labelled(ignored, has_empty).tensors
     for start in [*range(0, NUM_LABELLED, joint_size)] * num_epochs:
         optimizer.zero_grad()
         criterion(model(features[start : start + joint_size]), labels[start : start + joint_size]).backward()
@@ -446,18 +486,21 @@ def labelled_by_pytorch(name: str, joint_size: int, num_epochs: int) -> tuple[di
 def check_labelling(run: Callable[[Experiment], Findings], num_workers: int) -> None:
     calls, size = (("train", None), ("train", None), ("validate", None)), 8 // num_workers
     cases = [(name, Labelling, window) for name in CRITERIA for window in (1, 2)]
-    for name, operator_cls, window in [*cases, ("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2)]:
+    cases += [("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2), ("classes", LabellingPenalized, 1)]
+    for name, operator_cls, window in cases:
         case = f"{name}, {operator_cls.__name__}, {window} batches a step"
         config = {"criterion": name, "size": size}
         options = {"step_options": StepOptions(accumulate_grad_batches=window)}
         found = run(Experiment(operator_cls, config, calls, options))
-        model, loss, accuracy = labelled_by_pytorch(name, size * num_workers * window, num_epochs=2)
+        model, loss, accuracy = labelled_by_pytorch(
+            name, size * num_workers * window, 2, operator_cls is not LabellingPenalized
+        )
         assert_close(found.model[0], model, case)
         result = found.results[-1]
         assert result["val_loss"] == pytest.approx(loss, abs=1e-6), case
         assert operator_cls is LabellingInRungs or result["val_accuracy"] == pytest.approx(accuracy, abs=1e-6), case
         assert [each["num_samples"] for each in found.results] == [NUM_LABELLED] * 3, case
-        alone = run_alone(Experiment(Labelling, {**config, "size": size * num_workers}, calls, options))
+        alone = run_alone(Experiment(operator_cls, {**config, "size": size * num_workers}, calls, options))
         assert found.results[1]["train_loss"] == pytest.approx(alone.results[1]["train_loss"], rel=1e-5), case
 
 
@@ -475,9 +518,19 @@ def test_means_over_labels_are_those_of_one_process_on_three_workers(ray_cluster
         check_labelling(partial(run_together, three), num_workers=3)
 
 
-def test_logical_shards_go_on_counting_by_samples() -> None:
+@pytest.mark.usefixtures("patient")
+def test_labels_that_nobody_counted_are_an_error(two: TorchTrainer) -> None:
+    for operator_cls in (LabellingUncounted, LabellingByHand):
+        for name in ("plain", "classes"):
+            with pytest.raises(ValueError, match=r"some labels are ignored.*`self\.backward\(loss, weight="):
+                run_together(two, Experiment(operator_cls, {"criterion": name, "size": 4}))
+            run_alone(Experiment(operator_cls, {"criterion": name, "size": 8}))
+
+
+def test_logical_shards_refuse_losses_that_count_labels() -> None:
     batches = BatchOptions(joint_batch="constant", deterministic=True)
-    run_alone(Experiment(Labelling, {"criterion": "classes", "size": 8}, options={"batch_options": batches}))
+    with pytest.raises(ValueError, match=r"a loss that ignores labels.*`deterministic=True`"):
+        run_alone(Experiment(Labelling, {"criterion": "classes", "size": 8}, options={"batch_options": batches}))
 
 
 # ------------------------------------------------------------------------------------------------ those of collators

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,6 @@ from raysgd._text.once import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.batch_weights import BatchWeights
 from raysgd.torch.step.gradients import Gradients, backward_with, step_with
 from raysgd.torch.step.own_steps import OwnSteps
 from raysgd.worker.worker_callbacks import InstalledCallbacks
@@ -29,8 +30,7 @@ class Bench:
         own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel.step, InstalledCallbacks())
         own_steps.watch([self.optimizer])
         self.own_steps = own_steps
-        weights = BatchWeights(self.parallel, Once())
-        self.gradients = Gradients(Precision(), self.parallel, weights, own_steps, Once())
+        self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
         self.begin(**begin)
@@ -89,12 +89,12 @@ def test_losses_of_a_batch_add_up_until_its_step() -> None:
     assert bench.parameter.item() == -7.0
 
 
-def test_losses_of_a_batch_with_one_weight_add_up() -> None:
+def test_losses_of_a_batch_add_up_each_with_its_weight() -> None:
     bench = Bench()
     for own in (3.0, 5.0):
         bench.begin()
         bench.backward(1.0, own)
-        bench.backward(2.0, own)
+        bench.backward(2.0, 7.0)
         bench.apply()
     assert bench.parameter.item() == -6.0
 
@@ -152,21 +152,9 @@ def test_user_code_may_drop_what_it_has_computed_of_a_batch() -> None:
     assert bench.parameter.item() == -2.0
 
 
-def test_gradients_of_earlier_batches_outlive_a_call_of_zero_grad() -> None:
+def test_gradients_of_earlier_batches_that_are_gone_are_an_error() -> None:
     bench = accumulating()
     bench.optimizer.zero_grad()
-    bench.backward(2.0)
-    bench.apply()
-    bench.optimizer.zero_grad(set_to_none=False)
-    bench.batch(3.0, is_last=True)
-    assert bench.parameter.item() == pytest.approx(-2.0)
-    bench.optimizer.zero_grad()
-    assert bench.parameter.grad is None, "nothing waits any more"
-
-
-def test_gradients_that_are_gone_in_another_way_are_an_error() -> None:
-    bench = accumulating()
-    bench.parameter.grad = None
     with pytest.raises(ValueError, match=r"`accumulate_grad_batches=3`: the gradients of earlier .* `zero_grad\(\)`"):
         bench.backward(2.0)
     bench = accumulating()
@@ -194,19 +182,6 @@ def test_a_batch_of_a_window_has_one_step() -> None:
         bench.backward(1.0)
 
 
-def test_a_loss_for_one_optimizer_leaves_gradients_alone_that_wait_for_another() -> None:
-    bench = accumulating()
-    other = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([other], lr=1.0)
-    bench.gradients._own_steps.watch([bench.optimizer, optimizer])
-    bench.gradients.compute((100 * bench.parameter + 5 * other).sum(), [optimizer], [], None, lambda: [])
-    assert other.grad is not None
-    bench.backward(2.0)
-    bench.apply()
-    bench.batch(3.0, is_last=True)
-    assert bench.parameter.item() == pytest.approx(-2.0)
-
-
 def test_it_must_be_known_whether_an_optimizer_has_stepped() -> None:
     bench = Bench()
     bench.optimizer = SimpleNamespace(  # type: ignore[assignment]
@@ -227,6 +202,88 @@ def test_weights_decide_how_much_the_batches_of_a_window_count() -> None:
     bench.batch(1.0, weight=3, is_last=False)
     bench.batch(5.0, weight=1, is_last=False)
     assert bench.parameter.item() == pytest.approx(-2.0)
+    bench.batch(1.0, weight=0, is_last=False)
+    bench.batch(5.0, weight=1, is_last=False)
+    assert bench.parameter.item() == pytest.approx(-7.0)
+
+
+def test_the_weights_of_a_window_are_for_all_of_its_batches_and_one_for_each() -> None:
+    bench = accumulating()
+    with pytest.raises(ValueError, match=r"`weight=` for some of the 3 batches .* for all of them, or for none"):
+        bench.backward(1.0, 2.0)
+    bench = Bench()
+    bench.open_call(3)
+    bench.begin(is_last=False)
+    bench.backward(1.0, 2.0)
+    bench.backward(1.0, 2.0)
+    with pytest.raises(ValueError, match=r"`self.backward\(loss, weight=3.0\)`: another loss of this batch .*=2.0"):
+        bench.backward(1.0, 3.0)
+
+
+def test_a_loop_that_stops_in_a_window_steps_with_the_mean_of_what_it_has() -> None:
+    bench = Bench()
+    bench.open_call(3)
+    bench.batch(1.0, is_last=False)
+    bench.parallel.step.is_boundary = True
+    bench.apply()
+    assert bench.parameter.item() == pytest.approx(-1.0)
+
+
+class Ranks(NoParallel):
+    """Knows what the other ranks count, and the gradient that they have."""
+
+    synchronizes = True
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(has_others=False)
+        self.num, self.others = num_ranks, 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num
+
+    def start_total(self, amount: float) -> Any:
+        return lambda: amount + self.others
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_batches_count_by_what_user_code_gives_them(window: int, num_ranks: int) -> None:
+    """This rank's gradient is multiplied so that the mean of the ranks' is that over all weights."""
+    weights = [(5.0, 1.0), (2.0, 0.0), (0.0, 7.0), (3.0, 3.0), (100.0, 1.0)]
+    bench = Bench()
+    parallel = bench.parallel = Ranks(num_ranks)
+    bench.gradients._parallel = parallel
+    bench.own_steps._step = parallel.step
+    bench.open_call(window)
+    for first in range(0, len(weights), window):
+        taken = weights[first : first + window]
+        before, parallel.others = bench.parameter.item(), 0.0
+        factors = []
+        for own, others in taken:
+            parallel.others = (parallel.others if window > 1 else 0.0) + others
+            bench.begin(is_last=(own, others) == weights[-1])
+            with noting_factors(parallel, factors):
+                bench.backward(1.0, own)
+            bench.apply()
+        whole = sum(map(sum, taken))
+        change = before - bench.parameter.item()
+        found = change if window > 1 else change * factors[0]
+        assert found == pytest.approx(num_ranks * sum(own for own, _ in taken) / whole)
+
+
+@contextmanager
+def noting_factors(parallel: NoParallel, found: list[float]) -> Iterator[None]:
+    """Inside, hears of what a hook would multiply gradients with."""
+    weighting = parallel.step.weighting
+
+    def heard(factor: Any) -> Any:
+        found.append(factor())
+        return weighting(factor)
+
+    parallel.step.weighting = heard  # type: ignore[method-assign]
+    yield
+    parallel.step.weighting = weighting  # type: ignore[method-assign]
 
 
 def test_gradients_of_bystanders_are_cleared_too() -> None:

@@ -154,15 +154,15 @@ def _gradients(losses: list[Any], wanted: list[list[Any]]) -> Iterable[torch.Ten
 
 
 CASES: list[tuple[Any, tuple[int, ...]]] = [
-    (ClearsFirst, (1, 2)),
-    (ClearsLast, (1, 2)),
+    (ClearsFirst, (1,)),
+    (ClearsLast, (1,)),
     (OneAfterTheOther, (1, 2)),
     (ForwardFirst, (1, 2)),
     (WithWeight, (1, 2)),
     (WithPenalty, (1, 2, 3)),
     (StepsByHand, (1,)),
     (StockBatch, (1,)),
-    (OptimizerEach, (1, 2)),
+    (OptimizerEach, (1,)),
 ]
 
 
