@@ -1,6 +1,6 @@
 """What a step takes that can be undone after a loss: with copies before it, and with those that the default takes.
 
-    python examples/benchmarks/undo_cost.py [--smoke-test] [--repetitions 20] [--programs "GAN;100M parameters, Adam"]
+    python examples/benchmarks/undo_cost.py [--smoke-test] [--repetitions 10] [--programs "GAN;100M parameters, Adam"]
 
 One process trains each program in turn without copies, by the rule of the default after the first batch of a call, and
 with copies before each batch. "First batch" is the copy before that batch, which the rule takes of every program with a
@@ -122,12 +122,12 @@ def measure(name: str, num_rounds: int, num_batches: int) -> dict[str, list[floa
 
 def main() -> None:
     dispatch({"measure": measure})
-    parser = make_parser(__doc__.partition("\n")[0], repetitions=20, peers={})
+    parser = make_parser(__doc__.partition("\n")[0], repetitions=10, peers={})
     parser.add_argument("--programs", default=";".join(PROGRAMS), help="some of these")
     arguments = parser.parse_args()
     report = Report("undo_cost", arguments, choose_peers(arguments, {}))
     names = list(SMOKE) if arguments.smoke_test else arguments.programs.split(";")
-    num_rounds, num_batches = (1, 2) if arguments.smoke_test else (arguments.repetitions, 5)
+    num_rounds, num_batches = (1, 2) if arguments.smoke_test else (arguments.repetitions, 3)
     rows, targets = [], []
     for name in names:
         found = run_job(__file__, "measure", name=name, num_rounds=num_rounds, num_batches=num_batches)

@@ -198,6 +198,8 @@ class Undo:
         for each, *digests in zip(self._frozen, before, self._digests, strict=True):
             if not torch.equal(*digests):
                 self._moving[id(each)] = each
+        if not self.copies_all:
+            self._copies = _Copies()  # the memory is free again
 
     # ------------------------------------------------------------------------------------------------- after a loss
 
@@ -277,7 +279,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
     for pairs in kinds.values():
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -310,8 +312,8 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _num_collectives() -> int:
     """Return how many collectives this process has begun in the group of all ranks, those of user code with them."""
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return 0 if group is None else group._get_sequence_number_for_group()
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # stubs lack a method
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
