@@ -104,7 +104,7 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
-    """Refuse ranks whose weights differ; where a rank said nothing of its own, none are compared.
+    """Refuse ranks whose weights differ; where a rank did not say what it has, none are compared.
 
     Args:
         told: What each rank says.
