@@ -99,12 +99,12 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
         part = flat[start : start + _CHUNK].astype(np.float64)
-        total, squares = total + part.sum(), squares + part @ part
-    return float(total), float(squares)
+        total, squares = total + float(part.sum()), squares + float(part @ part)
+    return total, squares
 
 
 def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
-    """Refuse ranks whose weights differ; where a rank said nothing of its own, none are compared.
+    """Refuse ranks whose weights differ; where a rank did not say what it has, none are compared.
 
     Args:
         told: What each rank says.

@@ -517,6 +517,9 @@ class FakeGroup(WorkerGroup):
         function, *rest = args
         return {rank: function(self.replicas[rank], *rest) for rank in asked}
 
+    def interrupt(self) -> None:
+        """Nothing: no rank waits for another one."""
+
     def kill_rank(self, rank: int) -> None:
         self.killed_ranks.append(rank)
 

@@ -196,6 +196,7 @@ FRAMEWORKS_OF_FUNCTIONS = {
     ("raysgd.train._torch", "raysgd.torch.parallel.handover"),
     ("raysgd.train._torch", "raysgd.torch.parallel.options"),
     ("raysgd.train._torch", "raysgd.torch.parallel.strategy"),
+    ("raysgd.train._torch", "raysgd.torch.parallel.joint_record"),
     ("raysgd.train._torch", "raysgd.torch.step.undo"),
     ("raysgd.train.tensorflow", "raysgd.tf.objects.datasets"),
 }

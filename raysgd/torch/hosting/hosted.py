@@ -36,9 +36,9 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.parallel.joint_record import sums_of
 from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.parallel.weight_sums import sums_of
 from raysgd.torch.step.advice import with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE

@@ -29,8 +29,8 @@ from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
+from raysgd.torch.parallel.joint_record import sums_of
 from raysgd.torch.parallel.strategy import repeat_first
-from raysgd.torch.parallel.weight_sums import sums_of
 from raysgd.torch.step.undo import Undo, digests_of
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 
