@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from raysgd._text.rank_words import listed
+from raysgd._text.log_lines import listed
 from raysgd.engine.changes.call_monitor import CallMonitor, ask_heartbeats
 from raysgd.engine.changes.group_former import CannotForm
 from raysgd.engine.changes.group_starter import GroupStarter

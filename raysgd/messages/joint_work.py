@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import named
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.engine.shared.snapshot_pace import EverySeconds
 
 Undo = Literal["auto"] | bool

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd._arguments.checks import check_amount
+from raysgd._arguments import check_amount
 from raysgd.engine.decisions.failures import classify
 from raysgd.engine.decisions.policies import num_fitting
 from raysgd.engine.group.group_spec import GroupSpec

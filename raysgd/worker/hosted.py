@@ -19,8 +19,8 @@ from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.data.loop import Loop
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.replica_state import ReplicaState
-from raysgd.worker.time.ledger import Ledger
 
 
 class Hosted(ABC):

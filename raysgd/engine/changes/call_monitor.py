@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import named
 from raysgd.engine.changes.lifecycle import Lifecycle
 from raysgd.engine.changes.step_hold import ROOM, StepHold
 from raysgd.engine.decisions.liveness import LivenessCheck

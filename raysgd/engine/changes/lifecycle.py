@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.engine.decisions.group_events import EventKind, GroupHistory
 from raysgd.engine.decisions.policies import ScalingPolicy
 from raysgd.engine.decisions.resizing import ResizeCheck, Resizing, resizing

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from textwrap import shorten
 
-from raysgd._text.rank_words import listed, named
+from raysgd._text.log_lines import listed, named
 from raysgd.engine.shared.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from raysgd.connections.group import Group
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 
 class ExchangeRecord:

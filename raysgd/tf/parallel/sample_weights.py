@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._numbers.weights import as_weight
+from raysgd._numbers.meters import as_weight
 from raysgd.connections.group import Array
 from raysgd.tf.objects import losses, registration
 from raysgd.tf.objects.replaced_methods import is_replaced, mark_replaced

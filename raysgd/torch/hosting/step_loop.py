@@ -16,7 +16,7 @@ from raysgd.torch.step.own_steps import tells_of_steps
 from raysgd.torch.step.undo_log import UndoLog
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.data.loop import Loop
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 
 class StepLoop(Loop):

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._numbers.metric_names import validation_name
 from raysgd._numbers.results import as_number
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.messages.epochs import VALIDATES
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision

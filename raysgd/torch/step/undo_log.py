@@ -23,9 +23,9 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.objects.rng import GeneratorCopies
 from raysgd.torch.step.own_steps import tells_of_steps
 from raysgd.torch.step.tensor_copies import PooledCopies, TensorCopies
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.putting_back import StateNotes
 from raysgd.worker.state.time_budget import TimeBudget
-from raysgd.worker.time.ledger import Ledger
 
 _SHARE, _LEAST_S = 0.02, 60e-6
 _IN_STATES = frozenset((torch.Tensor, type(None)))

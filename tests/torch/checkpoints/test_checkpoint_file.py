@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._files.atomic_file import replacing
+from raysgd._files import replacing
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     AsyncWriter,

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.connections.mesh.board import Board
+from raysgd.connections.mesh.board import Board, neighbors, others
 from raysgd.connections.mesh.meeting import Deadline, Endpoint
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken, NotAligned
-from raysgd.connections.mesh.routes import neighbors, others
 from raysgd.connections.mesh.words import RankStatements
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch.parallel.joint_record import JointRecord

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.step.schedulers import IdleSchedulers, SchedulerSteps

@@ -13,7 +13,7 @@ from raysgd.callbacks.averages import EMAInWorker
 from raysgd.engine.shared.time_spent import START_UP, UNDO
 from raysgd.messages.recovery import Undo
 from raysgd.torch.step.undo_log import UndoLog
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 
 class Program:
