@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from raysgd import StepOptions
-from raysgd._imports.optional import require
+from raysgd._imports import require
 
 CARRIED_OVER = """
 output_dir use_cpu no_cuda use_mps_device local_rank _n_gpu run_name logging_dir report_to do_train do_eval do_predict

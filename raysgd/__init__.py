@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 from raysgd._text import log_lines
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
     from raysgd.host.cluster import attach, hosts
-    from raysgd.host.settings import Host
+    from raysgd.host.protocol import Host
     from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
@@ -51,7 +51,7 @@ lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
-        "Host": "raysgd.host.settings",
+        "Host": "raysgd.host.protocol",
         "Recovery": "raysgd.messages.recovery",
         "StepOptions": "raysgd.torch.parallel.options",
         "attach": "raysgd.host.cluster",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import named
 
 _MOST_NODES = 8
 

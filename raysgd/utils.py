@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, TypeVar
 
-from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
+from raysgd._numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
 from raysgd._numbers.timers import TimerCollection, TimerStat
-from raysgd._numbers.weights import BATCH_WEIGHT
 
 __all__ = [
     "BATCH_COUNT",

@@ -11,26 +11,377 @@ given by the framework's side. Nothing here imports a framework.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from raysgd._numbers.metric_summary import MetricSummary
-from raysgd._numbers.number_meter import NumberMeter, ToFloats, float_each, is_tensor
-from raysgd._numbers.object_meter import (
-    CapturedMetric,
-    CaptureObject,
-    FlatObjects,
-    ObjectMeter,
-    is_metric_object,
-    value_here,
-)
-from raysgd._numbers.tally import Flat, Tally
-from raysgd._numbers.weights import BATCH_WEIGHT, as_weight, is_weight, weight_of
-
+BATCH_WEIGHT = "batch_weight"
+_WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
+# Tensors that may wait to be read, for each metric: reading waits for the device, keeping takes its memory.
+MAX_PENDING = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
+
+
+def weight_of(name: Any) -> str:
+    """Return the name under which a batch reports the weight of a single metric."""
+    return f"{_WEIGHT_OF}{name}"
+
+
+def is_weight(name: Any) -> bool:
+    """Tell whether what has this name is no metric, but the weight of some."""
+    return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
+
+
+def as_weight(name: str, value: Any) -> float:
+    """A weight of a batch as a number.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, infinite or NaN, or more than one number.
+    """
+    allowed = f"`{name}={value!r}`: need a number from 0 on, by which the batch counts in averages, such as its tokens."
+    if isinstance(value, bool | str) or not hasattr(type(value), "__float__"):
+        raise TypeError(allowed)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(allowed) from error
+    if not 0 <= weight < math.inf:
+        raise ValueError(allowed)
+    return weight
+
+
+Flat = tuple[Any, Sequence[float]]
+"""The state of a metric object, as its framework lays it out: the meaning of its numbers, and the numbers."""
+
+
+@dataclass
+class Tally:
+    """The counts of a metric object so far.
+
+    >>> tally = Tally(96.0, {"loss": (28.8, 96.0, 0.2)})
+    >>> tally.layout, tally.numbers
+    ((('loss',), ()), [96.0, 28.8, 96.0, 0.2])
+    >>> Tally.of(tally.layout, tally.numbers) == tally
+    True
+
+    Attributes:
+        num_samples: Sum of the samples of all batches.
+        sums: Of each mean the sum, the weight, and the last value.
+        objects: Of each metric object its state.
+    """
+
+    num_samples: float
+    sums: dict[Any, tuple[float, float, float]] = field(default_factory=dict)
+    objects: dict[Any, Flat] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """The meaning of the numbers."""
+        objects = ((name, meaning, len(numbers)) for name, (meaning, numbers) in self.objects.items())
+        return tuple(self.sums), tuple(objects)
+
+    @property
+    def numbers(self) -> list[float]:
+        """All of it as one row."""
+        return [self.num_samples, *itertools.chain(*self.sums.values(), *(each for _, each in self.objects.values()))]
+
+    @classmethod
+    def of(cls, layout: tuple[Any, ...], numbers: Sequence[float]) -> Tally:
+        """Return what was made a row of."""
+        names, objects = layout
+        num_samples, *left = numbers
+        tally = cls(num_samples)
+        for name in names:
+            total, count, last, *left = left
+            tally.sums[name] = (total, count, last)
+        for name, meaning, length in objects:
+            tally.objects[name], left = (meaning, left[:length]), left[length:]
+        return tally
+
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedMetric(Protocol):
+    """The state of a metric object, apart from the object that goes on counting."""
+
+    def value(self) -> Any:
+        """Compute the metric from this state alone."""
+        ...
+
+    def merged_with(self, others: Sequence[Any], /) -> Any:
+        """Return the state of one metric that saw everything these states saw."""
+        ...
+
+
+CaptureObject = Callable[[Any], CapturedMetric]
+
+
+class FlatObjects(Protocol):
+    """Makes rows of numbers of what metric objects have seen, and lets them forget."""
+
+    def flat(self, metric: Any) -> Flat | None:
+        """Return the state of a metric object, or of a captured one, as numbers; None where it has no fixed size."""
+        ...
+
+    def captured_like(self, metric: Any, flat: Flat) -> CapturedMetric | None:
+        """Return such a state of a metric object like this one; None where it is none of one like this."""
+        ...
+
+    def remember_all(self, metrics: Iterable[Any]) -> Callable[[], None]:
+        """Remember what metric objects have seen; return what lets them forget the rest."""
+        ...
+
+
+class ObjectMeter:
+    """The metric object last seen under one name, and what was captured of it so far."""
+
+    __slots__ = ("_capture", "_captured", "_flat", "_live", "_name", "weight_name")
+
+    def __init__(self, name: str, capture: CaptureObject) -> None:
+        self._name, self.weight_name = name, weight_of(name)
+        self._capture = capture
+        self._live: Any = None
+        self._captured: CapturedMetric | None = None
+        self._flat: tuple[CapturedMetric, Flat | None] | None = None  # of what was captured
+
+    @property
+    def live(self) -> Any:
+        """The object, if it was seen since it was captured last."""
+        return self._live
+
+    def drop(self) -> None:
+        """Let the object forget what it has seen."""
+        if self._live is not None:
+            self._capture(self._live)
+
+    def flat(self, objects: FlatObjects) -> Flat | None:
+        """Return what was captured and what the object has seen since, as numbers; None if that has no fixed size."""
+        states = [] if self._captured is None else [self._flat_of_captured(self._captured, objects)]
+        states += [] if self._live is None else [objects.flat(self._live)]
+        flats = [state for state in states if state is not None]
+        if len(flats) < len(states):
+            return None
+        layout = tuple((meaning, len(numbers)) for meaning, numbers in flats)
+        return layout, [number for _, numbers in flats for number in numbers]
+
+    def _flat_of_captured(self, state: CapturedMetric, objects: FlatObjects) -> Flat | None:
+        if self._flat is None or self._flat[0] is not state:
+            self._flat = state, objects.flat(state)
+        return self._flat[1]
+
+    def captured_like(self, flat: Flat, objects: FlatObjects) -> CapturedMetric | None:
+        """Return what `flat` of another one said; None where that one is another kind of metric."""
+        like, (layout, numbers) = self._live if self._captured is None else self._captured, flat
+        states: list[CapturedMetric] = []
+        for meaning, length in layout:
+            state, numbers = objects.captured_like(like, (meaning, numbers[:length])), numbers[length:]
+            if state is None:
+                return None
+            states.append(state)
+        merged: CapturedMetric = states[0].merged_with(states[1:])
+        return merged
+
+    def add(self, value: Any, weight: int | float) -> None:
+        if not is_metric_object(type(value)):
+            raise TypeError(
+                f"metric `{self._name}` was a metric object in an earlier batch and is a "
+                f"`{type(value).__name__}` now: report the object in every batch, or use two names."
+            )
+        self._live = value
+
+    def add_captured(self, state: CapturedMetric) -> None:
+        """Count what was captured elsewhere."""
+        self._captured = state if self._captured is None else self._captured.merged_with([state])
+
+    def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
+        """Capture the object if it was seen since the last time.
+
+        Args:
+            already: What this summary captured, by the object's id: capturing resets the object, so an object
+                that is known by two names must be captured once.
+        """
+        if self._live is not None:
+            state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
+            self._captured = state if self._captured is None else self._captured.merged_with([state])
+            self._live = None
+        assert self._captured is not None
+        return self._captured
+
+
+def is_metric_object(kind: type) -> bool:
+    return hasattr(kind, "merge_state") and hasattr(kind, "compute")
+
+
+def value_here(name: str, state: CapturedMetric) -> Any:
+    """Compute a metric on this process's share, which may be too small for it."""
+    try:
+        return state.value()
+    except Exception as error:  # the merged metric is what counts, and computing that one raises
+        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        return float("nan")
+
+
+_PLAIN_NUMBERS = frozenset({float, int, bool})
+_UNREAD = object()
+
+ToFloats = Callable[[list[Any]], list[float]]
+
+
+class NumberMeter:
+    """Sum, weight and last value of one metric, with the tensors that were not read yet."""
+
+    __slots__ = ("_last", "_name", "_to_floats", "_weights", "count", "pending", "total", "weight_name")
+
+    def __init__(self, name: str, to_floats: ToFloats) -> None:
+        self._name, self.weight_name = name, weight_of(name)
+        self._to_floats = to_floats
+        self._last: Any = _UNREAD
+        self._weights: list[int | float | None] = []  # None: it is a tensor, which waits behind that of the value
+        self.pending: list[Any] = []
+        self.total = 0.0
+        self.count: int | float = 0
+
+    def add(self, value: Any, weight: Any) -> None:
+        kind = type(value)
+        if kind in _PLAIN_NUMBERS:
+            number = value
+        elif is_tensor(kind):
+            if value.numel() != 1:
+                raise ValueError(_not_one_element(self._name, tuple(value.shape)))
+            if not getattr(value, "is_cpu", False):
+                self._defer(value, weight)
+                return
+            number = value.item()
+        else:
+            number = _as_float(self._name, value)
+        self._last = number
+        self._count(number, weight if type(weight) is int else self._checked(weight))
+
+    def add_total(self, total: float, count: float, last: Any) -> None:
+        """Count what was summed up elsewhere; the last value there counts where there is none here."""
+        self.total += total
+        self.count += count
+        if self._last is _UNREAD and not self.pending:
+            self._last = last
+
+    def drop(self) -> None:
+        """Nothing: it has what was counted to itself."""
+
+    def fold(self, floats: list[float]) -> None:
+        """Replace the pending tensors by their values."""
+        numbers = iter(floats)
+        for weight in self._weights:
+            number = next(numbers)
+            self._count(number, self._checked(next(numbers)) if weight is None else weight)
+        if self._last is _UNREAD:
+            self._last = number
+        self.pending.clear()
+        self._weights.clear()
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    @property
+    def last(self) -> Any:
+        return self._last
+
+    def _count(self, number: float, weight: int | float) -> None:
+        if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
+            self.total += number * weight
+            self.count += weight
+
+    def _checked(self, weight: Any) -> int | float:
+        return as_weight(weight_of(self._name), weight)
+
+    def _defer(self, tensor: Any, weight: Any) -> None:
+        # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
+        # each batch's loss to the same memory.
+        self.pending.append(tensor.detach().clone())
+        waits = type(weight) is not int and is_tensor(type(weight))
+        if waits:
+            self.pending.append(weight.detach().clone())
+        self._weights.append(None if waits else weight if type(weight) is int else self._checked(weight))
+        self._last = _UNREAD
+        if len(self.pending) >= MAX_PENDING:
+            self.fold(self._to_floats(self.pending))
+
+
+def is_tensor(kind: type) -> bool:
+    return hasattr(kind, "detach")
+
+
+def float_each(tensors: list[Any]) -> list[float]:
+    return [float(tensor) for tensor in tensors]
+
+
+def _as_float(name: str, value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(
+            f"metric `{name}` is a `{type(value).__name__}`: allowed are numbers, tensors with one element, "
+            "and metric objects of torchmetrics where the operator supports them. Reduce it to one number, "
+            "or omit it."
+        )
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(_not_one_element(name, getattr(value, "shape", ()))) from error
+
+
+def _not_one_element(name: str, shape: Any) -> str:
+    return (
+        f"metric `{name}` has shape `{tuple(shape)}`: a metric is one number for each batch, so exactly one "
+        "element is allowed. Reduce it first, for example with `.mean()`, or report its parts one by one."
+    )
+
+
+_ABSENT = object()
+
+
+class MetricSummary(dict[str, Any]):
+    """The result of one pass: a plain dict, which also knows what its means were made of.
+
+    User code may edit the dict. An edited or removed value loses its sum and count, so that merging uses what
+    the user put there and never resurrects what was replaced. Copies (`copy.copy`) and pickles keep
+    everything; `dict.copy` and `dict(...)` give a bare dict.
+
+    >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
+    >>> summary["accuracy"] = 0.75
+    >>> summary.totals
+    {'loss': (2.0, 4.0)}
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        totals: Mapping[str, tuple[float, float]] | None = None,
+        objects: Mapping[str, CapturedMetric] | None = None,
+    ) -> None:
+        super().__init__(values)
+        self._totals = dict(totals or {})
+        self._objects = dict(objects or {})
+        self._reported = {name: self.get(name, _ABSENT) for name in (*self._totals, *self._objects)}
+
+    @property
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Float sum and count of each mean that still stands as it was computed."""
+        return {name: total for name, total in self._totals.items() if self._stands(name)}
+
+    @property
+    def objects(self) -> dict[str, CapturedMetric]:
+        """Captured state of each metric object whose value still stands as it was computed."""
+        return {name: state for name, state in self._objects.items() if self._stands(name)}
+
+    def _stands(self, name: str) -> bool:
+        # By text: NaN equals itself then, also in a list, and also once a pickle made a new object of it.
+        return name in self and repr(self[name]) == repr(self._reported[name])
 
 
 class AverageMeter:

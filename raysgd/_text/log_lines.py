@@ -1,7 +1,8 @@
 """Log lines: warnings are shown by default, and those of workers are shown by the driver, with their rank.
 
 A library usually leaves logging to its user. raysgd warns of what changes the numbers of a training, and of lost
-workers, so it shows warnings until the user sets up logging. From then on the user's handlers alone decide.
+workers, so it shows warnings until the user sets up logging. From then on the user's handlers alone decide. A warning
+that would say the same on every batch comes once, and ranks are named in few words.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-
-from raysgd._text.rank_words import named
 
 LEVEL_VARIABLE = "RAYSGD_LOG_LEVEL"
 
@@ -157,3 +156,40 @@ def _taken_from(notes: deque[WorkerLogLine]) -> tuple[WorkerLogLine, ...]:
 def _named(who: Sequence[str]) -> str:
     ranks = [int(each) for each in who if each.isdigit()]
     return named(ranks) if ranks else who[0]
+
+
+class Once:
+    """Tells the first time from all others, for each key and from any thread.
+
+    >>> once = Once()
+    >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")
+    (True, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, object] = {}
+
+    def is_first(self, key: Hashable) -> bool:
+        """Return whether this is the first call for `key`."""
+        mark = object()
+        return self._first.setdefault(key, mark) is mark  # one operation: of two threads one wins
+
+
+def listed(ranks: Collection[int]) -> str:
+    """Ranks in order, for sentences; four or more in a row as a range."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
+
+
+def named(ranks: Collection[int]) -> str:
+    """The same with the word before them.
+
+    >>> named([2]), named(range(4)), named([0, 2])
+    ('rank 2', 'ranks 0-3', 'ranks 0, 2')
+    """
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
 

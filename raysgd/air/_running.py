@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import UploadOptions
 from raysgd.engine.shared.types import World

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports.optional import require
-from raysgd._numbers.nested import flattened, value_at
+from raysgd._imports import require
+from raysgd._numbers.metric_names import flattened, value_at
 from raysgd._numbers.ranking import MAX, MIN, Ranking, as_score
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
@@ -19,9 +19,9 @@ from raysgd.air.constants import (
     RESULT_FILE,
     VALIDATION_FILE,
 )
-from raysgd.air.layout import checkpoints_in
-from raysgd.air.metrics import CHECKPOINT_DIR_NAME
-from raysgd.writers.json_files import report_in
+from raysgd.air.reports import CHECKPOINT_DIR_NAME
+from raysgd.air.trial import checkpoints_in
+from raysgd.writers.files import report_in
 
 if TYPE_CHECKING:
     import pandas

@@ -1,14 +1,178 @@
-"""The trial that callbacks are shown: a run of `fit()` with the attributes of a trial of Ray Tune."""
+"""The trial of a run of `fit()`: its folders, and the view of it that callbacks are shown.
+
+    <storage>/<name>/                               the experiment: trainer.pkl, run.json
+      <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
+        checkpoint_000000/
+
+Programs that read the results of the old library find the same names here. The view has the attributes of a trial of
+Ray Tune.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
-from raysgd.air.layout import EXPERIMENT_TAG, TrialFolder
+from raysgd.storage import Folder, open_folder
+from raysgd.storage.opening import make_new
+
+DEFAULT_STORAGE = "~/ray_results"
+EXPERIMENT_TAG = "0"
+_CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
+_TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT_TAG}_[-\d]+_[-\d]+")
+
+
+def checkpoint_name(index: int) -> str:
+    """The name of a checkpoint's folder.
+
+    >>> checkpoint_name(3)
+    'checkpoint_000003'
+    """
+    return f"checkpoint_{index:06d}"
+
+
+def checkpoint_index(name: str) -> int | None:
+    """The number of a checkpoint, from the name of its folder; None for any other name.
+
+    >>> checkpoint_index("checkpoint_000003"), checkpoint_index("rank_0")
+    (3, None)
+    """
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class TrialFolder:
+    """The folders of one run.
+
+    Args:
+        experiment: The folder of the experiment.
+        dir_name: The name of the trial's folder in it.
+        is_new: Whether there is nothing in it yet.
+
+    Attributes:
+        experiment: The folder of the experiment.
+        trial: The folder of the trial, which is `Result.path`.
+        dir_name: The name of the trial's folder.
+        name: The trial's name: the trainer's class and `id`.
+        id: The trial's identity, such as `1f3a9_00000`.
+        trainer_name: The name of the trainer's class.
+        is_new: Whether there was nothing in it when the run began.
+
+    Raises:
+        ValueError: `dir_name` is not the name of a trial's folder.
+    """
+
+    def __init__(self, experiment: Folder, dir_name: str, *, is_new: bool = False) -> None:
+        parts = _TRIAL.fullmatch(dir_name)
+        if parts is None:
+            raise ValueError(f"`{dir_name}` is not the name of a trial's folder.")
+        self.experiment = experiment
+        self.dir_name = dir_name
+        self.trial = experiment / dir_name
+        self.id = parts["id"]
+        self.trainer_name = parts["trainer"]
+        self.name = f"{self.trainer_name}_{self.id}"
+        self.is_new = is_new
+        self._staging: Path | None = None
+
+    @property
+    def experiment_name(self) -> str:
+        """The name of the experiment's folder."""
+        return self.experiment.name
+
+    @property
+    def is_local(self) -> bool:
+        """True if the trial's files are on a disk of this machine."""
+        return self.trial.is_local
+
+    @property
+    def local_path(self) -> Path:
+        """The folder in which this process writes the trial's files.
+
+        That is the trial's folder, or a temporary one when the storage is remote; its files are then copied to the
+        storage.
+        """
+        if self.is_local:
+            return self.trial.local_path
+        if self._staging is None:
+            self._staging = Path(tempfile.mkdtemp(prefix="raysgd-fit-")) / self.experiment_name / self.dir_name
+        return self._staging
+
+    def expect_little(self) -> None:
+        """Tries the storage, which has just failed, only once for all that is left to write."""
+        self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
+
+    def make(self) -> None:
+        """Makes the folders."""
+        self.experiment.make()
+        self.trial.make()
+        self.local_path.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Removes the temporary folder, if there is one."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging.parents[1], ignore_errors=True)
+            self._staging = None
+
+    def checkpoint_names(self) -> list[str]:
+        """The names of the checkpoints that are there and complete, oldest first."""
+        return checkpoints_in(self.trial.committed())
+
+    @property
+    def next_index(self) -> int:
+        """The number that the next checkpoint gets: after all that are there, complete or not."""
+        present = [] if self.is_new else checkpoints_in(self.trial.names())
+        return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
+
+
+def checkpoints_in(names: Iterable[str]) -> list[str]:
+    """Return the names that are those of checkpoints, oldest first."""
+    found = {name: checkpoint_index(name) for name in names}
+    return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
+
+
+def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
+    """Chooses the folders of a new run. Makes that of an experiment without a name, so that it is for this run alone.
+
+    Args:
+        run_config: A `RunConfig`: `storage_path`, `storage_filesystem` and `name` count.
+        trainer_name: The name of the trainer's class.
+
+    Raises:
+        StorageError: The storage cannot be used.
+    """
+    root, name = storage_of(run_config), run_config.name
+    experiment = root / name if name else make_new(root, new_name(trainer_name))
+    return new_trial(experiment, trainer_name)
+
+
+def new_name(trainer_name: str) -> str:
+    """The name of an experiment that was given none: the trainer's class and the time."""
+    return f"{trainer_name}_{_now()}"
+
+
+def storage_of(run_config: Any) -> Folder:
+    """Return where runs with such a `RunConfig` have their folders."""
+    place = run_config.storage_path or DEFAULT_STORAGE
+    return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
+
+
+def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
+    """A new trial in the folder of an experiment. Writes nothing."""
+    identity = f"{secrets.token_hex(3)[:5]}_00000"
+    return TrialFolder(experiment, f"{trainer_name}_{identity}_{EXPERIMENT_TAG}_{_now()}", is_new=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 class FitTrialView:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments.checks import check_count, refuse_text
+from raysgd._arguments import check_count, refuse_text
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import BatchForm, Columns
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._arguments.checks import check_count
+from raysgd._arguments import check_count
 from raysgd.arrays.ray_data import is_of_ray, with_own_options
 from raysgd.engine.shared.types import World
 from raysgd.utils import BATCH_SIZE

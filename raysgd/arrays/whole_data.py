@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from raysgd._arguments.checks import check_count
+from raysgd._arguments import check_count
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.engine.shared.types import World
 from raysgd.utils import BATCH_SIZE

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.callbacks.averages import EMA, SWA
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
         TensorBoardLogger,
         WandbLogger,
     )
-    from raysgd.callbacks.monitors import GoodputMonitor, GradientNorms, LearningRateMonitor, ThroughputMonitor
-    from raysgd.callbacks.profiling import ProfilerTrace
+    from raysgd.callbacks.monitors import (
+        GoodputMonitor,
+        GradientNorms,
+        LearningRateMonitor,
+        ProfilerTrace,
+        ThroughputMonitor,
+    )
     from raysgd.callbacks.progress import ProgressBar
     from raysgd.callbacks.report import HTMLReport
     from raysgd.callbacks.worker_callback import WorkerCallback
@@ -73,7 +78,7 @@ lazy_names(
         "JSONLogger": "raysgd.callbacks.loggers",
         "LearningRateMonitor": "raysgd.callbacks.monitors",
         "MLflowLogger": "raysgd.callbacks.loggers",
-        "ProfilerTrace": "raysgd.callbacks.profiling",
+        "ProfilerTrace": "raysgd.callbacks.monitors",
         "ProgressBar": "raysgd.callbacks.progress",
         "Run": "raysgd.callbacks.callback",
         "TensorBoardLogger": "raysgd.callbacks.loggers",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from raysgd.air import constants
 from raysgd.air.constants import DEFAULT_LOGGERS
-from raysgd.air.metrics import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
+from raysgd.air.reports import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import TUNE_HOOKS, CallbackCalls, TrialCalls, call_with_known
@@ -137,9 +137,8 @@ class TuneAdapter(Callback):
         self._calls: TrialCalls | None = None
 
     def on_run_begin(self, run: Run) -> None:
-        from raysgd.air.layout import EXPERIMENT_TAG, new_trial
-        from raysgd.air.metrics import MetricsFiller
-        from raysgd.air.trial import FitTrialView
+        from raysgd.air.reports import MetricsFiller
+        from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, new_trial
         from raysgd.storage import open_folder
 
         folder = new_trial(open_folder(str(run.folder)), run.name)
@@ -184,6 +183,8 @@ _NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 
 class FunctionCalls(CallbackCalls):
     """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
+
+    It has the hooks of a callback of Ray Tune, too, to take its place among them.
 
     Args:
         callbacks: Called in this order.
@@ -247,37 +248,28 @@ class FunctionCalls(CallbackCalls):
         row = {TRAINING_ITERATION: run.epoch, **shown}
         self.result(run.history.add_row(row) if self._keeps_history else row)
 
-
-class TrialHooks:
-    """Our callbacks with the hooks of a callback of Ray Tune, and what only ours are told.
-
-    Args:
-        calls: Calls them.
-    """
-
-    def __init__(self, calls: FunctionCalls) -> None:
-        self._calls = calls
+    # ------------------------------------------------------------------------------------ as a callback of Ray Tune
 
     def on_trial_start(self, num_reports: int) -> None:
-        self._calls.begin(num_reports)
+        self.begin(num_reports)
 
     def on_trial_result(self, result: Mapping[str, Any], events: Sequence[GroupEvent]) -> None:
-        self._calls.report(result, events)
+        self.report(result, events)
 
     def on_checkpoint(self, checkpoint: Any) -> None:
-        self._calls.checkpoint(str(checkpoint.path))
+        self.checkpoint(str(checkpoint.path))
 
     def on_trial_complete(self) -> None:
-        self._calls.end(None)
+        self.end(None)
 
     def on_trial_error(self, error: BaseException | None) -> None:
-        self._calls.end(error or RuntimeError("the run has failed"))
+        self.end(error or RuntimeError("the run has failed"))
 
     def get_state(self) -> list[dict[str, Any]]:
-        return [each for each in self._calls.states() if each["state"] is not None]
+        return [each for each in self.states() if each["state"] is not None]
 
     def set_state(self, state: Sequence[Any]) -> None:
-        self._calls.load_states(state)
+        self.load_states(state)
 
 
 class RunCallbacks(TrialCalls):
@@ -300,7 +292,7 @@ class RunCallbacks(TrialCalls):
         config = trial.config.get("train_loop_config", trial.config)
         self._calls = FunctionCalls(own, trial.trainable_name, config, trial.local_path)
         of_tune = [_checked(each) for each in given if as_own(each) is None]
-        super().__init__([*of_tune, TrialHooks(self._calls)] if own else of_tune, trial, _ADVICE)
+        super().__init__([*of_tune, self._calls] if own else of_tune, trial, _ADVICE)
 
     @property
     def replaced_loggers(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import (
     WorkerCallback,

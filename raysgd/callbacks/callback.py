@@ -15,7 +15,7 @@ from raysgd.storage import open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
-    from raysgd._numbers.call_progress import CallProgress
+    from raysgd._numbers.results import CallProgress
     from raysgd.callbacks.worker_callback import WorkerCallback
     from raysgd.engine.shared.group_events import GroupEvent
 

@@ -18,7 +18,7 @@ from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
 
 if TYPE_CHECKING:
-    from raysgd._numbers.call_progress import CallProgress
+    from raysgd._numbers.results import CallProgress
     from raysgd.engine.shared.group_events import GroupEvent
 
 

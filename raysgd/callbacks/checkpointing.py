@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd._numbers.ranking import Ranking
 from raysgd.callbacks import sidecar
-from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
+from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 

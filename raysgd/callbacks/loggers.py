@@ -6,17 +6,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd._arguments.checks import refuse_text
-from raysgd._files.paths import check_path
+from raysgd._arguments import refuse_text
+from raysgd._files import check_path
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
-from raysgd.writers.comet_run import CometRun
-from raysgd.writers.csv_table import CsvTable
-from raysgd.writers.event_file import EventFile
-from raysgd.writers.json_files import JsonLines
-from raysgd.writers.mlflow_run import MLflowRun
-from raysgd.writers.service_run import ServiceRun
+from raysgd.writers.files import CsvTable, EventFile, JsonLines
+from raysgd.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
 from raysgd.writers.sink import SafeSink, Sink
-from raysgd.writers.wandb_run import WandbRun
 
 _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 

@@ -49,24 +49,12 @@ class Sidecar:
     pending: int | None = None
 
 
-@dataclass(frozen=True)
-class _HistoryFiles:
-    """The parts of a history that are files in a folder.
-
-    Attributes:
-        names: The files, in order.
-        extent: How much of the history they have.
-    """
-
-    names: tuple[str, ...] = ()
-    extent: HistoryLimits = BEGINNING
-
-
 class Sidecars:
     """Writes and reads what stands beside the checkpoints of one run."""
 
     def __init__(self) -> None:
-        self._written: dict[str, _HistoryFiles] = {}
+        # By folder: the parts of the history that are files there, in order, and how much of it they have.
+        self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
         """Writes what is to stand beside a checkpoint.
@@ -75,30 +63,30 @@ class Sidecars:
             OSError: It could not be written.
         """
         history = sidecar.history
-        written = self._with_parts(checkpoint, history)
-        rest = history.part(written.extent, history.extent)
+        parts, extent = self._with_parts(checkpoint, history)
+        rest = history.part(extent, history.extent)
         rest.stop_reason = history.stop_reason
         content = {
             "raysgd_run": _FORMAT,
             "epoch": sidecar.epoch,
             "history": rest.as_data(),
-            "parts": list(written.names),
+            "parts": list(parts),
             "callbacks": plain(sidecar.callbacks),
             "pending": sidecar.pending,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
-    def _with_parts(self, checkpoint: str, history: History) -> _HistoryFiles:
+    def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
         """Write another part once there is enough for one: all but the last of each kind, which may still change."""
         folder = files.in_folder_of(checkpoint, "")
-        written = self._written.get(folder, _HistoryFiles())
+        names, extent = self._written.get(folder, ((), BEGINNING))
         end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
-        if end.rows - written.extent.rows < _ROWS_OF_PART:
-            return written
-        content = history.part(written.extent, end).to_json()
+        if end.rows - extent.rows < _ROWS_OF_PART:
+            return names, extent
+        content = history.part(extent, end).to_json()
         name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # another run has other names
         _write(files.in_folder_of(checkpoint, name), content)
-        self._written[folder] = _HistoryFiles((*written.names, name), end)
+        self._written[folder] = (*names, name), end
         return self._written[folder]
 
     def read(self, checkpoint: str) -> Sidecar | None:
@@ -117,7 +105,7 @@ class Sidecars:
         for part in reversed(parts):
             history.take_over(part)
         extent = HistoryLimits(*(whole - late for whole, late in zip(history.extent, rest, strict=True)))
-        self._written[files.in_folder_of(checkpoint, "")] = _HistoryFiles(tuple(names), extent)
+        self._written[files.in_folder_of(checkpoint, "")] = tuple(names), extent
         return sidecar
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
-from raysgd._imports.optional import install_command
+from raysgd._imports import install_command
 from raysgd.engine.placement import init_ray
 
 Level = Literal["ok", "note", "problem"]

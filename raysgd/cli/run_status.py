@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.air.metrics import FILLED_IN
+from raysgd.air.reports import FILLED_IN
 from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")

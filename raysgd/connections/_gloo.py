@@ -1,21 +1,34 @@
-"""Gloo's connections between the ranks of a group, so that they can be ended.
+"""Gloo's connections between the ranks of a group, so that they can be cut at once.
 
-Where ranks listen is read from what gloo writes on the board: ADR 112.
+When a rank dies, only the ranks that were talking to it notice. The others wait for ranks which have given up, and gloo
+has no call that ends such a wait. Shutting their sockets down does, from any thread, and also where no packet will ever
+say that the other side is gone. Where ranks listen is read from what gloo writes on the board: ADR 112.
+
+Linux only, as it reads `/proc`. Elsewhere nothing is found and nothing cut; such ranks are then replaced, not kept.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
+import stat
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
 
 from raysgd.connections.mesh.board import Board
-from raysgd.connections.mesh.process_sockets import OpenSocket, between_ranks, opened_since
 
 LATER_S = 1.0  # by then the first steps of a group are over
 
 _HEAD = 256  # of what gloo writes: the address stands in the first bytes, and the rest grows with the number of ranks
 _FLOW = bytes(4)  # stands between port and host in an address of IPv6
+_FOLDER = "/proc/self/fd"
+_SIZE_OF_ADDRESS = 28  # that of IPv6
 
 
 class DelayedCalls:
@@ -105,3 +118,136 @@ def _ports(value: bytes, host: bytes) -> Iterator[int]:
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")
         at = value.find(host, at + 1)
+
+
+Ends: TypeAlias = tuple[str, str]
+"""Local and remote end of a connection, as text."""
+
+_IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
+
+
+@dataclass(frozen=True)
+class OpenSocket:
+    """One open connection, by its socket; `identity` tells it from a later one under the same number."""
+
+    number: int
+    identity: int
+    ends: Ends
+
+    @property
+    def is_open(self) -> bool:
+        """True if this process has it still; gloo closes one that the other side has ended."""
+        return _identity(self.number) == self.identity
+
+    def shut(self) -> None:
+        """Ends it for both sides; nothing happens if it is closed already."""
+        with suppress(OSError):  # closed or ended already
+            duplicate = os.dup(self.number)  # no other thread closes it
+            try:
+                if _identity(duplicate) == self.identity:
+                    _shut(duplicate)
+            finally:
+                os.close(duplicate)
+
+
+@dataclass(frozen=True)
+class OpenedSockets:
+    """TCP sockets that were opened meanwhile.
+
+    Attributes:
+        connections: Those with two ends.
+        listening: Where others listen.
+    """
+
+    connections: list[OpenSocket]
+    listening: list[str]
+
+
+def open_sockets() -> dict[int, int]:
+    """The sockets of this process by number, with their identity."""
+    found = {}
+    try:
+        names = os.listdir(_FOLDER)
+    except OSError:
+        return {}
+    for name in names:  # of which there are many: `_identity` would take twice as long
+        number = int(name)
+        try:
+            status = os.fstat(number)
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[number] = status.st_ino
+    return found
+
+
+def opened_since(before: dict[int, int]) -> OpenedSockets:
+    """The TCP sockets that exist now and did not when `before` was taken."""
+    opened = OpenedSockets([], [])
+    for number, identity in open_sockets().items():
+        ends = _ends(number) if before.get(number) != identity else ()
+        if len(ends) == 2:
+            opened.connections.append(OpenSocket(number, identity, ends))
+        else:
+            opened.listening.extend(ends)
+    return opened
+
+
+def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
+    """Those of `own` that lead to where some rank listens, this one or another."""
+    return [connection for connection in own if listening & set(connection.ends)]
+
+
+def _identity(number: int) -> int:
+    """The inode of a socket; 0 for anything else."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return 0
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
+
+
+def _shut(number: int) -> None:
+    borrowed = socket.SocketType(fileno=number)
+    try:
+        borrowed.shutdown(socket.SHUT_RDWR)
+    finally:
+        borrowed.detach()
+
+
+def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
+    """Both ends of a TCP connection; of a socket that listens, its address; of anything else, nothing.
+
+    C is asked, because an object of Python's would make the socket non-blocking where `socket.setdefaulttimeout` was
+    called, and most of these sockets belong to others.
+    """
+    c = _c()
+    own = _address(c.getsockname, number)
+    if own is None:
+        return ()
+    remote = _address(c.getpeername, number)
+    if remote is not None:
+        return own, remote
+    listens, size = ctypes.c_int(), ctypes.c_uint32(4)
+    c.getsockopt(number, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size))
+    return (own,) if listens.value else ()
+
+
+@cache
+def _c() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _address(ask: Callable[..., int], number: int) -> str | None:
+    """Return what C's `getsockname` or `getpeername` says; None for what is no TCP socket, or has no such end."""
+    room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
+    if ask(number, room, ctypes.byref(size)) != 0:
+        return None
+    family, port = int.from_bytes(room.raw[:2], sys.byteorder), int.from_bytes(room.raw[2:4], "big")
+    if family == socket.AF_INET:
+        packed = room.raw[4:8]
+    elif family == socket.AF_INET6:
+        packed = room.raw[8:24].removeprefix(_IPV4_IN_IPV6)
+    else:
+        return None
+    return f"{socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)}:{port}"

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.connections.mesh.chain import PIECE_BYTES, Chain
+from raysgd.connections.mesh.board import others
 from raysgd.connections.mesh.meeting import has_names
 from raysgd.connections.mesh.mesh import Bytes, Mesh
-from raysgd.connections.mesh.nodes import Nodes
-from raysgd.connections.mesh.routes import others
-from raysgd.connections.mesh.sums import MOST, RankSums, as_bytes, doubled
+from raysgd.connections.mesh.sums import MOST, PIECE_BYTES, Chain, Nodes, RankSums, as_bytes, doubled
 from raysgd.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]

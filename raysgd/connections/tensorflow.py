@@ -16,10 +16,9 @@ from typing import Any
 
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections.group import EarlyVotes, Group
-from raysgd.connections.mesh.handshake import ConnectFailed
-from raysgd.connections.mesh.meeting import Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.board import others
+from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.connections.mesh.routes import others
 from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.shared.types import Rendezvous, World
 

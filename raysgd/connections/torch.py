@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.connections._compiler import defer_compiler
-from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written
+from raysgd.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
-from raysgd.connections.mesh.board import Board
-from raysgd.connections.mesh.handshake import ConnectFailed
-from raysgd.connections.mesh.meeting import Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.board import Board, neighbors, others
+from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.connections.mesh.process_sockets import open_sockets, opened_since
-from raysgd.connections.mesh.routes import neighbors, others
 from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.shared.types import Rendezvous, World
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from raysgd._arguments.checks import check_count
+from raysgd._arguments import check_count
 from raysgd.util.iter import LocalIterator, ParallelIterator, from_iterators
 
 logger = logging.getLogger(__name__)

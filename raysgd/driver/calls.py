@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.driver.sharing import DataSharing, Requests, for_each_rank
 from raysgd.driver.throughput import Throughput

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.driver.calls import asked
 from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entry
 from raysgd.engine.shared.call import Call

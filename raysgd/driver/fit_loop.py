@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from raysgd._arguments import checks
-from raysgd._files.paths import check_path, make_folder
+from raysgd import _arguments as checks
+from raysgd._files import check_path, make_folder
 from raysgd.callbacks.adapters import checked
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls, overrides
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
-from raysgd.driver.validating.trained_epoch import TrainedEpoch
 from raysgd.engine.shared.call import Call
+from raysgd.engine.shared.call_handle import CallHandle
 from raysgd.exceptions import InvalidCountError, NoDataError, WorkersLostError
-from raysgd.history.history import History
+from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
 from raysgd.messages.epochs import VALIDATES
 from raysgd.storage import files
@@ -81,6 +82,33 @@ class FitProgress:
     sidecar: Sidecar
     epochs: int
     folder: Any
+
+
+@dataclass
+class TrainedEpoch:
+    """An epoch that was trained.
+
+    Attributes:
+        number: Its number in the run, from 1.
+        trained: What the training call returned.
+        row: Its row in the history of the run.
+        shown: Its row in the history of the trainer.
+        handle: Of its validation, if that runs beside the training.
+        ended: Adds what that has come to to the history of the trainer, as soon as it is known.
+        is_told: Whether callbacks know the result.
+    """
+
+    number: int
+    trained: Any
+    row: dict[str, Any]
+    shown: dict[str, Any]
+    handle: CallHandle[Any] | None = None
+    ended: list[Callable[[], CallRecord]] = field(default_factory=list)
+    is_told: bool = False
+
+    def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
+        """Notes what the validation has come to; called in its thread."""
+        self.ended.append(partial(add, result, began_at, seconds))
 
 
 class Fit:

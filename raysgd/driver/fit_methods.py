@@ -13,16 +13,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd._numbers.results import Metrics
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.callbacks.adapters import AnyCallback
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.driver.calls import EpochCalls, asked
 from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
-from raysgd.driver.keeping.kept_trainer import KeptTrainer
+from raysgd.driver.keeping import KeptTrainer
 from raysgd.driver.sharing import DataSharing
-from raysgd.driver.validating.validators import ValidatingSpares, Validation, Validators
+from raysgd.driver.validators import ValidatingSpares, Validation, Validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.keeper import Keeper
@@ -30,8 +30,7 @@ from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import NoDataError, UnpicklableError
-from raysgd.history.history import History, Kind
-from raysgd.history.recording import CallRecorder, RecordBeside, as_test, recorded
+from raysgd.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.replica_maker import ReplicaMaker
 from raysgd.messages.settings import GroupSettings

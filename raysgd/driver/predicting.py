@@ -14,8 +14,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from raysgd._arguments import checks
-from raysgd._numbers.call_progress import CallProgress
+from raysgd import _arguments as checks
+from raysgd._numbers.results import CallProgress
 from raysgd.arrays import trees
 from raysgd.arrays.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.driver.progress_listeners import ProgressListeners

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd._numbers.call_progress import CallProgress, ProgressKind
-from raysgd._numbers.results import as_number
+from raysgd._numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.engine.controller import ElasticController
 from raysgd.messages import replica_calls
 from raysgd.messages.epochs import EpochAnswer, EpochRequest

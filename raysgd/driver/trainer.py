@@ -10,21 +10,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal
 from weakref import finalize
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd._text.cards import card
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.arrays.containers import Container
 from raysgd.driver.calls import EpochCalls
 from raysgd.driver.controlling import make_controller
 from raysgd.driver.fit_methods import FitMethods
-from raysgd.driver.keeping.saves import FileSaves
+from raysgd.driver.keeping import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
 from raysgd.driver.trainer_views import in_words, show_options
-from raysgd.driver.validating.validators import ValidatingSpares, Validators, settings_of_validators
+from raysgd.driver.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import AUTO
@@ -34,7 +34,7 @@ from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
-from raysgd.history.recording import CallRecorder
+from raysgd.history.history import CallRecorder
 from raysgd.messages import replica_calls
 from raysgd.messages.batching import joint_batch_in_words
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource

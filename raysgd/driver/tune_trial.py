@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from raysgd._imports.named_modules import pickle_modules_by_name
-from raysgd._imports.optional import require
+from raysgd._imports import pickle_modules_by_name, require
 from raysgd._numbers.results import as_number
 from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import MissingTuneError, UnpicklableError

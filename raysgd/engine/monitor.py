@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from raysgd._text.once import Once
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import Once, named
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Literal
 
-from raysgd._text.rank_words import listed, named
+from raysgd._text.log_lines import listed, named
 from raysgd.engine.shared.types import ClusterView, Failure, FailureKind, GroupReport, ReplicaProgress, Resources
 from raysgd.exceptions import WorkerFault
 

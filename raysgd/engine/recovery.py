@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from raysgd._text.rank_words import listed
+from raysgd._text.log_lines import listed
 from raysgd.engine import ranks as rank_rules
 from raysgd.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
 from raysgd.engine.monitor import Monitor

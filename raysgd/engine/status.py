@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from raysgd._text.cards import card, folded, grid, two_column_table
-from raysgd._text.rank_words import listed
+from raysgd._text.log_lines import listed
 from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.engine.shared.types import DataLedger, Heartbeat, WorkerInfo

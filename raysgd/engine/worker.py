@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from raysgd._imports.named_modules import pickle_modules_by_name
+from raysgd._imports import pickle_modules_by_name
 from raysgd._text import log_lines
 from raysgd._text.log_lines import WorkerLogLine
 from raysgd.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd

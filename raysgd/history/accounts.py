@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from raysgd._text.once import Once
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import Once, named
 from raysgd.engine.shared.time_spent import (
     AGAIN,
     BINS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from raysgd.engine.shared.time_spent import BINS
 from raysgd.engine.status import TrainerStatus
@@ -14,50 +14,45 @@ _PAUSE_S = 0.9  # a bit less than the time between two looks at the workers
 _NOBODY = -1
 
 
-class _Number(NamedTuple):
-    """A number that is reported under a name; None where it is not known."""
-
-    description: str
-    of: Callable[[TrainerStatus], float | None]
-
-
-_NUMBERS = {
-    "raysgd_workers": _Number("Workers of a trainer", lambda status: len(status.workers)),
-    "raysgd_workers_wanted": _Number("Workers that a trainer is meant to have", lambda status: status.num_wanted),
-    "raysgd_spare_workers": _Number("Workers that wait to step in", lambda status: status.num_spares),
-    "raysgd_samples_per_second": _Number(
-        "Throughput of the training call, running or last", lambda status: status.samples_per_s
+_NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
+    "raysgd_workers": ("Workers of a trainer", lambda status: len(status.workers)),
+    "raysgd_workers_wanted": ("Workers that a trainer is meant to have", lambda status: status.num_wanted),
+    "raysgd_spare_workers": ("Workers that wait to step in", lambda status: status.num_spares),
+    "raysgd_samples_per_second": (
+        "Throughput of the training call, running or last",
+        lambda status: status.samples_per_s,
     ),
-    "raysgd_straggler": _Number(
+    "raysgd_straggler": (
         "The rank that the others wait for, or -1",
         lambda status: _NOBODY if status.straggler is None else status.straggler,
     ),
-    "raysgd_samples_due": _Number(
-        "Samples of the epoch", lambda status: None if status.data is None else status.data.due
+    "raysgd_samples_due": ("Samples of the epoch", lambda status: None if status.data is None else status.data.due),
+    "raysgd_samples_used": (
+        "Samples used in the epoch",
+        lambda status: None if status.data is None else status.data.used,
     ),
-    "raysgd_samples_used": _Number(
-        "Samples used in the epoch", lambda status: None if status.data is None else status.data.used
-    ),
-    "raysgd_losses": _Number("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
-    "raysgd_rejoins": _Number("Losses after which the survivors went on", lambda status: status.num_rejoins),
-    "raysgd_rebuilds": _Number("Losses after which all workers restarted", lambda status: status.num_rebuilds),
-    "raysgd_resizes": _Number("Changes of the number of workers", lambda status: status.num_resizes),
-    "raysgd_snapshot_timestamp_seconds": _Number(
+    "raysgd_losses": ("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
+    "raysgd_rejoins": ("Losses after which the survivors went on", lambda status: status.num_rejoins),
+    "raysgd_rebuilds": ("Losses after which all workers restarted", lambda status: status.num_rebuilds),
+    "raysgd_resizes": ("Changes of the number of workers", lambda status: status.num_resizes),
+    "raysgd_snapshot_timestamp_seconds": (
         "When the last snapshot reached the driver, in seconds since the epoch",
         lambda status: None if status.snapshot is None else time.time() - status.snapshot.age_s,
     ),
-    "raysgd_goodput": _Number(
+    "raysgd_goodput": (
         "Share of the time in training calls that was not lost to failures or spent on guarding against them",
         lambda status: None if status.ledger is None else status.ledger.goodput,
     ),
     **{
-        f"raysgd_time_{name}_seconds": _Number(
+        f"raysgd_time_{name}_seconds": (
             f"Time of all ranks together: {words}",
             lambda status, name=name: None if status.ledger is None else status.ledger.total().get(name),  # type: ignore[misc]
         )
         for name, words in BINS.items()
     },
 }
+"""For each name its description, and what finds the number in a status: None where it is not known."""
+
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
 
@@ -81,8 +76,8 @@ class Gauges:
             return
         self._due, self._num_events = now + _PAUSE_S, num_events
         status = read()
-        for name, number in _NUMBERS.items():
-            value = number.of(status)
+        for name, (_, number_in) in _NUMBERS.items():
+            value = number_in(status)
             if value is not None:
                 self._gauge(name).set(value, self._tags)
 
@@ -97,7 +92,7 @@ class Gauges:
         if name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[name] = Gauge(name, description=_NUMBERS[name].description, tag_keys=("trainer",))
+            self._gauges[name] = Gauge(name, description=_NUMBERS[name][0], tag_keys=("trainer",))
         return self._gauges[name]
 
 

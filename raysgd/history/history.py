@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
+from functools import wraps
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, overload
 
-from raysgd._imports import optional
-from raysgd._numbers.metric_names import validation_name
-from raysgd._numbers.results import as_number
+from raysgd._imports import require
+from raysgd._numbers.metric_names import name_in_test, validation_name
+from raysgd._numbers.results import Metrics, as_number
 from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history import readable, views
+from raysgd.history import charts, readable
 
 Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
 _MOST_ELEMENTS = 1000
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
+MOST_EPOCHS = 10_000
+"""That the history of a trainer has; a run has its own."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class History(Sequence[dict[str, Any]]):
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        pandas = optional.require("pandas", extra="data", purpose="`History.to_pandas`")
+        pandas = require("pandas", extra="data", purpose="`History.to_pandas`")
         return pandas.DataFrame(self._rows)
 
     def as_data(self) -> Any:
@@ -222,16 +227,16 @@ class History(Sequence[dict[str, Any]]):
             KeyError: There is no such metric.
             ValueError: There is nothing to draw yet.
         """
-        views.save_plot(self, path, metrics)
+        charts.save_plot(self, path, metrics)
 
     def __repr__(self) -> str:
-        return views.as_line(self._rows, self.events, self.stop_reason)
+        return charts.as_line(self._rows, self.events, self.stop_reason)
 
     def __str__(self) -> str:
-        return views.as_text(self._rows, self.events, self.stop_reason)
+        return charts.as_text(self._rows, self.events, self.stop_reason)
 
     def _repr_html_(self) -> str:
-        return views.as_card(self._rows, self.events, self.stop_reason)
+        return charts.as_card(self._rows, self.events, self.stop_reason)
 
 
 def plain(value: Any) -> Any:
@@ -295,3 +300,88 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+RecordBeside = Callable[[Any, float, float], CallRecord]
+"""Adds a call that has ended: takes its result, when it began, and how many seconds it took."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class CallRecorder:
+    """Keeps the history of a trainer.
+
+    Args:
+        events: What happens to the workers; the list is read, and grows.
+        num_workers: How many workers there are.
+
+    Attributes:
+        history: The calls so far.
+    """
+
+    def __init__(self, events: list[GroupEvent], num_workers: Callable[[], int]) -> None:
+        self.history = History(events)
+        self._num_workers = num_workers
+        self._lock = threading.Lock()
+
+    def record(self, kind: Kind, result: Any, began_at: float, seconds: float) -> None:
+        """Adds a call."""
+        metrics = _metrics_of(result)
+        with self._lock:
+            epoch = metrics.get("epoch") if kind == "train" else None
+            if not isinstance(epoch, int):
+                epoch = self._epoch + (kind == "train")
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()), None)
+
+    def begin_beside(self, num_workers: int) -> RecordBeside:
+        """Return what adds a validation that runs while other calls are made: it completes the row of now."""
+        history = self.history
+        epoch, row = self._epoch, history[-1] if len(history) else None
+
+        def add(result: Any, began_at: float, seconds: float) -> CallRecord:
+            record = CallRecord("validation", epoch, _metrics_of(result), began_at, seconds, num_workers)
+            with self._lock:
+                self._add(record, row)
+            return record
+
+        return add
+
+    def add(self, record: CallRecord) -> None:
+        """Adds a call that another process has recorded."""
+        with self._lock:
+            self._add(record, None)
+
+    @property
+    def _epoch(self) -> int:
+        records = self.history.records
+        return records[-1].epoch if records else 0
+
+    def _add(self, record: CallRecord, row: dict[str, Any] | None) -> None:
+        self.history.add(record, row)
+        self.history.forget_old(MOST_EPOCHS)
+
+
+def recorded(kind: Kind) -> Callable[[Method], Method]:
+    """Lets a method of a trainer that has a `_recorder` record each call that succeeds."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+            began_at, began = time.time(), time.perf_counter()
+            result = method(trainer, *args, **kwargs)
+            recorder: CallRecorder = trainer._recorder
+            recorder.record(kind, result, began_at, time.perf_counter() - began)
+            return result
+
+        return cast("Method", call)
+
+    return decorate
+
+
+def _metrics_of(result: Any) -> dict[str, Any]:
+    return dict(result) if isinstance(result, Mapping) else {}
+
+
+def as_test(metrics: Mapping[str, Any]) -> Metrics:
+    """The result of `validate` as that of `test`."""
+    return Metrics({name_in_test(name): value for name, value in metrics.items()})

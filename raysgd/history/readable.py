@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from raysgd._arguments.checks import did_you_mean
+from raysgd._arguments import did_you_mean
 
 _NOT_A_RESULT = frozenset({"epoch", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"

@@ -1,4 +1,4 @@
-"""Hosts of a Ray cluster: started, found by name, listed, and stopped."""
+"""Hosts of a Ray cluster: how they are named, started, found, listed, and stopped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from raysgd.engine.keeper import NAMESPACE
 from raysgd.engine.placement import init_ray
 from raysgd.exceptions import HostLostError, UnknownHostError
 from raysgd.host.handle import ANSWER_S, HostedTrainer, actor_name, is_answering, kill
-from raysgd.host.packing import packed_arguments
 from raysgd.host.process import TrainerHost
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host, packed_arguments
 
 _NOT_ANSWERING = "not answering"
 _RESTARTS = 100  # a process that dies as soon as it starts is not started for ever
+_NO_RAY = (
+    "{}, and a Ray that a program starts ends with it. A host needs one that stays: run `ray start --head` in a shell, "
+    "and this program again, with `ray.init(address=...)` or without it. `ray stop` ends it."
+)
+
+
 _PREFIX = actor_name("")
 
 
@@ -238,12 +243,6 @@ def connect() -> None:
             raise RuntimeError(_NO_RAY.format("There is no Ray cluster here")) from error
     elif _ends_with_program():
         raise RuntimeError(_NO_RAY.format("This program has started Ray itself"))
-
-
-_NO_RAY = (
-    "{}, and a Ray that a program starts ends with it. A host needs one that stays: run `ray start --head` in a shell, "
-    "and this program again, with `ray.init(address=...)` or without it. `ray stop` ends it."
-)
 
 
 def _ends_with_program() -> bool:

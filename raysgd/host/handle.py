@@ -23,11 +23,19 @@ from raysgd.engine.placement import session
 from raysgd.engine.shared.call import CallHandle
 from raysgd.engine.worker import SentData
 from raysgd.exceptions import HostLostError, TrainerShutdownError
-from raysgd.host import output
-from raysgd.host.interface import BESIDE, MAY_GO_ON, STAYS_THERE
-from raysgd.host.journal import journal_path
-from raysgd.host.packing import CallOutcome, RemoteIterator, packed_arguments, unpacked_answer
+from raysgd.host.call_log import journal_path
 from raysgd.host.process import CallRequest
+from raysgd.host.protocol import (
+    BESIDE,
+    MAY_GO_ON,
+    STAYS_THERE,
+    CallOutcome,
+    Piece,
+    RemoteIterator,
+    packed_arguments,
+    show,
+    unpacked_answer,
+)
 
 ANSWER_S = 20.0  # a host that answers nothing for so long is not answering, whatever was asked
 _BRIEF_S = 0.2  # a call that takes no longer needs no news
@@ -245,10 +253,10 @@ class HostedTrainer:
                 logger.warning(_SILENT, self._name, self._name)
         raise TimeoutError(f"A call in host `{self._name}` has not ended within {timeout_s:g} s. It continues.")
 
-    def _show(self, news: tuple[int, list[output.Piece], str | None, bool]) -> str | None:
+    def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
         """Print what is new; return the call of another program that this one waits for."""
         self._seen, pieces, other, _ = news
-        output.show(pieces)
+        show(pieces)
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:

@@ -21,11 +21,8 @@ from typing import Any
 from raysgd._version import __version__
 from raysgd.engine import keeper as outliving
 from raysgd.exceptions import HostLostError
-from raysgd.host.call_log import OF_ITERATORS, CallLog, LoggedCall
-from raysgd.host.journal import Journal, journal_path
-from raysgd.host.output import Output, Piece
-from raysgd.host.packing import RemoteIterator, packed_answer, unpacked_arguments
-from raysgd.host.settings import Host
+from raysgd.host.call_log import OF_ITERATORS, CallLog, Journal, LoggedCall, journal_path
+from raysgd.host.protocol import Host, Output, Piece, RemoteIterator, packed_answer, unpacked_arguments
 from raysgd.storage import open_folder
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments.checks import check_count
+from raysgd._arguments import check_count
 from raysgd.utils import BATCH_SIZE
 
 _PLAIN = "Pass a plain `int`."

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import named
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.engine.shared.types import Resources
 
 _OWN_ARGUMENTS = {"CPU": "num_cpus_per_worker", "GPU": "num_gpus_per_worker"}

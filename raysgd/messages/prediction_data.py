@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raysgd._arguments.checks import did_you_mean, is_integer
+from raysgd._arguments import did_you_mean, is_integer
 from raysgd.arrays import trees
 from raysgd.arrays.arrays import Arrays, as_arrays, check_columns, is_frame, is_of_arrays
 from raysgd.arrays.containers import ArrayContainer, Container, DataFrameContainer, DictContainer, RayDataContainer

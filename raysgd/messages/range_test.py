@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._arguments import checks
-from raysgd._imports.optional import require
+from raysgd import _arguments as checks
+from raysgd._imports import require
 
 _SMOOTHING = 0.9
 _STEPS_PER_CALL = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.engine.shared.group_spec import EverySeconds
 
 

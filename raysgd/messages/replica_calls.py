@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:

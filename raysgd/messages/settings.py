@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.engine.policies import AUTO, ResizeCheck
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
 _TOLERANCE = 1e-4  # a hundred times what ranks with other kernels were apart after 8,000 steps

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd._text.secrets import has_secret, masked
 from raysgd.storage._uris import divided, scheme_of
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._files.atomic_file import flush_to_disk, replacing
-from raysgd._files.paths import check_regular
-from raysgd._imports.optional import require
+from raysgd._files import check_regular, flush_to_disk, replacing
+from raysgd._imports import require
 from raysgd.exceptions import StorageError
 from raysgd.storage import _trees
 from raysgd.storage._retrying import storage_error

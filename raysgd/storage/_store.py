@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers, _trees

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from raysgd._files.atomic_file import flush_to_disk
+from raysgd._files import flush_to_disk
 
 TEMPORARY = ".raysgd-"  # as in `_atomic_file`, which also removes what was left long ago
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._files.atomic_file import replacing
-from raysgd._files.paths import check_regular
+from raysgd._files import check_regular, replacing
 from raysgd._text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris

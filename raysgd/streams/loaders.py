@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -71,25 +71,6 @@ class MadeBatches(NamedTuple):
 
     batches: list[Any]
     found: list[tuple[int, LanePosition]]
-
-
-class BatchLoader(Protocol):
-    """Makes what is ordered, in the order in which it was.
-
-    Attributes:
-        num_ahead: How many joint batches to order ahead of the one that is needed.
-    """
-
-    num_ahead: int
-
-    def order(self, order: BatchOrder) -> None:
-        """Order something."""
-
-    def receive(self) -> MadeBatches:
-        """Return what became of the first order that was not answered yet."""
-
-    def close(self) -> None:
-        """Let go of what is open."""
 
 
 class BatchMaker:
@@ -181,7 +162,11 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 
 
 class LoaderInThread:
-    """Makes batches when they are needed, in the thread that needs them."""
+    """Makes batches when they are needed, in the thread that needs them.
+
+    Attributes:
+        num_ahead: How many joint batches to order ahead of the one that is needed.
+    """
 
     num_ahead = 0
 
@@ -190,9 +175,11 @@ class LoaderInThread:
         self._orders: deque[BatchOrder] = deque()
 
     def order(self, order: BatchOrder) -> None:
+        """Order something. What is ordered is made in the same order."""
         self._orders.append(order)
 
     def receive(self) -> MadeBatches:
+        """Return what became of the first order that was not answered yet."""
         return self._maker.make(self._orders.popleft())
 
     def close(self) -> None:
@@ -356,3 +343,6 @@ def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
         columns = [_built(list(column), leaf) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     return leaf(parts)
+
+
+BatchLoader: TypeAlias = LoaderInThread | LoaderProcesses

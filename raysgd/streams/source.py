@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from raysgd._arguments.checks import is_integer
+from raysgd._arguments import is_integer
 from raysgd._numbers.seeds import seed_of
 from raysgd.streams.joint_reader import JointReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from raysgd._arguments.checks import check_count, check_num_workers, check_seed, refuse_text
+from raysgd._arguments import check_count, check_num_workers, check_seed, refuse_text
 from raysgd._numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
@@ -268,7 +266,9 @@ class RowSteps:
             for place, (function, is_filter, is_seeded) in enumerate(self.steps, self.first):
                 if is_seeded:
                     seed = digest(f"{self.seed}/{shard}/{number}/{place}")
-                    result = function(row, np.random.default_rng(seed))
+                    from numpy.random import default_rng
+
+                    result = function(row, default_rng(seed))
                 else:
                     result = function(row)
                 if not is_filter:

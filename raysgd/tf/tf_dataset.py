@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._imports.optional import require_installed
+from raysgd._imports import require_installed
 from raysgd.arrays.frames import ShardedFrames
 
 

@@ -17,18 +17,17 @@ from functools import partial, wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.driver.changing import ChangingTrainer
-from raysgd.driver.keeping.restoring import load_into_all, load_snapshot_into_all
-from raysgd.driver.keeping.saves import Content
+from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.host.cluster import start
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.messages.placement import Placement

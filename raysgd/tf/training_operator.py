@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from raysgd._arguments.checks import answer_mistakes
+from raysgd._arguments import answer_mistakes
 from raysgd.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.epochs import bind_batch_info

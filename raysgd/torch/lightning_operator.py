@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.messages.epochs import VALIDATES
 from raysgd.torch.data.batch_streams import length_of

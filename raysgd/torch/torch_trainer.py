@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
@@ -25,7 +25,7 @@ from raysgd.engine.shared.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.history.history import Kind
 from raysgd.host.cluster import start
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.placement import Placement

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from raysgd._arguments.checks import answer_mistakes
-from raysgd._imports.lazy import lazy_names
+from raysgd._arguments import answer_mistakes
+from raysgd._imports import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
 from raysgd.torch.objects.accuracy import accuracy, known

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.reports import ValidationConfig
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 

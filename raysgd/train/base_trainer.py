@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from raysgd._arguments.checks import refuse_unknown
+from raysgd._arguments import refuse_unknown
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import TrainingFailedError
 from raysgd.host.cluster import start
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import arguments
 from raysgd.train.fit.data import check_datasets, prepared

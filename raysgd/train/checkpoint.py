@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._numbers.ranking import MAX, MIN, Ranking
-from raysgd.air._packing import DICT_FILE
-from raysgd.air.layout import checkpoint_name
+from raysgd.air._contents import DICT_FILE
+from raysgd.air.trial import checkpoint_name
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker

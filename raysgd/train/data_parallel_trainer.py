@@ -7,11 +7,11 @@ from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from raysgd._arguments.checks import refuse_unknown
+from raysgd._arguments import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.reports import ValidationConfig
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.train._rules.settings import check_elastic, check_spares
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer, TrainerType

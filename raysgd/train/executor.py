@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod, finalize
 
-from raysgd._arguments.checks import check_seconds
+from raysgd._arguments import check_seconds
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules

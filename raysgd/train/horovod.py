@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 from raysgd.connections.horovod import HorovodConnection, import_horovod
 from raysgd.engine.shared.connection import Connection
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.train import session
 from raysgd.train._torch.accelerator import get_device

@@ -9,7 +9,7 @@ import math
 import time
 from typing import Any
 
-from raysgd._arguments.checks import check_seconds
+from raysgd._arguments import check_seconds
 from raysgd.air import session as of_air
 from raysgd.air._running import current_session, place, session_or_warning
 from raysgd.air.reports import CheckpointConsistencyMode, PreemptionInfo, ReportedCheckpoint, ReportedCheckpointStatus

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raysgd._imports.lazy import lazy_names
-from raysgd._imports.optional import require_installed
-from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
+from raysgd._imports import lazy_names, require_installed
+from raysgd.air.checkpoint import TensorflowCheckpoint
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 from raysgd.train._tensorflow.cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device, get_devices
 from raysgd.train._torch.checkpoint import TorchCheckpoint
 from raysgd.train._torch.joint_steps import batch_failed

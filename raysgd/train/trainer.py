@@ -11,14 +11,14 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from raysgd._arguments.checks import is_integer, refuse_text, refuse_unknown
+from raysgd._arguments import is_integer, refuse_text, refuse_unknown
 from raysgd.air.config import ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.placement import num_gpus
 from raysgd.engine.shared.group_events import GroupHistory
 from raysgd.host.cluster import start as start_host
-from raysgd.host.settings import Host
+from raysgd.host.protocol import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._iterator import TrainingIterator

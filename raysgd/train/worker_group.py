@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd._arguments.checks import check_amount
+from raysgd._arguments import check_amount
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.policies import classify, num_fitting
 from raysgd.engine.shared.connection import NoConnection

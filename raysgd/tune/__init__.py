@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 
 if TYPE_CHECKING:
     from ray.tune import TuneConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from raysgd._arguments.checks import is_number
+from raysgd._arguments import is_number
 
 Space = Mapping[str, Any]
 """For each entry of a config: a list of choices, a function without parameters that draws, something with a method

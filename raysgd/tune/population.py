@@ -17,10 +17,10 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd._numbers.ranking import MAX
 from raysgd._text.secrets import masked
-from raysgd.callbacks._watched_metric import Mode, WatchedMetric
+from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.tune._explore import Exploration, Space, check_space, draw
 
 __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.air.layout import new_name, storage_of
 from raysgd.air.result import Result
+from raysgd.air.trial import new_name, storage_of
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer

@@ -8,6 +8,6 @@ What it leaves to others: processes, and the order in which several of them read
 
 from __future__ import annotations
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 
 lazy_names(__name__, {})

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports.optional import require, require_installed
+from raysgd._imports import require, require_installed
 from raysgd.util._shard import ItemShard, Shuffle
 from raysgd.util.iter import LocalIterator, ParallelIterator
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from raysgd._arguments.checks import check_count
+from raysgd._arguments import check_count
 from raysgd.util._shard import Batch, InterleavedShards, ItemShard, ItemSource, Map, Shuffle, Stage
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]

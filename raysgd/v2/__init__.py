@@ -6,7 +6,7 @@ Its functions are strict: outside of a run they raise. The configs of the framew
 
 from typing import Any
 
-from raysgd._imports.lazy import lazy_names
+from raysgd._imports import lazy_names
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.exceptions import TrainBackendError as SGDBackendError
 from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 
-from raysgd._numbers.call_progress import CallProgress
-from raysgd._numbers.results import as_number
-from raysgd._numbers.weights import is_weight
+from raysgd._numbers.meters import is_weight
+from raysgd._numbers.results import CallProgress, as_number
 from raysgd.engine.shared.types import Heartbeat
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.hosted import Hosted
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.running import RunningCall
 from raysgd.worker.state.copies import MidCallSnapshots
-from raysgd.worker.time.ledger import Ledger
 
 
 class Activity:

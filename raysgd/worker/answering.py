@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from raysgd._numbers.metric_summary import MetricSummary
+from raysgd._numbers.meters import MetricSummary
 from raysgd._numbers.results import WorkerMetrics
 from raysgd._numbers.timers import TimerCollection
 from raysgd.messages.epochs import EpochAnswer, EpochRequest

@@ -15,8 +15,8 @@ from raysgd.worker.data.around_batch import around_batches, completing
 from raysgd.worker.data.batch_streams import redrawing
 from raysgd.worker.data.logged import forget
 from raysgd.worker.hosted import Hosted
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.running import RunningCall
-from raysgd.worker.time.ledger import Ledger
 
 
 class Evaluation:

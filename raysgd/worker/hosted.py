@@ -20,8 +20,8 @@ from raysgd.messages.weight_sums import WeightSums
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.feed import Feed
 from raysgd.worker.data.loop import Loop
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.replica_state import ReplicaState
-from raysgd.worker.time.ledger import Ledger
 
 
 class Hosted(ABC):

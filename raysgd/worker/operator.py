@@ -12,10 +12,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
-from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd._numbers.metric_summary import MetricSummary
+from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._numbers.timers import TimerCollection
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.worker.data.around_batch import AroundBatch

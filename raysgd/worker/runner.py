@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.time_spent import DRIVER
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
@@ -23,8 +23,8 @@ from raysgd.worker.changeable import OperatorChanges
 from raysgd.worker.data.epoch_run import RunState
 from raysgd.worker.evaluation import Evaluation
 from raysgd.worker.hosted import Hosted
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.state_copies import StateCopies
-from raysgd.worker.time.ledger import Ledger
 from raysgd.worker.training import Training
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd._numbers.call_progress import CallProgress, ProgressKind
+from raysgd._numbers.results import CallProgress, ProgressKind
 
 _PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
 

@@ -20,9 +20,9 @@ from raysgd.worker.data.logged import forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.running import RunningCall
 from raysgd.worker.state.state_copies import StateCopies
-from raysgd.worker.time.ledger import Ledger
 
 
 class Training:

@@ -10,9 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd._numbers.meters import AverageMeter, AverageMeterCollection
-from raysgd._numbers.metric_summary import MetricSummary
-from raysgd._numbers.number_meter import MAX_PENDING
+from raysgd._numbers.meters import MAX_PENDING, AverageMeter, AverageMeterCollection, MetricSummary
 
 
 class FakeTensor:

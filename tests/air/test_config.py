@@ -1,6 +1,6 @@
 """What a run can be configured with, and what is refused.
 
-Covers `raysgd.air._scaling` and `raysgd.air._dataset_config`, whose classes users import from `raysgd.air.config`.
+Covers `raysgd.air.config` and `raysgd.air.config`, whose classes users import from `raysgd.air.config`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from raysgd import train
 from raysgd.air import session
-from raysgd.air.reports import ValidationConfig, ValidationTaskConfig
+from raysgd.air.reports import FILLED_IN, MetricsFiller, RunProgress, ValidationConfig, ValidationTaskConfig
 
 
 def loss_of(checkpoint: Any, **kwargs: Any) -> dict[str, float]:
@@ -43,3 +44,87 @@ def test_those_of_ray_are_other_classes() -> None:
         TorchTrainer(lambda: None, scaling_config=train.ScalingConfig(num_workers=1), validation_config=given)
     with pytest.raises(ValueError, match="That of Ray has the same name"):
         session.report({}, validation=theirs.ValidationTaskConfig())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+def make_filler() -> MetricsFiller:
+    filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
+    filler.begin(RunProgress())
+    return filler
+
+
+def test_the_names_of_what_is_filled_in_are_known() -> None:
+    assert make_filler().fill({}, "checkpoint_000000").keys() == FILLED_IN
+
+
+def test_a_report_has_what_ray_tune_adds() -> None:
+    filled = make_filler().fill({"loss": 0.5}, None)
+    assert filled.pop("date").startswith("2023-11-1")
+    assert filled.pop("hostname")
+    assert filled.pop("node_ip")
+    assert filled == {
+        "loss": 0.5,
+        "checkpoint_dir_name": None,
+        "done": False,
+        "training_iteration": 1,
+        "trial_id": "1a2b3_00000",
+        "timestamp": 1_700_000_001,
+        "pid": os.getpid(),
+        "time_this_iter_s": 0.5,
+        "time_total_s": 0.5,
+        "time_since_restore": 0.5,
+        "iterations_since_restore": 1,
+        "config": {"train_loop_config": {"lr": 1}},
+        "experiment_tag": "0",
+    }
+
+
+def test_a_report_with_a_checkpoint_names_it() -> None:
+    filled = make_filler().fill({}, "checkpoint_000002")
+    assert (filled["checkpoint_dir_name"], filled["should_checkpoint"]) == ("checkpoint_000002", True)
+
+
+def test_an_attempt_counts_on_from_its_checkpoint() -> None:
+    filler = make_filler()
+    for _ in range(2):
+        filler.fill({}, None)
+    at_checkpoint = filler.progress
+    filler.fill({}, None)
+    filler.begin(at_checkpoint)
+    filler.fill({}, None)
+    filled = filler.fill({}, None)
+    assert (filled["training_iteration"], filled["iterations_since_restore"]) == (4, 2)
+    assert (filled["time_total_s"], filled["time_since_restore"]) == (2.0, 1.0)
+
+
+def test_the_two_times_of_the_function_stay_and_other_keys_do_not() -> None:
+    reported = {"time_this_iter_s": 7.0, "timestamp": 5, "pid": -1, "training_iteration": 99, "config": 1}
+    filled = make_filler().fill(reported, None)
+    assert (filled["time_this_iter_s"], filled["time_total_s"], filled["timestamp"]) == (7.0, 7.0, 5)
+    assert (filled["pid"], filled["training_iteration"]) == (os.getpid(), 1)
+    assert reported["pid"] == -1
+
+
+def test_a_function_can_say_that_it_is_done() -> None:
+    assert make_filler().fill({"done": True}, None)["done"] is True
+
+
+@pytest.mark.parametrize(
+    ("line", "progress"),
+    [
+        ({"training_iteration": 3, "time_total_s": 1.5}, RunProgress(3, 1.5)),
+        ({}, RunProgress()),
+        ({"training_iteration": "many", "time_total_s": None}, RunProgress()),
+        ({"training_iteration": float("nan"), "time_total_s": float("inf")}, RunProgress()),
+    ],
+)
+def test_progress_of_a_line_that_may_be_damaged(line: dict[str, Any], progress: RunProgress) -> None:
+    assert RunProgress.of(line) == progress

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.callbacks.adapters import checked
 from raysgd.callbacks.calling import CallbackCalls, Dispatcher

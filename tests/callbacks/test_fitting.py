@@ -1,6 +1,6 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.driver.fit_loop` and `raysgd.driver.fit_methods`; `raysgd.history.recording` only passes on.
+Covers `raysgd.driver.fit_loop` and `raysgd.driver.fit_methods`; `raysgd.history.history` only passes on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd._numbers.call_progress import CallProgress
 from raysgd._numbers.metric_names import name_in_test
+from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.engine.shared.call import CallHandle
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
-from raysgd.history import recording
+from raysgd.history import history as history_module
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
 
@@ -417,7 +417,7 @@ class TestTheHistoryOfATrainer:
     def test_is_no_longer_than_is_of_use_while_that_of_a_run_is_whole(
         self, make_local: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(recording, "MOST_EPOCHS", 4)
+        monkeypatch.setattr(history_module, "MOST_EPOCHS", 4)
         trainer = make_local()
         history = trainer.fit(9)
         assert history["epoch"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]

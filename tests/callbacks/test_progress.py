@@ -1,6 +1,6 @@
 """The progress bar, on terminals, in log files and in notebooks; and what is printed while it is drawn.
 
-Covers `raysgd.callbacks.bars`, which draws it.
+Covers `raysgd.callbacks.progress`, which draws it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import ProgressBar, Run
-from raysgd.callbacks import bars as bars_module
-from raysgd.callbacks.bars import LineBar, TqdmBar, make_bar
+from raysgd.callbacks import progress as progress_module
+from raysgd.callbacks.progress import LineBar, TqdmBar, make_bar
 from raysgd.driver.progress_listeners import ProgressListeners
 from raysgd.engine.shared.group_events import GroupEvent
 
@@ -165,7 +165,7 @@ def test_output_that_goes_to_a_file_stays_there(monkeypatch: pytest.MonkeyPatch)
     assert file.getvalue() == "a line\n"
 
 
-@pytest.mark.parametrize("style", bars_module.STYLES)
+@pytest.mark.parametrize("style", progress_module.STYLES)
 def test_a_log_file_gets_lines_in_columns_and_nothing_else(style: Any) -> None:
     stream, run = io.StringIO(), make_run()
     bar = ProgressBar(style, stream=stream)
@@ -183,7 +183,7 @@ def test_a_log_file_gets_lines_in_columns_and_nothing_else(style: Any) -> None:
 
 def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(bars_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     stream, run = io.StringIO(), make_run()
     bar = ProgressBar("plain", stream=stream)
     for second in range(0, 200, 5):
@@ -331,7 +331,7 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     code = """
         from raysgd.callbacks import ProgressBar, Run
-        from raysgd._numbers.call_progress import CallProgress
+        from raysgd._numbers.results import CallProgress
 
         run, bar = Run(name="run", trainer=object, epochs=2), ProgressBar()
         for run.epoch in (1, 2):

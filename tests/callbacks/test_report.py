@@ -1,6 +1,6 @@
 """The HTML report: its numbers are those of the history, it needs nothing else, and all text in it is text.
 
-Covers `raysgd.callbacks.page`, which makes the page.
+Covers `raysgd.callbacks.report`, which makes the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.callbacks.page import DATA_ID, RunFacts
+from raysgd.callbacks.report import DATA_ID, RunFacts
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.engine.shared.time_spent import TimeLedger
 from raysgd.history.history import CallRecord, History

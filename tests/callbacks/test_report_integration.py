@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd import testing
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, HTMLReport, ProgressBar, Run
 from raysgd.torch import TorchTrainer
 from tests.callbacks.test_report import Page

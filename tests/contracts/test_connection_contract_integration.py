@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.connections._gloo import OpenSocket, open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
-from raysgd.connections.mesh.handshake import ConnectFailed
+from raysgd.connections.mesh.meeting import ConnectFailed
 from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.connections.mesh.process_sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.group import WorkerGroup

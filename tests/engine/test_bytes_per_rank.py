@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.driver.keeping.restoring import load_into_all
+from raysgd.driver.keeping import load_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group import WorkerGroup
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.host import cluster
-from raysgd.host.journal import journal_path
+from raysgd.host.call_log import journal_path
 from raysgd.torch.checkpoints import checkpoint_file
 from tests.helpers.processes import is_alive
 from tests.host.programs import OPERATOR, Program

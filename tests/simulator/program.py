@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd.driver.keeping.restoring import load_into_all
-from raysgd.driver.validating.validators import ValidatingSpares
+from raysgd.driver.keeping import load_into_all
+from raysgd.driver.validators import ValidatingSpares
 from raysgd.engine.shared.call import Call
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError

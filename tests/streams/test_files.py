@@ -1,7 +1,6 @@
 """Formats: the same rows from the first one and from the middle, on a disk and in a store; files that are found.
 
-Covers `raysgd.streams.files`, `raysgd.streams.files`, `raysgd.streams.files`,
-`raysgd.streams.files`, `raysgd.streams.iterables`: each of them promises the same.
+Covers `raysgd.streams.files` and `raysgd.streams.iterables`: each format promises the same.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from raysgd._state.state_codec import decode
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.air import _running
 from raysgd.engine.shared.types import World
 from raysgd.train import session

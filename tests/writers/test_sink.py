@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.writers.event_file import EventFile
-from raysgd.writers.sink import LoggedRun, RunInFolder, SafeSink, Sink
+from raysgd.writers.files import EventFile
+from raysgd.writers.sink import FailureWarnings, LoggedRun, RunInFolder, SafeSink, Sink
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -91,3 +91,22 @@ def test_a_file_for_tensorboard_is_opened_with_the_first_row_and_again_for_the_n
         sink.close()
         assert list(events(tmp_path / name / "logs")) == [("mine/loss", 1, 0.5), ("mine/loss", 2, 1.0)]
     sink.close()
+
+
+def test_a_failure_costs_one_warning_for_each_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:
+    failures, written = FailureWarnings("Table"), []
+    for number, error in enumerate([OSError("full"), None, OSError("full again"), ValueError("closed")]):
+        with failures.instead():
+            if error is not None:
+                raise error
+            written.append(number)
+    assert written == [1]
+    assert [record.getMessage()[:43] for record in caplog.records] == [
+        "Table: could not write (OSError: full); the",
+        "Table: could not write (ValueError: closed)",
+    ]
+
+
+def test_an_interrupt_is_no_failure() -> None:
+    with pytest.raises(KeyboardInterrupt), FailureWarnings("Table").instead():
+        raise KeyboardInterrupt

@@ -11,8 +11,8 @@ from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._imports.optional import require
-from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
+from raysgd._imports import require
+from raysgd.air.checkpoint import TensorflowCheckpoint
 from raysgd.air.session import get_world_rank, report
 
 __all__ = ["Callback", "ReportCheckpointCallback"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd.air._running import current_session
 from raysgd.air.session import get_trial_name, get_world_rank
 

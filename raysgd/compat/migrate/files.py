@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raysgd._files.atomic_file import replacing
+from raysgd._files import replacing
 from raysgd.compat.migrate.findings import Finding
 from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import MigratedProgram, migrate

@@ -1,4 +1,4 @@
-"""Sums of arrays over the ranks of a mesh.
+"""Sums of arrays over the ranks of a mesh, and bytes that one rank hands to several others.
 
 All ranks come to the same bits: each part of a sum is added up by one rank, which sends it to the others, or by all in
 the same order.
@@ -23,12 +23,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from raysgd.connections.mesh.mesh import Mesh, Message
-from raysgd.connections.mesh.nodes import Nodes, power_of_two_role, tree
+from raysgd.connections.mesh.mesh import Bytes, Mesh, Message
 
 MOST = 8
 """Up to so many ranks each of them talks to each other."""
@@ -286,3 +287,151 @@ def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
         np.add(total, term, out=total)
     if total is not target:
         target[:] = total
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the ranks of a group.
+
+    Attributes:
+        hosts: The address of each rank's node, by rank; the same on all ranks.
+    """
+
+    hosts: tuple[str, ...]
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """The ranks of each node, in the order of the first rank of each."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            found.setdefault(host, []).append(rank)
+        return list(found.values())
+
+    @cached_property
+    def are_shared(self) -> bool:
+        """True if there are several nodes, and several ranks on one of them."""
+        return 1 < len(self.ranks) < len(self.hosts)
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """The first rank of each node."""
+        return [ranks[0] for ranks in self.ranks]
+
+    @cached_property
+    def lanes(self) -> list[list[int]]:
+        """Ranks that exchange a part with each other, one of each node; as many lanes as every node has ranks for."""
+        return [list(lane) for lane in zip(*self.ranks, strict=False)]
+
+    @cached_property
+    def in_order(self) -> list[int]:
+        """All ranks, node by node."""
+        return [rank for ranks in self.ranks for rank in ranks]
+
+    def beside(self, rank: int) -> list[int]:
+        """The ranks on the node of this one, itself included."""
+        return next(ranks for ranks in self.ranks if rank in ranks)
+
+
+def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
+    """From whom a rank hears what the first of `ranks` says, and to whom it passes it on, in this order.
+
+    The number of ranks that know doubles with each message.
+    """
+    place, above = list(ranks).index(rank), None
+    reach = 1
+    while reach < len(ranks):
+        reach *= 2
+    passed_on = []
+    step = reach // 2
+    while step:
+        if place % (2 * step) == 0 and place + step < len(ranks):
+            passed_on.append(ranks[place + step])
+        elif place % (2 * step) == step:
+            above = ranks[place - step]
+        step //= 2
+    return above, passed_on
+
+
+@dataclass(frozen=True)
+class PowerOfTwoRole:
+    """The part of a rank where only a power of two can take part.
+
+    Attributes:
+        ranks: Those that are left: the first ones in pairs, of which one gives the other what it has, and the rest.
+        place: Of this rank among them; None if it is not.
+        giver: Who gives this rank what it has, if anybody does.
+        taker: To whom this rank gives what it has, if it does.
+    """
+
+    ranks: tuple[int, ...]
+    place: int | None
+    giver: int | None = None
+    taker: int | None = None
+
+
+@lru_cache(maxsize=64)
+def power_of_two_role(ranks: tuple[int, ...], rank: int) -> PowerOfTwoRole:
+    """Return what `rank` does when pairs of ranks add up first, so that a power of two of them is left."""
+    num_pairs = len(ranks) - (1 << (len(ranks).bit_length() - 1))
+    takers, givers = ranks[0 : 2 * num_pairs : 2], ranks[1 : 2 * num_pairs : 2]
+    left = (*takers, *ranks[2 * num_pairs :])
+    if rank in givers:
+        return PowerOfTwoRole(left, None, taker=takers[givers.index(rank)])
+    return PowerOfTwoRole(left, left.index(rank), giver=givers[takers.index(rank)] if rank in takers else None)
+
+
+PIECE_BYTES = 2**20
+
+
+ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], None]
+"""Sends bytes to some ranks and receives from some, all at the same time, as `Mesh.swap` does."""
+
+
+class Chain:
+    """One rank's place on the way of bytes from one rank through several others.
+
+    They go in pieces, and a rank receives one piece while it sends the one before it. So all have everything in about
+    the time that one transfer takes, however many they are, and the giver sends it once. Why not from the giver to
+    each: ADR 90.
+
+    Args:
+        move: Moves pieces between this rank and its neighbors.
+        rank: This rank.
+        source: Who has the bytes.
+        takers: Who takes them, in the order of the way. All on the way name the same ones.
+        piece_bytes: The size of a piece; alike on all.
+    """
+
+    def __init__(
+        self, move: ChainTransfer, rank: int, source: int, takers: Sequence[int], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        way = (source, *takers)
+        place = way.index(rank)
+        self._move, self._piece_bytes = move, piece_bytes
+        self._before = way[place - 1] if place else None
+        self._after = way[place + 1] if place + 1 < len(way) else None
+
+    def pass_on(self, *parts: Bytes) -> None:
+        """At the source sends the parts. Elsewhere fills them, and sends each piece on while the next one comes."""
+        held: Bytes | None = None
+        for piece in self._pieces(parts):
+            if self._before is None:
+                self._send(piece)
+            else:
+                self._move(self._to_next(held), {self._before: piece})
+            held = piece
+        if self._before is not None:
+            self._send(held)
+
+    def _send(self, piece: Bytes | None) -> None:
+        outgoing = self._to_next(piece)
+        if outgoing:
+            self._move(outgoing, {})
+
+    def _to_next(self, piece: Bytes | None) -> dict[int, Bytes]:
+        return {} if self._after is None or piece is None else {self._after: piece}
+
+    def _pieces(self, parts: Sequence[Bytes]) -> Iterator[Bytes]:
+        for part in parts:
+            for start in range(0, len(part), self._piece_bytes):
+                yield part[start : start + self._piece_bytes]

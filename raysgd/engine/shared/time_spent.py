@@ -1,6 +1,6 @@
 """Pure: what the time of the ranks was spent on, in named bins that add up to the time that passed.
 
-Workers measure (`raysgd/worker/time/ledger.py`), the driver adds up (`raysgd/history/accounts.py`). The bins: ADR 97.
+Workers measure (`raysgd/worker/ledger.py`), the driver adds up (`raysgd/history/accounts.py`). The bins: ADR 97.
 """
 
 from __future__ import annotations

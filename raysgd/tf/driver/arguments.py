@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from raysgd._arguments.checks import check_num_workers, check_operator_class
-from raysgd._imports.optional import require_installed
+from raysgd._arguments import check_num_workers, check_operator_class
+from raysgd._imports import require_installed
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.messages.batching import check_joint_size, split_batch_size
 from raysgd.messages.settings import GroupSettings

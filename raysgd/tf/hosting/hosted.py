@@ -33,8 +33,8 @@ from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.operator import take_place
-from raysgd.worker.time.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.data.loop import Loop
-from raysgd.worker.time.ledger import STEP
+from raysgd.worker.ledger import STEP
 
 
 class OperatorLoop(Loop):

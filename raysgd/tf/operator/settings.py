@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysgd._arguments.checks import check_seed
+from raysgd._arguments import check_seed
 from raysgd.messages.settings import ReplicaSettings
 
 

@@ -14,7 +14,7 @@ from raysgd._state.host_buffers import HostBuffers
 from raysgd.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.parallel.step import Exchange, TracedStep
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 if TYPE_CHECKING:
     from raysgd.tf.parallel.joint_losses import JointLosses

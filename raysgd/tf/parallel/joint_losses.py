@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._numbers.weights import as_weight
+from raysgd._numbers.meters import as_weight
 from raysgd.connections.group import Array
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration

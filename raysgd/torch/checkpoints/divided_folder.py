@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from raysgd._files.atomic_file import flush_to_disk, held, remove_leftovers
+from raysgd._files import flush_to_disk, held, remove_leftovers
 from raysgd._reading.strict_reading import require
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.objects.rng import RNG

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED = "raysgd_models", "raysgd_tied"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments import checks
-from raysgd._arguments.checks import did_you_mean, is_number, refuse_text
-from raysgd._text.once import Once
+from raysgd import _arguments as checks
+from raysgd._arguments import did_you_mean, is_number, refuse_text
+from raysgd._text.log_lines import Once
 from raysgd.arrays.ray_batches import ray_batches
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.engine.placement import num_gpus

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments import checks
+from raysgd import _arguments as checks
 from raysgd.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
 from raysgd.torch.hosting.replica_state import CRITERION, as_in_file

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd._imports.optional import require
-from raysgd._numbers.call_progress import CallProgress
-from raysgd.callbacks.bars import BarView, LineBar, make_bar
+from raysgd._imports import require
+from raysgd._numbers.results import CallProgress
+from raysgd.callbacks.progress import BarView, LineBar, make_bar
 
 _PURPOSE = "`use_tqdm=True`"
 

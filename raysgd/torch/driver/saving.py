@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
-from raysgd._arguments import checks
-from raysgd.driver.keeping.saves import FileSaves
+from raysgd import _arguments as checks
+from raysgd.driver.keeping import FileSaves
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World

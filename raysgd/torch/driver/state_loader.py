@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from raysgd._state.state_codec import EncodedState, lend
-from raysgd.driver.keeping.restoring import load_into_all, load_snapshot_into_all
+from raysgd.driver.keeping import load_into_all, load_snapshot_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.snapshots import Snapshot, own_states

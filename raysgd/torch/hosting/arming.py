@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd._arguments.checks import is_integer
+from raysgd._arguments import is_integer
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.hosting.step_loop import overrides
 from raysgd.torch.operator.internals import TorchInternals

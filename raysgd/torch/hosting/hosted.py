@@ -45,8 +45,8 @@ from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.worker.data.rank_rows import Part, Row
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.operator import take_place
-from raysgd.worker.time.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.hosted import is_of_library
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

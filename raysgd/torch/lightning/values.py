@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import AverageMeterCollection
-from raysgd._numbers.metric_summary import MetricSummary
-from raysgd._numbers.weights import weight_of
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, weight_of
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import IGNORED, LossCall, are_classes, in_host
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._imports.optional import require
-from raysgd._numbers.tally import Flat
+from raysgd._imports import require
+from raysgd._numbers.meters import Flat
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

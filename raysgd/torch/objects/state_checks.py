@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd._arguments.checks import is_integer
+from raysgd._arguments import is_integer
 from raysgd.worker.state.state_checks import require
 
 

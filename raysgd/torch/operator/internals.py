@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd._numbers.weights import BATCH_WEIGHT, weight_of
+from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
 from raysgd.messages.prediction import HAS_TARGET
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches

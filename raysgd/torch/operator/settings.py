@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raysgd._arguments.checks import check_kind, check_seed, refuse_text
-from raysgd._imports.optional import require
+from raysgd._arguments import check_kind, check_seed, refuse_text
+from raysgd._imports import require
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.messages.settings import STREAMS_NEED, ReplicaSettings
 from raysgd.torch.constants import VALID_SCHEDULER_STEP

@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError
 from raysgd.connections.group import Group
 from raysgd.connections.torch import is_connection_error, is_group_broken
 from raysgd.torch.parallel.stream_clock import StreamClock
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 
 class Exchanges:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from raysgd._state.state_codec import EncodedState, decode, lend
 from raysgd.connections.group import Array
-from raysgd.connections.mesh.chain import Chain
 from raysgd.connections.mesh.mesh import Bytes
+from raysgd.connections.mesh.sums import Chain
 from raysgd.connections.torch import board_of_group, exchanges_at_once
 
 STAGED_BYTES = 2**24

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments.checks import check_count, is_number
+from raysgd._arguments import check_count, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.weights import BATCH_WEIGHT, as_weight
-from raysgd._text.once import Once
+from raysgd._numbers.meters import BATCH_WEIGHT, as_weight
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.step import Counted

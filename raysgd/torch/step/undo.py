@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.engine.shared.time_spent import UNDO
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

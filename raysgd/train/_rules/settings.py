@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._arguments.checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd._arguments import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
 from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.messages.placement import Placement

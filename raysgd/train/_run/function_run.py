@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._state.state_codec import EncodedState, decode
-from raysgd._text.once import Once
-from raysgd._text.rank_words import named
+from raysgd._text.log_lines import Once, named
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World

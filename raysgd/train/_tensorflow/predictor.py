@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.air._tensorflow_checkpoint import TensorflowCheckpoint
-from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.checkpoint import Checkpoint, TensorflowCheckpoint
 from raysgd.tf.data.ray_dataset import as_array
 from raysgd.train.predictor import TensorPredictor
 

@@ -3,6 +3,6 @@
 Users import it from there.
 """
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 
 require("torch", extra="torch", purpose="`raysgd.train.torch`")

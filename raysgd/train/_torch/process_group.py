@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._arguments.checks import check_seconds
+from raysgd._arguments import check_seconds
 from raysgd.air._running import current_session
 from raysgd.connections.torch import TorchConnection, end_process_group
 from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection

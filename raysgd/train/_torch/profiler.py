@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from raysgd._files.paths import check_local
+from raysgd._files import check_local
 from raysgd.air._running import running_session
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 

@@ -14,8 +14,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._state.state_codec import EncodedState, StateEncoder
-from raysgd.air.metrics import node_ip
-from raysgd.air.reports import UploadOptions
+from raysgd.air.reports import UploadOptions, node_ip
 from raysgd.engine.shared.types import World
 from raysgd.train._worker.mailbox import Mailbox
 from raysgd.train._worker.membership import Membership

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._files.paths import check_local
+from raysgd._files import check_local
 from raysgd.compat.names import former_names
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
@@ -18,10 +18,9 @@ from raysgd.train.constants import (
     TRAIN_CHECKPOINT_SUBDIR,
     TRAINING_ITERATION,
 )
-from raysgd.writers.event_file import EventFile
-from raysgd.writers.json_files import JsonList
-from raysgd.writers.json_files import SafeFallbackEncoder as SafeFallbackEncoder
-from raysgd.writers.mlflow_run import MLflowRun
+from raysgd.writers.files import EventFile, JsonList
+from raysgd.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
+from raysgd.writers.services import MLflowRun
 from raysgd.writers.sink import RunInFolder, SafeSink, Sink
 
 

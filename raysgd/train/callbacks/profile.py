@@ -10,7 +10,7 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
-from raysgd.writers.failing import FailureWarnings
+from raysgd.writers.sink import FailureWarnings
 
 _FOLDER = "pytorch_profiler"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from raysgd._arguments.checks import did_you_mean
+from raysgd._arguments import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config

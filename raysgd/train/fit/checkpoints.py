@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd.air._packing import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
+from raysgd.air._contents import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
-from raysgd.air.layout import checkpoint_name
+from raysgd.air.trial import checkpoint_name
 from raysgd.storage import Folder, StorageError
 from raysgd.train._rules.arrivals import CheckpointTaker
 from raysgd.train.constants import TUNE_CHECKPOINT_ID

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from raysgd.air.metrics import FILLED_IN
+from raysgd.air.reports import FILLED_IN
 from raysgd.air.result import flattened
 from raysgd.air.trial import FitTrialView
 

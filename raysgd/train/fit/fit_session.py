@@ -18,8 +18,8 @@ import numpy as np
 
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.layout import checkpoint_name
 from raysgd.air.reports import NO_VALIDATION, VALIDATION_KEY, UploadOptions
+from raysgd.air.trial import checkpoint_name
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.air.layout import TrialFolder, new_trial_folder
+from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.exceptions import StorageError, training_failed_error
 from raysgd.train.fit.fit_session import checkpoint_at
 from raysgd.train.fit.recorder import Recorder, number_of

@@ -16,24 +16,30 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from raysgd._arguments.checks import is_integer, is_number
+from raysgd._arguments import is_integer, is_number
 from raysgd._numbers.ranking import Ranking, as_score
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, VALIDATION_FILE
-from raysgd.air.layout import EXPERIMENT_TAG, TrialFolder, checkpoint_index
-from raysgd.air.metrics import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION, MetricsFiller, RunProgress
-from raysgd.air.reports import ReportedCheckpoint, ReportedCheckpointStatus
+from raysgd.air.reports import (
+    DONE,
+    SHOULD_CHECKPOINT,
+    TRAINING_ITERATION,
+    MetricsFiller,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    RunProgress,
+)
 from raysgd.air.result import Result, by_checkpoint, read_reports, read_validations, value_at
-from raysgd.air.trial import FitTrialView
+from raysgd.air.trial import EXPERIMENT_TAG, FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.adapters import RunCallbacks
 from raysgd.engine.shared.group_events import GroupEvent
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.console import ConsoleReporter, LogFiles, Reporter
 from raysgd.train.fit.trial_files import BackgroundTasks, Logs, open_writers, shown_config, write_error
-from raysgd.writers.json_files import as_json
+from raysgd.writers.files import as_json
 from raysgd.writers.sink import SafeSink
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._arguments.checks import did_you_mean
-from raysgd.air._scaling import is_open
-from raysgd.air.config import ScalingConfig
+from raysgd._arguments import did_you_mean
+from raysgd.air.config import ScalingConfig, is_open
 from raysgd.driver import tune_trial
 from raysgd.train.fit import arguments
 from raysgd.train.fit.job import FitTrainer

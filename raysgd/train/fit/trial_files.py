@@ -16,14 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from raysgd._files.atomic_file import replacing
+from raysgd._files import replacing
 from raysgd._text.secrets import has_secret, masked
 from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
-from raysgd.air.layout import TrialFolder
-from raysgd.air.metrics import CHECKPOINT_DIR_NAME, OF_PLACE, OF_TRIAL, TIME_TOTAL_S, TIMESTAMP, TRAINING_ITERATION
-from raysgd.writers.csv_table import CsvTable
-from raysgd.writers.event_file import EventFile
-from raysgd.writers.json_files import JsonLines, as_json
+from raysgd.air.reports import CHECKPOINT_DIR_NAME, OF_PLACE, OF_TRIAL, TIME_TOTAL_S, TIMESTAMP, TRAINING_ITERATION
+from raysgd.air.trial import TrialFolder
+from raysgd.writers.files import CsvTable, EventFile, JsonLines, as_json
 from raysgd.writers.sink import RunInFolder, SafeSink
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig
-from raysgd.air.layout import TrialFolder, new_trial, storage_of
 from raysgd.air.reports import NO_VALIDATION
+from raysgd.air.trial import TrialFolder, new_trial, storage_of
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train._worker.mailbox import FunctionEnded, Mailbox, RunCancelled

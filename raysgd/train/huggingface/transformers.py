@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from raysgd._imports.optional import require
+from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.train import session
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES
-from raysgd._numbers.weights import is_weight
+from raysgd._numbers.meters import NUM_SAMPLES, is_weight
 from raysgd.worker.data.batch_streams import PlaceInStep
 
 

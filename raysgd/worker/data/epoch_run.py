@@ -8,10 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from raysgd._numbers.meters import AverageMeterCollection
-from raysgd._numbers.metric_summary import MetricSummary
+from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, Tally
 from raysgd._numbers.results import WorkerMetrics, num_samples_of, with_lost
-from raysgd._numbers.tally import Tally
 from raysgd.arrays.whole_data import DataPosition
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochAnswer

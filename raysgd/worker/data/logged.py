@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from raysgd._numbers.meters import BATCH_COUNT, NUM_SAMPLES
-from raysgd._numbers.weights import BATCH_WEIGHT
+from raysgd._numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 

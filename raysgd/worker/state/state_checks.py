@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._arguments.checks import is_integer
+from raysgd._arguments import is_integer
 
 _MAX_COUNT = 2**62
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from raysgd.engine.shared.replica import Capture
 from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies, StateCopy
 from raysgd.worker.state.replica_state import ReplicaState
-from raysgd.worker.time.ledger import Ledger
 
 
 class StateCopies:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from raysgd.connections.mesh.board import Board, BoardTimeout
+from raysgd.connections.mesh.board import (
+    Board,
+    BoardTimeout,
+    Links,
+    PeerMessage,
+    Received,
+    RoutedMessage,
+    neighbors,
+    next_of_all,
+    next_of_one,
+    others,
+    taken_from,
+)
 from raysgd.connections.mesh.meeting import Deadline, Endpoint
 from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.connections.mesh.routes import neighbors
+from raysgd.connections.mesh.store import BoardStore
 from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -167,3 +182,218 @@ def test_closing_twice_is_harmless_and_leaves_no_thread() -> None:
     for board in [*boards, *boards]:
         board.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "raysgd-board"]
+
+
+def test_pytorch_finds_a_store_with_all_that_process_groups_ask_of_one(boards: list[Board]) -> None:
+    kept = [BoardStore(board) for board in boards]
+    stores = [dist.PrefixStore("part", store) for store in kept]  # type: ignore[attr-defined]
+    stores[0].set("word", "text")
+    assert stores[1].get("word") == b"text"
+    assert [store.add("number", 2) for store in stores] == [2, 4, 6]
+    stores[2].wait(["word", "number"], datetime.timedelta(seconds=20))
+    assert stores[2].check(["word"])
+    assert not stores[2].check(["word", "other"])
+    assert stores[0].multi_get(["word", "number"]) == [b"text", b"6"]
+    assert {store.num_keys() for store in (stores[0], kept[0])} == {2}
+    assert stores[0].delete_key("word")
+
+
+def test_a_store_says_as_pytorch_does_that_nobody_wrote_in_time(boards: list[Board]) -> None:
+    store, bounded = BoardStore(boards[0]), BoardStore(boards[0], longest_wait_s=0.1)
+    store.set_timeout(datetime.timedelta(seconds=0.1))
+    bounded.set_timeout(datetime.timedelta(seconds=1800))
+    with pytest.raises(dist.DistStoreError, match="wait timeout"):
+        store.get("never")
+    with pytest.raises(dist.DistStoreError, match="wait timeout"):
+        store.wait(["never"], datetime.timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match=r"gave up waiting .* after 0\.1 s"):
+        bounded.get("never")
+
+
+MESSAGES = [
+    PeerMessage(1, "key", b"first", 7),
+    PeerMessage(0, "", b""),
+    PeerMessage(2, "\N{SNOWMAN}", b"x" * 300_000),
+]
+
+
+def test_letters_are_taken_when_they_are_complete() -> None:
+    letters = [RoutedMessage.of(5, message) for message in MESSAGES] + [RoutedMessage.of(6, MESSAGES[0], 3)]
+    sent, received, taken = b"".join(letter.encoded for letter in letters), bytearray(), []
+    for start in range(0, len(sent), 777):
+        received += sent[start : start + 777]
+        taken += taken_from(received)
+    assert taken == letters
+    assert not received
+    assert [letter.message for letter in taken] == [*MESSAGES, MESSAGES[0]]
+
+
+class End:
+    """One rank: what it receives, and why it ended."""
+
+    def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
+        self.received: list[tuple[int, PeerMessage]] = []
+        self.reasons: list[str] = []
+        self.changed = threading.Condition()
+        self.links = Links(rank, size, connections, self.take, self.end)
+        self.links.start()
+
+    def take(self, messages: Received) -> None:
+        with self.changed:
+            self.received += messages
+            self.changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        with self.changed:
+            self.reasons.append(reason)
+            self.changed.notify_all()
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(is_done, 20)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+@pytest.fixture
+def ring() -> Iterator[list[End]]:
+    """Nine ranks, each with a connection to its neighbors only: not to the one three places on."""
+    size, ends = 9, {}
+    for rank in range(size):
+        for other in neighbors(rank, size):
+            if rank < other:
+                ends[rank, other], ends[other, rank] = pair()
+    ranks = [End(rank, size, {b: end for (a, b), end in ends.items() if a == rank}) for rank in range(size)]
+    yield ranks
+    for rank in ranks:
+        rank.links.close()
+
+
+def test_a_rank_receives_what_another_sends_and_learns_that_it_left() -> None:
+    near, far = pair()
+    ranks = [End(0, 2, {1: near}), End(1, 2, {0: far})]
+    for message in MESSAGES:
+        ranks[0].links.send_to_all(message)
+    ranks[1].wait(lambda: len(ranks[1].received) == len(MESSAGES))
+    assert ranks[1].received == [(0, message) for message in MESSAGES]
+    ranks[0].links.close()
+    ranks[1].wait(lambda: bool(ranks[1].reasons))
+    assert ranks[1].reasons[0].startswith("rank 0 is gone")
+    with pytest.raises(MeshBroken, match="the connection to rank 1 ended"):
+        ranks[0].links.send(1, MESSAGES[0])
+    ranks[1].links.close()
+
+
+def test_messages_to_one_and_to_all_come_in_the_order_in_which_they_were_sent(ring: list[End]) -> None:
+    far = [0, *range(2, 9)]
+    for number in range(100):
+        ring[1].links.send_to_all(PeerMessage(0, str(number), bytes(number * 100)))
+        for rank in far:
+            ring[1].links.send(rank, PeerMessage(1, str(number)))
+    for rank in far:
+        ring[rank].wait(lambda rank=rank: len(ring[rank].received) == 200)
+        assert [(each.kind, each.key) for _, each in ring[rank].received] == [
+            (kind, str(number)) for number in range(100) for kind in (0, 1)
+        ]
+        assert {source for source, _ in ring[rank].received} == {1}
+    assert not ring[1].received
+
+
+def test_sending_waits_for_no_rank_and_what_is_left_is_sent_later() -> None:
+    near, far = pair()
+    sender = End(0, 2, {1: near})
+    for message in MESSAGES * 50:  # 15 MB, more than the connection takes
+        sender.links.send_to_all(message)
+    receiver = End(1, 2, {0: far})
+    receiver.wait(lambda: len(receiver.received) == 50 * len(MESSAGES))
+    assert [message for _, message in receiver.received] == MESSAGES * 50
+    sender.links.close()
+    receiver.links.close()
+
+
+def test_sending_more_behind_what_is_left_fails_once_the_connections_were_cut() -> None:
+    near, far = pair()
+    sender = End(0, 2, {1: near})
+    for message in MESSAGES * 50:
+        sender.links.send_to_all(message)
+    sender.links.interrupt()
+    assert sender.reasons[0] == "it was interrupted"
+    with pytest.raises(MeshBroken, match="the connection to rank 1 ended"):
+        sender.links.send_to_all(MESSAGES[0])
+    sender.links.close()
+    far.close()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        RoutedMessage.of(1, MESSAGES[0], 7).encoded,  # for a rank that there is not
+        RoutedMessage.of(1, MESSAGES[0]).encoded.replace(b"key", b"\xff\xff\xff"),
+        RoutedMessage.of(1, MESSAGES[0]).encoded[:-1],  # and no more
+    ],
+)
+def test_what_no_rank_sends_ends_all_connections(says: bytes) -> None:
+    (near, far), (also_near, also_far) = pair(), pair()
+    rank = End(0, 3, {1: near, 2: also_near})
+    far.sendall(says)
+    far.shutdown(socket.SHUT_WR)
+    rank.wait(lambda: bool(rank.reasons))
+    assert also_far.recv(1) == b""
+    assert not rank.received
+    rank.links.close()
+    for end in (far, also_far):
+        end.close()
+
+
+SIZES = range(1, 71)
+
+
+def ways_of_all(source: int, size: int) -> dict[int, list[int]]:
+    """The ranks that what `source` says to all passes, by the rank that it reaches."""
+    ways, todo = {source: [source]}, [source]
+    while todo:
+        rank = todo.pop()
+        for other in next_of_all(rank, source, size):
+            assert other in neighbors(rank, size)
+            assert other not in ways, "it came before"
+            ways[other] = [*ways[rank], other]
+            todo.append(other)
+    return ways
+
+
+def way_of_one(source: int, destination: int, size: int) -> list[int]:
+    way = [source]
+    while way[-1] != destination:
+        way.append(next_of_one(way[-1], destination, size))
+    return way
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_said_to_all_reaches_each_rank_once_and_what_is_said_to_one_goes_the_same_way(size: int) -> None:
+    for source in range(size):
+        ways = ways_of_all(source, size)
+        assert ways == {rank: way_of_one(source, rank, size) for rank in range(size)}
+        assert max(map(len, ways.values())) <= 1 + size.bit_length()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_neighbors_are_few_and_know_each_other(size: int) -> None:
+    found = [neighbors(rank, size) - {rank} for rank in range(size)]
+    assert found == [neighbors(rank, size) for rank in range(size)]
+    assert all(rank in found[other] for rank in range(size) for other in found[rank])
+    assert all(len(each) <= 2 * (size - 1).bit_length() for each in found)
+    assert neighbors(0, 32) == {1, 2, 4, 8, 16, 24, 28, 30, 31}
+
+
+def test_few_ranks_are_all_connected() -> None:
+    assert all(neighbors(rank, size) == others(rank, size) for size in (1, 2, 3, 4, 5, 7) for rank in range(size))
+    assert neighbors(0, 6) == {1, 2, 4, 5}
+
+
+def test_what_is_there_goes_nowhere() -> None:
+    with pytest.raises(ValueError, match="for rank 5 of 4 came back to rank 1"):
+        next_of_one(1, 5, 4)

@@ -18,8 +18,17 @@ from typing import Any
 import pytest
 
 from raysgd.connections.mesh import meeting
-from raysgd.connections.mesh.handshake import ConnectFailed, Credentials, Peer
-from raysgd.connections.mesh.meeting import Address, ConnectionAttempt, Deadline, Endpoint, listen_at
+from raysgd.connections.mesh.meeting import (
+    Address,
+    ConnectFailed,
+    ConnectionAttempt,
+    Credentials,
+    Deadline,
+    Endpoint,
+    Handshake,
+    Peer,
+    listen_at,
+)
 from raysgd.engine.shared.types import LOOPBACK
 from tests.connections.strangers import connect_to
 
@@ -327,3 +336,46 @@ def test_where_others_know_a_machine_by_an_address_that_it_does_not_have_it_list
     listener = stack.enter_context(listen_at("192.0.2.123"))
     stack.enter_context(socket.create_connection((HERE, listener.getsockname()[1])))
     assert "does not have the address 192.0.2.123" in caplog.text
+
+
+def test_a_proof_cannot_be_used_between_other_ranks_or_in_the_other_role() -> None:
+    credentials, nonces = Credentials(1, SECRET), secrets.token_bytes(32)
+    proofs = {
+        credentials.proof(role, initiator, responder, lane, nonces)
+        for role in (b"responder", b"initiator")
+        for initiator, responder in ((1, 0), (0, 1), (1, 2))
+        for lane in (0, 1)
+    }
+    assert len(proofs) == 12
+    assert credentials.proof(b"responder", 1, 0, 0, nonces) not in {
+        Credentials(1, SECRET).proof(b"responder", 1, 0, 0, bytes(32))
+    }
+
+
+def both(initiates: Handshake, responds: Handshake) -> list[Peer]:
+    """Lets both sides take turns until both are done."""
+    done: list[Peer] = []
+    sides = [initiates, responds]
+    while sides:
+        for side in list(sides):
+            try:
+                next(side)
+            except StopIteration as end:
+                sides.remove(side)
+                done.append(end.value)
+    return done
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_both_know_each_other_afterwards_or_neither(knows: bool) -> None:
+    with ExitStack() as stack:
+        near, far = (stack.enter_context(end) for end in socket.socketpair())
+        near.setblocking(False)
+        far.setblocking(False)
+        other = Credentials(4, SECRET if knows else bytes(32))
+        sides = Credentials(2, SECRET).initiate(near, 4, lane=1), other.respond(far)
+        if not knows:
+            with pytest.raises(ConnectFailed, match="in place of rank 4 does not belong to the group"):
+                both(*sides)
+            return
+        assert both(*sides) == [Peer(near, 4, 1), Peer(far, 2, 1)]

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.connections.mesh.handshake import ConnectFailed
-from raysgd.connections.mesh.meeting import Deadline, Endpoint
+from raysgd.connections.mesh.board import others
+from raysgd.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
 from raysgd.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.connections.mesh.routes import others
 from tests.connections.strangers import connect_to
 from tests.helpers.fakes import meeting
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,9 +16,19 @@ import numpy as np
 import pytest
 
 from raysgd.connections.group import EarlyVotes, Group
-from raysgd.connections.mesh.mesh import Bytes, Mesh
-from raysgd.connections.mesh.sums import LEAST_PART_BYTES, MAX_WHOLE_BYTES, MOST
+from raysgd.connections.mesh.mesh import Bytes, Mesh, MeshBroken
+from raysgd.connections.mesh.sums import (
+    LEAST_PART_BYTES,
+    MAX_WHOLE_BYTES,
+    MOST,
+    Chain,
+    Nodes,
+    PowerOfTwoRole,
+    power_of_two_role,
+    tree,
+)
 from raysgd.engine.shared.types import World
+from tests.connections.mesh.test_mesh import connected, on_all
 
 SMALL, LARGE = MAX_WHOLE_BYTES // 8, MAX_WHOLE_BYTES // 8 + 1  # of numbers
 
@@ -210,3 +223,149 @@ def test_many_ranks_hear_of_each_vote_through_few_messages(make: Any, num_ranks:
 
     assert ranks.each(asked) == [[True, True, False]] * num_ranks
     assert {mesh.num_messages for mesh in ranks.meshes} == {4 * (num_ranks - 1).bit_length()}
+
+
+def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
+    nodes = Nodes(tuple("abacabb"))
+    assert nodes.ranks == [[0, 2, 4], [1, 5, 6], [3]]
+    assert nodes.leaders == [0, 1, 3]
+    assert nodes.lanes == [[0, 1, 3]], "one node has a single rank"
+    assert nodes.in_order == [0, 2, 4, 1, 5, 6, 3]
+    assert [nodes.beside(rank) for rank in (4, 1, 3)] == [[0, 2, 4], [1, 5, 6], [3]]
+    assert Nodes(tuple("aabbb")).lanes == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(("hosts", "are_shared"), [("a", False), ("aaa", False), ("abc", False), ("abb", True)])
+def test_nodes_are_shared_where_there_are_several_with_more_than_one_rank_on_some(hosts: str, are_shared: bool) -> None:
+    assert Nodes(tuple(hosts)).are_shared is are_shared
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 40, 100])
+def test_the_first_of_some_ranks_reaches_all_others_once_and_in_a_few_rounds(size: int) -> None:
+    ranks = [10 + 3 * place for place in range(size)]
+    heard_in_round = {ranks[0]: 0}
+    waiting = [ranks[0]]
+    while waiting:
+        rank = waiting.pop(0)
+        for number, other in enumerate(tree(ranks, rank)[1], 1):
+            assert other not in heard_in_round
+            assert tree(ranks, other)[0] == rank
+            heard_in_round[other] = heard_in_round[rank] + number
+            waiting.append(other)
+    assert sorted(heard_in_round) == ranks
+    assert max(heard_in_round.values()) <= (size - 1).bit_length()
+    assert tree(ranks, ranks[0])[0] is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 12, 40, 63, 64])
+def test_folding_leaves_a_power_of_two(size: int) -> None:
+    ranks = tuple(range(5, 5 + size))
+    parts = {rank: power_of_two_role(ranks, rank) for rank in ranks}
+    left = parts[5].ranks
+    assert len(left) & (len(left) - 1) == 0
+    assert len(left) > size / 2
+    assert all(part.ranks == left for part in parts.values())
+    assert [rank for rank in ranks if parts[rank].place is not None] == list(left)
+    assert all(left[part.place] == rank for rank, part in parts.items() if part.place is not None)
+    for rank in ranks:
+        if rank not in left:
+            taker = parts[rank].taker
+            assert taker == rank - 1, "the order of ranks stays"
+            assert parts[taker].giver == rank
+    assert power_of_two_role((0, 1, 2), 2) == PowerOfTwoRole((0, 2), 1)
+
+
+PIECE = 1000
+SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 7 * PIECE + 3]
+CONTENT = [secrets.token_bytes(size) for size in SIZES]
+
+
+@pytest.fixture(params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
+    """The meshes of so many ranks."""
+    meshes = [lane for [lane] in connected(request.param)]
+    yield meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+class CountedMoves:
+    """A mesh that counts what it is told to move.
+
+    Args:
+        mesh: What moves it.
+
+    Attributes:
+        sent: How many bytes to each rank.
+        largest: The most bytes of one move.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.sent: dict[int, int] = {}
+        self.largest = 0
+
+    def __call__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
+        for rank, piece in outgoing.items():
+            self.sent[rank] = self.sent.get(rank, 0) + len(piece)
+        self.largest = max(self.largest, *map(len, (b"", *outgoing.values(), *incoming.values())))
+        self._mesh.swap(outgoing, incoming)
+
+
+def handed_over(move: Any, rank: int, takers: list[int]) -> list[bytes]:
+    """What a rank has in the end."""
+    rooms = [bytearray(content) if rank == 0 else bytearray(len(content)) for content in CONTENT]
+    Chain(move, rank, 0, takers, PIECE).pass_on(*map(memoryview, rooms))
+    return [bytes(room) for room in rooms]
+
+
+def test_all_takers_get_everything_and_no_rank_sends_it_twice(ranks: list[Mesh]) -> None:
+    takers = list(range(1, len(ranks)))[::-1]
+    counted = [CountedMoves(mesh) for mesh in ranks]
+    answers = on_all(ranks, lambda rank, mesh: handed_over(counted[rank], rank, takers))
+    assert [answer.result() for answer in answers] == [CONTENT] * len(ranks)
+    way = [0, *takers]
+    for rank, after in itertools.pairwise(way):
+        assert counted[rank].sent == {after: sum(SIZES)}
+    assert counted[way[-1]].sent == {}
+    assert max(each.largest for each in counted) == PIECE
+
+
+def test_ranks_that_take_nothing_need_not_be_there() -> None:
+    meshes = [lane for [lane] in connected(4)]
+    present = {0: meshes[0], 3: meshes[3]}
+    answers = on_all(meshes, lambda rank, mesh: handed_over(mesh.swap, rank, [3]) if rank in present else [])
+    assert [answer.result() for answer in answers] == [CONTENT, [], [], CONTENT]
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_whoever_dies_on_the_way_leaves_nobody_waiting(lost: int) -> None:
+    """The giver, one that passes on, or the last."""
+    meshes = [lane for [lane] in connected(4)]
+    is_halfway = threading.Event()
+    size = 64 * 2**20  # more than what all sockets on the way hold
+
+    def hand_over(rank: int, mesh: Mesh) -> str:
+        num_moves = 0
+
+        def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
+            nonlocal num_moves
+            num_moves += 1
+            if rank == lost and num_moves == 3:
+                is_halfway.set()
+                mesh.close()
+            mesh.swap(outgoing, incoming)
+
+        try:
+            Chain(move, rank, 0, [1, 2, 3]).pass_on(memoryview(bytearray(size)))
+        except MeshBroken:
+            return "told"
+        return "done"
+
+    answers = on_all(meshes, hand_over)
+    assert is_halfway.is_set()
+    assert [answer.result() for answer in answers] == ["told"] * 4
+    for mesh in meshes:
+        mesh.close()

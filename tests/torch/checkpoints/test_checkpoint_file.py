@@ -24,7 +24,7 @@ import pytest
 import torch
 import xxhash
 
-from raysgd._files.atomic_file import replacing
+from raysgd._files import replacing
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     CheckpointCorruptedError,

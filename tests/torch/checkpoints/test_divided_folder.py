@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd._files.atomic_file import held
+from raysgd._files import held
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file, divided_files, divided_folder
 from raysgd.torch.checkpoints.divided_folder import DIVIDED, RANKS, REST, WrittenPart

@@ -23,7 +23,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from raysgd._numbers.call_progress import CallProgress
+from raysgd._numbers.results import CallProgress
 from raysgd.data import Arrays
 from raysgd.torch import TorchTrainer, TrainingOperator
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.accuracy import accuracy, known
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 

@@ -22,7 +22,7 @@ from raysgd.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.worker.time.ledger import STEP, Ledger
+from raysgd.worker.ledger import STEP, Ledger
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")

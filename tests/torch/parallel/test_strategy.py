@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import StepOptions

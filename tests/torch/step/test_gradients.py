@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel

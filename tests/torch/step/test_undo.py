@@ -14,7 +14,7 @@ from raysgd.callbacks.averages import EMAInWorker
 from raysgd.engine.shared.time_spent import START_UP, UNDO
 from raysgd.torch.step import undo
 from raysgd.torch.step.undo import Undo
-from raysgd.worker.time.ledger import Ledger
+from raysgd.worker.ledger import Ledger
 
 
 class Program:

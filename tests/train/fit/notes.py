@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
-from raysgd.air.layout import TrialFolder, checkpoint_name, new_trial_folder
+from raysgd.air.trial import TrialFolder, checkpoint_name, new_trial_folder
 from raysgd.train.fit.recorder import Recorder
 
 CONFIG = {"train_loop_config": {"lr": 0.1}}

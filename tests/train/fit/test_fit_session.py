@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysgd._state.state_codec import EncodedState, decode
-from raysgd._text.once import Once
+from raysgd._text.log_lines import Once
 from raysgd.air import _running
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint

@@ -13,8 +13,8 @@ import pytest
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
-from raysgd.air.layout import TrialFolder, new_trial_folder
 from raysgd.air.result import Result
+from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.callbacks import JSONLogger
 from raysgd.exceptions import CallbackError
 from raysgd.train.fit.recorder import number_of

@@ -9,10 +9,10 @@ import pytest
 
 from raysgd.engine.shared.replica import Capture
 from raysgd.worker.data.epoch_run import EpochRun
+from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import StateCopy
 from raysgd.worker.state.replica_state import ReplicaState
 from raysgd.worker.state.state_copies import StateCopies
-from raysgd.worker.time.ledger import Ledger
 
 LARGE, SMALL = 10**6, 10  # bytes
 

@@ -1,0 +1,339 @@
+"""Checks of what trainers accept, which refuse it before anything starts, and arguments of the example modules."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import wraps
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raysgd.exceptions import InvalidCountError
+
+if TYPE_CHECKING:
+    import argparse
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+MAX_WORKERS = 10_000
+"""Far more than any cluster has: a number above it is a mistake, such as a batch size in the wrong place."""
+
+MIN_HEARTBEAT_S = 0.1
+"""A live process may be silent for as long, because it collects garbage for instance."""
+
+_MAX_SECONDS = 10**9
+"""A generation; clocks and time-outs of the operating system cannot count much further."""
+
+_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether it is a whole number, also one of numpy's, which search algorithms hand out."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, hint: str) -> int:
+    """Refuses anything but a positive integer, and returns it as Python's."""
+    if not is_integer(value) or value <= 0:
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
+    return int(value)
+
+
+def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
+    """Refuses what is no number of workers, and returns it as Python's."""
+    if not is_integer(value) or not least <= value <= MAX_WORKERS:
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether it is a number, also one of numpy's, and neither infinite nor NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
+    """Refuses what is no length of time, and returns it."""
+    is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
+    if not is_long_enough or value > _MAX_SECONDS:
+        limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
+        raise ValueError(f"`{name}={value!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
+    return value if isinstance(value, int | float) else float(value)
+
+
+def check_auto_seconds(name: str, value: Any, none_means: str, *, may_be_least: bool = True) -> None:
+    """Refuses what is neither a length of time nor "auto" nor None, where None stands for `none_means`."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(
+            f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
+            f"{did_you_mean(value, ('auto',))}"
+        )
+    if value is not None and value != "auto":
+        check_seconds(name, value, may_be_least=may_be_least)
+
+
+def check_seed(value: Any) -> None:
+    """Refuses what is no seed of random numbers."""
+    if not is_integer(value) or not 0 <= value < 2**31:
+        raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Refuses what is no amount of a resource."""
+    if not is_number(value) or value < 0:
+        raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
+
+
+def refuse_text(**switches: Any) -> None:
+    """Refuses texts where True or False belongs: also "no" would count as true. Other values keep their truth."""
+    for name, value in switches.items():
+        if isinstance(value, str | bytes):
+            raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
+
+
+def check_kind(name: str, value: Any, kind: type[Any]) -> None:
+    """Refuses anything but an object of a class of the library."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
+
+
+_MADE_FROM = {
+    **dict.fromkeys(
+        ("lightning.LightningModule", "pytorch_lightning.LightningModule"),
+        "`TrainingOperator.from_ptl({name})` makes one from a `LightningModule`.",
+    ),
+    "transformers.Trainer": "`TorchTrainer(**HuggingFaceOperator.from_trainer(trainer), num_workers=2)` trains what a "
+    "`transformers.Trainer` would train.",
+    "torch.Module": "Create the model in the `setup` of one.",
+}
+"""What leads from another class to an operator, by package and name of its base."""
+
+_MEANT = {
+    **dict.fromkeys(("training_step", "train_step"), "train_batch"),
+    **dict.fromkeys(("validation_step", "validate_step", "val_step", "val_batch"), "validate_batch"),
+    **dict.fromkeys(("validation_epoch", "validate_epoch", "val_epoch"), "validate"),
+    "predict_step": "predict_batch",
+}
+"""Names that methods of operators have in other libraries."""
+
+
+def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
+    """Refuses anything but an operator class that workers can make an object of, and warns of misspelled methods.
+
+    Args:
+        operator_cls: What the user passed.
+        base: The class that it has to be derived from.
+        shown: Its name for users.
+
+    Raises:
+        TypeError: It is something else, or its `__init__` does not take what the library passes.
+    """
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+        is_object = isinstance(operator_cls, base)
+        found = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
+        kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
+        bases = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
+        way = next((f" {_MADE_FROM[each]}".format(name=kind.__name__) for each in bases if each in _MADE_FROM), "")
+        raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `{shown}`, the class itself.{way}")
+    name = operator_cls.__name__
+    try:
+        inspect.signature(operator_cls).bind(config={}, context=None)
+    except TypeError:
+        raise TypeError(
+            f"`{name}.__init__{inspect.signature(operator_cls)}` does not take what workers pass, `config` and "
+            f"`context`: rename it to `setup(self, config)`, and pass values as `config={{...}}` to the trainer."
+        ) from None
+    rungs = [rung for rung in dir(base) if not rung.startswith("_") and callable(getattr(base, rung))]
+    own = {rung for rung in rungs if getattr(operator_cls, rung) is not getattr(base, rung)}
+    for method in _own_methods(operator_cls, base):
+        if re.fullmatch(r"on_\w+_(begin|start|end)", method) and "train_epoch" not in own:
+            advice = "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"
+        else:
+            near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
+            loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
+            if not near or own & {near[0], loops.get(near[0], "")}:
+                continue  # your own methods may call it
+            advice = f"did you mean `{near[0]}`?"
+        logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
+
+
+def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
+    """Return the names of the methods that the user's classes have, and their base does not."""
+    own = [each for each in operator_cls.__mro__ if not each.__module__.startswith(("raysgd.", "builtins"))]
+    names = dict.fromkeys(name for each in own for name, value in vars(each).items() if inspect.isroutine(value))
+    return [name for name in names if not name.startswith("_") and not hasattr(base, name)]
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """Refuses anything but None or a dict, and returns a copy."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
+    return dict(config or {})
+
+
+def check_num_steps(num_steps: Any) -> int | None:
+    """Refuses anything but None or a count, and returns it as Python's."""
+    if num_steps is None:
+        return None
+    if not is_integer(num_steps) or num_steps < 0:
+        raise InvalidCountError(
+            f"`num_steps={num_steps!r}`: need the number of batches per worker, 0 or more, or None for one pass."
+        )
+    return int(num_steps)
+
+
+def check_info(info: Any) -> dict[str, Any]:
+    """Refuses anything but None or a dict, and returns a copy."""
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
+    return dict(info or {})
+
+
+_TRAINERS_OF_OPERATORS = {
+    "joint_batch": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
+    **dict.fromkeys(("max_batch_per_worker", "balance", "deterministic"), "`raysgd.torch.TorchTrainer`"),
+}
+"""Options for steps that the library divides, and where they are."""
+
+
+_OF_FIT = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "n_epochs"), "`trainer.fit(5)` trains 5 epochs"),
+    "callbacks": "pass it to `trainer.fit(5, callbacks=[...])`",
+}
+"""Arguments of `fit`, and their names in other libraries."""
+
+
+def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
+    """Refuses unknown keywords, and says where they belong, or guesses what was meant.
+
+    Args:
+        trainer: The class that was called.
+        unknown: The keywords.
+        known: What it takes.
+        **objects: Those of them that hold other options, and the class of each.
+    """
+    for name in unknown:
+        if name in _OF_FIT and "training_operator_cls" in known:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {_OF_FIT[name]}.")
+        for option, kind in objects.items():
+            if name in [field.name for field in fields(kind)]:
+                raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
+        where = _TRAINERS_OF_OPERATORS.get(name)
+        if where is not None:
+            raise TypeError(f"`{trainer}` does not know `{name}`: omit it, or pass it to {where}, with an operator.")
+        raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
+
+
+def answer_mistakes(line: str, *, unnamed: str = "") -> Callable[[MethodT], MethodT]:
+    """Makes a method refuse arguments that it does not have with the line to write, before Python says less.
+
+    Args:
+        line: The line, as the end of a sentence.
+        unnamed: Logged once if the first argument comes without its name, which stands for `%(given)s`.
+    """
+
+    def decorate(method: MethodT) -> MethodT:
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        names = [parameter.name for parameter in parameters]
+        num_unnamed = len([each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD])
+        said: list[str] = []
+
+        @wraps(method)
+        def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unknown = [f"`{name}`" for name in kwargs if name not in names]
+            if unknown or len(args) > num_unnamed:
+                what = f"does not know {', '.join(unknown)}" if unknown else f"got {len(args)} arguments without names"
+                raise TypeError(f"`{method.__name__}` {what}: write {line}.")
+            if unnamed and args and args[0] is not None and not said:
+                said.append(unnamed)
+                logger.warning(unnamed, {"given": args[0]})
+            return method(self, *args, **kwargs)
+
+        return answering  # type: ignore[return-value]
+
+    return decorate
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, to put behind a sentence; empty if nothing is close.
+
+    >>> did_you_mean("val_los", ["val_loss", "epoch"])
+    ' Did you mean `val_loss`?'
+    """
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def check_max_retries(max_retries: Any) -> None:
+    """Refuses anything but a count."""
+    if not is_integer(max_retries) or max_retries < 0:
+        raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
+
+
+def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
+    """Warns of options that say what happens inside an epoch, where an epoch can only be begun again.
+
+    Args:
+        obstacle: Why that is so; None where it is not.
+        **options: The options, None where they were not given.
+    """
+    given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    if obstacle is not None and given:
+        logger.warning(
+            "%s: no effect inside an epoch, because %s. After a loss the call is run again from its beginning, and "
+            "growing waits for the next one; shorter calls (`num_steps`) lose less",
+            given,
+            obstacle,
+        )
+
+
+def accelerator(kind: Any) -> dict[str, float]:
+    """A kind of GPU, by the name that Ray has for it, as an amount of what nodes with it have; empty for None.
+
+    >>> accelerator("A100"), accelerator(None)
+    ({'accelerator_type:A100': 0.001}, {})
+
+    Raises:
+        TypeError: It is no such name.
+    """
+    if kind is None:
+        return {}
+    if not isinstance(kind, str) or not kind:
+        raise TypeError(f'`accelerator_type={kind!r}`: need the name that Ray has for it, such as "A100", or None.')
+    return {f"accelerator_type:{kind}": _PART_OF_NODE}
+
+
+def check_runtime_env(name: str, value: Any) -> None:
+    """Does nothing for what can be the environment of a process of Ray, or None.
+
+    Raises:
+        TypeError: It is of another type.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(
+            f'`{name}={value!r}`: need a dict as Ray takes it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or None.'
+        )
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """The arguments `num_workers`, `use_gpu` and `smoke_test`; connects to Ray if there is an `--address`."""
+    import argparse
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--num-workers", type=int, default=1, help="processes that train together (default: 1)")
+    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--smoke-test", action="store_true", help="train briefly on made-up data")
+    parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
+    args = parser.parse_args()
+    if args.address is not None:
+        import ray
+
+        ray.init(address=args.address)
+    return args

@@ -1,1 +1,0 @@
-"""Arguments: checked before anything starts, or read from a command line."""

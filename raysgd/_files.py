@@ -1,0 +1,197 @@
+"""Files of this machine: written whole or not at all, and paths where only a disk will do.
+
+A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
+process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
+the next write into the folder that finds it old and without a writer: a training that is preempted again and again
+would fill the disk with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from raysgd._text.secrets import masked
+
+_PREFIX, _SUFFIX = ".raysgd-", ".tmp"
+_LEFTOVER_S = 600.0  # age of a leftover; decides where file locks do not work
+_INSTEAD = "Mount the storage, or copy the files to and from it yourself."
+
+
+@contextlib.contextmanager
+def replacing(target: str) -> Iterator[IO[bytes]]:
+    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
+    folder = os.path.dirname(target) or os.curdir
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
+    if os.path.lexists(target) and not os.path.isfile(target):
+        raise FileExistsError(
+            errno.EEXIST,
+            "the checkpoint's path is not a regular file: pass another path",
+            target,
+        )
+    remove_leftovers(folder)
+    temporary = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+    file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
+    try:
+        _lock(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(temporary, target)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the disk is full, say
+            error.filename = target
+        with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
+            file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    flush_to_disk(folder)
+
+
+@contextlib.contextmanager
+def held(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep a temporary file or folder from being taken for a leftover."""
+    descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file or a folder, where that works.
+
+    Raises:
+        BlockingIOError: Another writer has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some file systems have no locks, or none for folders
+        return
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Delete what writers that were killed have left in this folder, as far as that can be told and done."""
+    old = time.time() - _LEFTOVER_S
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    if _last_change(entry) < old:
+                        _remove_unless_locked(entry)
+
+
+def _last_change(entry: os.DirEntry[str]) -> float:
+    """Return when it was written to, or, if it is a folder, anything directly in it."""
+    times = [entry.stat(follow_symlinks=False).st_mtime]
+    if entry.is_dir(follow_symlinks=False):
+        with os.scandir(entry) as inner:
+            times.extend(each.stat(follow_symlinks=False).st_mtime for each in inner)
+    return max(times)
+
+
+def _remove_unless_locked(entry: os.DirEntry[str]) -> None:
+    with held(entry):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry)
+        else:
+            os.unlink(entry)
+
+
+def flush_to_disk(path: str | os.PathLike[str]) -> None:
+    """Put a file, or the names in a folder, on the disk. Some file systems cannot do the latter, and need not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `pathlib` makes one of two
+
+
+def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
+    """Refuses what is no path of a file or a folder on this machine.
+
+    Args:
+        name: The argument.
+        path: Its value.
+        instead: What to do with a URI.
+
+    Raises:
+        TypeError: It is no text and no path.
+        ValueError: It is empty, has a null character, or is a URI.
+    """
+    if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
+        raise TypeError(f"`{name}={path!r}`: need a path, as a `str` or a `pathlib.Path`.")
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ValueError(f"`{name}={path!r}`: need a path, not an empty one or one with a null character.")
+    check_local(name, path, instead)
+
+
+def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
+    """Refuses what names a place in a remote storage; everything else is left for others to check.
+
+    Raises:
+        ValueError: It is a URI.
+
+    >>> check_local("logdir", "/mnt/results")
+    >>> check_local("logdir", "s3://bucket/results")
+    Traceback (most recent call last):
+    ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted disk, not a URI...
+    """
+    if isinstance(path, str | os.PathLike) and _SCHEME.match(str(path)):
+        raise ValueError(
+            f"`{name}={masked(str(path))!r}`: need a path on a local or mounted disk, not a URI. {instead}"
+        )
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuses to read what may never end: a device, a pipe, a socket. The file may be missing.
+
+    Raises:
+        OSError: It is one.
+    """
+    place = Path(path)
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise OSError(f"`{path}` is not a regular file, but a device, a pipe or a socket")
+
+
+def make_folder(name: str, path: str | os.PathLike[str]) -> None:
+    """Makes a folder, unless it is there, and refuses one that takes no files.
+
+    Raises:
+        ValueError: It cannot be made, or not be written to.
+    """
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`{name}={str(path)!r}`: the folder cannot be made ({error.strerror}). Pass one that you may write to."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"`{name}={str(path)!r}`: you may not write there. Pass a folder that you may write to.")

@@ -1,1 +1,0 @@
-"""Files of this machine: written whole or not at all, and refused where they are something else."""

@@ -1,0 +1,178 @@
+"""Imports that are late, optional, or by name: the one place that says what to install.
+
+A leaf that needs an optional package calls `require` inside the function that uses it. Nothing else in the
+package probes for packages, so every user reads the same sentence, and a package that is present but broken
+is never mistaken for one that is missing.
+
+Why Ray and the frameworks are imported late: ADR 8.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import importlib.util
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
+    """Import an optional dependency, or say how to install it.
+
+    >>> require("json", extra="data").loads("[1, 2]")
+    [1, 2]
+
+    Args:
+        module: Absolute dotted name of the module to import, for example `"mlflow.tracking"`.
+        extra: The extra of this distribution that installs the package.
+        purpose: What needs it, as the subject of a sentence, for example `` "`MLflowLogger`" ``. Default:
+            `"this feature"`.
+
+    Returns:
+        The imported module (for a dotted name the innermost one).
+
+    Raises:
+        ModuleNotFoundError: If the package is missing; an `ImportError` too.
+        ImportError: If it is present and its import fails. The original error is chained.
+    """
+    who = purpose or "this feature"
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        missing = _missing(module, extra, error)
+        if missing:
+            raise ModuleNotFoundError(_missing_message(missing, extra, who), name=module) from error
+        raise ImportError(_broken_message(module, extra, who, error), name=module) from error
+
+
+def require_installed(module: str, extra: str, purpose: str) -> None:
+    """Say how to install an optional dependency unless it is there, without importing it, which may take seconds.
+
+    >>> require_installed("json", extra="data", purpose="this example")
+
+    Raises:
+        ModuleNotFoundError: If the package is missing.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(_missing_message(_package_of(module), extra, purpose), name=module)
+
+
+def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
+    """The package that is not there: that of the module, or one that it needs. None if an import went wrong."""
+    while error is not None:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        if name and (name == _package_of(module) or _named(name, extra)):
+            return name
+        error = error.__cause__
+    return None
+
+
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def install_command(extra: str, *options: str, package: str = "") -> str:
+    """The command that installs what an extra installs, or of that only a package, wherever raysgd came from.
+
+    It names the packages, so no index needs to have raysgd. Sources that are not installed are named by their folder.
+    """
+    folder = f"{Path(__file__).resolve().parents[1]}[{extra}]"
+    wanted = _named(package, extra) or _requirements("raysgd", extra) or [folder]
+    return " ".join(["pip install", *options, *(f'"{each}"' for each in dict.fromkeys(wanted))])
+
+
+def _named(package: str, extra: str) -> list[str]:
+    """What an extra installs, directly or by the extra of another package, under the name of this one."""
+    own = _requirements("raysgd", extra)
+    extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
+    all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]
+    pattern = re.compile(rf"{re.escape(package).replace('_', '[-_]')}(-skinny)?(?![\w-])", re.IGNORECASE)
+    return [each for each in all_of_it if pattern.match(each)][:1] if package else []
+
+
+def _requirements(distribution: str, extra: str) -> list[str]:
+    """Return what an extra of an installed package installs beside it; nothing if the package is not installed."""
+    from importlib import metadata
+
+    try:
+        lines = [line.partition(";") for line in metadata.requires(distribution) or []]
+    except metadata.PackageNotFoundError:
+        return []
+    mark = re.compile(rf"""extra == ["']{extra}["']""")
+    named = [name.strip() for name, _, marker in lines if mark.search(marker)]
+    return [each for name in named for each in _without_own_extras(name)]
+
+
+def _without_own_extras(requirement: str) -> list[str]:
+    own = re.fullmatch(r"raysgd\[(\w+)\]", requirement)
+    return _requirements("raysgd", own[1]) if own else [requirement]
+
+
+def _missing_message(package: str, extra: str, who: str) -> str:
+    return f"{who} needs `{package}`, which is not installed. Run: {install_command(extra, package=package)}"
+
+
+def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
+    return (
+        f"{who} needs `{module}`. The package `{_package_of(module)}` is installed, but importing it failed "
+        f"with {type(error).__name__}: {error}. Repair that installation, or run: "
+        f"{install_command(extra, '--upgrade', '--force-reinstall')}"
+    )
+
+
+def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
+    """Gives a package a `__getattr__`, which imports its names and public modules when they are first used.
+
+    It also gets a `__dir__` of its public names. Type checkers see neither, and so find a name that is misspelled.
+
+    Args:
+        package: Its `__name__`.
+        modules: For each name the module that defines it; `module:name` where that has another name there.
+        shown: The modules of the package that `dir` names. Default: all without an underscore.
+
+    Returns:
+        The `__getattr__`.
+    """
+    namespace = vars(sys.modules[package])
+
+    def submodules() -> set[str]:
+        path = namespace.get("__path__", ())
+        return {each.name for each in pkgutil.iter_modules(path) if not each.name.startswith("_")}
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            if not name.startswith("_") and name in submodules():
+                return importlib.import_module(f"{package}.{name}")
+            raise AttributeError(f"module `{package}` has no attribute `{name}`")
+        module, _, name_there = modules[name].partition(":")
+        value = namespace[name] = getattr(importlib.import_module(module), name_there or name)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*namespace.get("__all__", namespace), *modules, *(submodules() if shown is None else shown)})
+
+    namespace.update(__getattr__=find, __dir__=names)
+    return find
+
+
+def pickle_modules_by_name() -> None:
+    """Lets pickle take such modules by their names, as it takes others.
+
+    A function or a class of a script is pickled with all modules that it uses, or may use: cloudpickle takes
+    `self.config` for a use of `torch.distributed.config` where `torch.distributed` is used beside it.
+    """
+    own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
+    for kind in own - copyreg.dispatch_table.keys():
+        if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+            copyreg.pickle(kind, _by_name)
+
+
+def _by_name(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+    if sys.modules.get(module.__name__) is not module:
+        raise TypeError(f"cannot pickle '{type(module).__name__}' object, which no import finds")
+    return importlib.import_module, (module.__name__,)

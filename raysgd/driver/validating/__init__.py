@@ -1,1 +1,0 @@
-"""Validation beside the training: by workers that do nothing else."""

@@ -1,1 +1,0 @@
-"""The time of one worker: every second falls into a bin."""
