@@ -24,7 +24,7 @@ class KerasState(ReplicaState):
     Args:
         operator: Has what is registered, and its own state.
         feed: Has the position in the data.
-        fit: The place of a `fit` of Keras; None where the operator has a loop of its own.
+        fit: The place of a `fit` of Keras; None where the operator draws batches.
         is_joint: Whether it takes all ranks to read a variable.
     """
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from raysgd.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.parallel.step import Exchange, TracedStep
 from raysgd.worker.ledger import Ledger
-
-if TYPE_CHECKING:
-    from raysgd.tf.parallel.joint_losses import JointLosses
 
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
@@ -154,10 +151,17 @@ class GradientAverager:
     and TensorFlow uses the sums where they lie. The weight of a rank is its samples over those of a full step, which is
     what the first step is taken for; the sum of the weights travels along. In full steps it is 1, and nothing more is
     to be done.
+
+    Args:
+        exchanges: Has the group, and counts.
+        traced: The step of a Keras loop.
+        num_samples_of: See `JointLosses`.
     """
 
-    def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, losses: JointLosses) -> None:
-        self._exchanges, self._traced, self._losses = exchanges, traced, losses
+    def __init__(
+        self, exchanges: ExchangeRecord, traced: TracedStep, num_samples_of: Callable[[int, Exchange], float]
+    ) -> None:
+        self._exchanges, self._traced, self._num_samples_of = exchanges, traced, num_samples_of
         self._full_step: float | None = None
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
@@ -194,7 +198,7 @@ class GradientAverager:
         try:
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
-            num_samples = self._losses.num_samples_of(int(count), repeat)
+            num_samples = self._num_samples_of(int(count), repeat)
             with self._exchanges.exchanging(num_samples):
                 return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
         except BaseException as error:

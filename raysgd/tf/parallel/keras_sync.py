@@ -59,7 +59,7 @@ class Synchronizer:
         self._losses = losses = JointLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # the models; nothing is refused without them
-        self._new_averager = partial(GradientAverager, self.exchanges, traced, losses)
+        self._new_averager = partial(GradientAverager, self.exchanges, traced, losses.num_samples_of)
         self._averager = self._new_averager()  # for what is not watched: one, as ranks retrace at different times
         self._averagers = [self._averager]
         self._metrics = JointMetrics(lambda: self.group, traced)

@@ -120,7 +120,11 @@ def test_the_first_error_of_an_exchange_is_raised_instead_of_what_tensorflow_mak
 
 def averager() -> tuple[GradientAverager, ExchangeRecord, TFStep]:
     exchanges, traced, step = ExchangeRecord(TwoAlike()), TracedStep(), TFStep()
-    return GradientAverager(exchanges, traced, JointLosses(exchanges, traced, step, TFStep())), exchanges, step
+    return (
+        GradientAverager(exchanges, traced, JointLosses(exchanges, traced, step, TFStep()).num_samples_of),
+        exchanges,
+        step,
+    )
 
 
 @pytest.mark.parametrize("num_samples", [4, 1])
