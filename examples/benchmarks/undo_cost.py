@@ -4,7 +4,7 @@
 
 One process trains each program in turn without copies, by the rule of the default after the first batch of a call, and
 with copies before each batch. "First batch" is the copy before that batch, which the rule takes of every program with a
-`train_batch` of its own. Workers copy in parallel, each on its own device.
+custom `train_batch`. Workers copy in parallel, each on its own device.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Program:
 
 
 def dense(width: int) -> Callable[[], Program]:
-    """A network with ten square layers, in a `train_batch` of its own."""
+    """A network with ten square layers, in a custom `train_batch`."""
 
     def make() -> Program:
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(10)))

@@ -1,6 +1,6 @@
 """Programs that step several times in a batch rejoin after a loss in the middle of one.
 
-Covers `raysgd.torch.step.undo_log` in a group of several processes.
+Covers `raysgd.torch.step.undo` in a group of several processes.
 """
 
 from __future__ import annotations
