@@ -16,8 +16,7 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls, overrides
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.call_handle import CallHandle
+from raysgd.engine.shared.call import Call, CallHandle
 from raysgd.exceptions import InvalidCountError, NoDataError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
