@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-TREE_LINE = re.compile(r"^( *)(\S+)")
 
 
 @dataclass(frozen=True)
@@ -133,31 +132,6 @@ def test_the_page_about_installing_lists_the_extras() -> None:
     rows = re.findall(r"^\| (`[^|]*`) \|", page, flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == extras
     assert len(extras) > 10
-
-
-def tree_of_the_architecture_page() -> set[str]:
-    """The paths in the tree that the page shows; folders end in a slash."""
-    [tree] = [block for block in blocks(ROOT / "docs" / "architecture.md") if "raysgd/" in block.lines]
-    paths: set[str] = set()
-    folders: list[str] = []
-    for line in tree.lines:
-        match = TREE_LINE.match(line)
-        assert match, f"not a line of a tree: {line!r}"
-        depth = len(match[1]) // 2
-        path = "".join(folders[:depth]) + match[2]
-        if path.endswith("/"):
-            folders[depth:] = [match[2]]
-        paths.add(path)
-    return paths
-
-
-def test_the_tree_in_the_architecture_page_is_the_tree_there_is() -> None:
-    shown = tree_of_the_architecture_page()
-    folded = {path for path in shown if path.endswith("/") and not any(p != path and p.startswith(path) for p in shown)}
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "raysgd").rglob("*.py")}
-    modules = {path for path in there if not path.endswith("/__init__.py") and not path.startswith(tuple(folded))}
-    assert sorted(modules - shown) == [], "these need a line in the tree of docs/architecture.md"
-    assert sorted(path for path in shown if not (ROOT / path).exists()) == [], "these are not where the tree has them"
 
 
 def test_the_files_to_open_for_a_change_are_there() -> None:

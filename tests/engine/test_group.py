@@ -102,7 +102,7 @@ class AnsweringPlatform(Platform):
         (
             FakeGroup,
             WorkerGroup,
-            {"give_ranks", "interrupt", "is_on_one_node", "store", "submit", "take_over", "to_keep"},
+            {"give_ranks", "is_on_one_node", "store", "submit", "take_over", "to_keep"},
         ),
         (FakeStandbyWorkers, StandbyWorkers, {"cancel", "lend"}),
         (FakeSlots, Slots, {"are_own", "close", "give_back", "node_of", "take", "take_over", "take_usable"}),
