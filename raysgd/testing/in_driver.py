@@ -56,8 +56,8 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Lets the next group that is started, and has these ranks, lose them over its set-up."""
     _disarm(trainer, "setup")
-    starter = controller_of(trainer).starter
-    original = starter.make_group
+    lifecycle = controller_of(trainer)._lifecycle
+    original = lifecycle.make_group
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
         if num_workers <= max(ranks):
@@ -69,10 +69,10 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         return doomed
 
     def undo() -> None:
-        starter.make_group = original
+        lifecycle.make_group = original
         _undo[trainer].pop("setup", None)
 
-    starter.make_group = make_group
+    lifecycle.make_group = make_group
     _undo.setdefault(trainer, {})["setup"] = undo
 
 

@@ -481,13 +481,11 @@ class Adversaries(GANOperator):
         return torch.linspace(-1, 1, 2 * num_samples).reshape(num_samples, 2)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrainer, window: int) -> None:
+def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrainer) -> None:
     config = {"noise_dim": 2, "batch_size": 4, "seed": 0}
-    steps = StepOptions(accumulate_grad_batches=window)
     states = []
     for parallel in ("ddp", "fsdp"):
-        spec = TorchSettings(Adversaries, config, parallel=parallel, step_options=steps)
+        spec = TorchSettings(Adversaries, config, parallel=parallel)
         state = two.apply_all_workers(trained_state(spec))[0]
         assert state is not None
         states.append(state["models"])

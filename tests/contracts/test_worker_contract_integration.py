@@ -417,7 +417,7 @@ def test_a_part_goes_to_a_partner_on_another_node_instead_of_the_driver(
     group, tokens = large.group, [7 + rank for rank in large.kind.ranks]
     nodes = [group.infos[0].node_id if large.kind.use_local else "first", "second"][: len(group)]
     infos = [replace(info, node_id=node) for info, node in zip(group.infos, nodes, strict=True)]
-    monkeypatch.setattr(WorkerGroup, "infos", infos)
+    monkeypatch.setattr(group, "infos", infos)
     parts = group.fetch_parts(part, tokens).result(120.0)
     assert [int(parts[rank][0]) for rank in large.kind.ranks] == tokens
     assert [value is None for value in parts.values] == [not large.kind.use_local] * len(group)

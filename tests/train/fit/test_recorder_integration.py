@@ -305,7 +305,7 @@ class TestGoingOn:
 
 class TestInAStore:
     def test_a_run_fails_and_is_restored(self, tmp_path: Path, s3_server: S3Server) -> None:
-        place = s3_server.uri("fit")
+        place = s3_server.uri("recorded")
         with pytest.raises(TrainingFailedError):
             make_trainer(place, tmp_path, config={"fails_at": 1, "kind": "folder"}, callbacks=[Noting()]).fit()
         experiment = s3_server.uri("fit/run")
