@@ -308,7 +308,7 @@ class TestInAStore:
         place = s3_server.uri("recorded")
         with pytest.raises(TrainingFailedError):
             make_trainer(place, tmp_path, config={"fails_at": 1, "kind": "folder"}, callbacks=[Noting()]).fit()
-        experiment = s3_server.uri("fit/run")
+        experiment = s3_server.uri("recorded/run")
         assert DataParallelTrainer.can_restore(experiment)
         result = DataParallelTrainer.restore(experiment).fit()
         assert result.metrics is not None
