@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.utils import _verify_param_shape_across_processes
@@ -178,6 +179,9 @@ class NoParallel:
         """
         if not self.synchronizes:
             return lambda: amount
+        group = exchanges_at_once()
+        if group is not None and not isinstance(amount, torch.Tensor):  # mostly, gradients carry it
+            return partial(self._total_at_once, group, amount)
         numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
         with self.exchanges.noting():
             wait = self._start_sum(numbers)
@@ -185,9 +189,13 @@ class NoParallel:
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
         """Start a sum in the group of the gradients, right before those of the same backward pass."""
-        if quick_group(numbers) is not None:  # takes no longer than to begin it
-            return partial(self.all_sum, numbers)
         return dist.all_reduce(numbers, async_op=True).wait
+
+    def _total_at_once(self, group: Group, amount: float) -> float:
+        numbers = np.array([amount], np.float64)
+        with self.exchanges.noting():
+            group.add_up(numbers)
+        return float(numbers[0])
 
     def _total(self, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
         with self.exchanges.noting():
