@@ -114,11 +114,6 @@ class FSDP(NoParallel):
             return
         self._has_hook = True
         for part in _sharded_parts(models):
-            if not hasattr(part, "set_custom_reduce_scatter"):
-                raise RuntimeError(
-                    f'`parallel="fsdp"` needs PyTorch 2.9, but {torch.__version__} is installed. Install PyTorch 2.9 '
-                    "or later."
-                )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:

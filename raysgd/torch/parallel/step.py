@@ -355,13 +355,14 @@ class BatchStep:
         """The option of the trainer that makes several batches one step."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "max_batch_per_worker"
 
-    def share(self, weight: float | None, num_ranks: int, usual: float) -> float:
+    def share(self, weight: float | None, num_ranks: int, usual: float, *, is_of_criterion: bool = False) -> float:
         """Count this batch in its window; return what to multiply its loss with.
 
         Args:
             weight: How much the batch counts; None for its samples.
             num_ranks: Over how many ranks gradients are averaged.
             usual: How much a batch of a rank counted last, alike on all ranks, if not by its samples.
+            is_of_criterion: Whether the criterion says how much it counts, and not user code.
 
         Raises:
             ValueError: Others of the window count by something else.
@@ -375,7 +376,7 @@ class BatchStep:
             usual = usual if total is None else total / num_ranks
             self.waiting = Window(weight is not None, self.window * usual or 1.0)
         window, batch = self.waiting, (self._num_batches, weight)
-        window.is_exchanged = self.is_boundary
+        window.is_exchanged, window.is_of_criterion = self.is_boundary, is_of_criterion
         if window.is_weighted != (weight is not None):
             raise ValueError(
                 f"`self.backward` was called with `weight=` for some of the {self.window} batches of an optimizer step "

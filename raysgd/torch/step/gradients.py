@@ -57,7 +57,7 @@ class Gradients:
 
     def begin_call(self) -> None:
         """Begin a call of `train`, or go on with it in another group, whose ranks all expect the same."""
-        self._usual, self._uncounted = 1.0, False
+        self._labels, self._usual, self._uncounted = _NO_CALL, 1.0, False
 
     # ------------------------------------------------------------------------------------ labels
 
@@ -71,7 +71,8 @@ class Gradients:
         """Take notice of a loss of PyTorch over labels: `backward` of this very one knows how much it counts."""
         if call.amount is None or not torch.is_grad_enabled():
             return
-        step, self._labels = self._parallel.step, call
+        step = self._parallel.step
+        self._labels = call._replace(output=None, target=None, counting=None)  # large, and not to outlive the batch
         if not step.is_padding:
             step.amounts.append(call.amount)
             step.has_uncounted = step.has_uncounted | call.is_uneven
@@ -188,10 +189,7 @@ class Gradients:
         """Count a batch in its window; return what to multiply its loss with."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
-        share = parallel.step.share(weight, parallel.num_ranks, self._usual)
-        if parallel.step.waiting is not None:
-            parallel.step.waiting.is_of_criterion = not is_given
-        return share
+        return parallel.step.share(weight, parallel.num_ranks, self._usual, is_of_criterion=not is_given)
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
