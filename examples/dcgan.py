@@ -121,6 +121,7 @@ def main() -> None:
     with ray_running(args):
         found = [train(num_epochs, judge, **options) for options in one_process_then_workers(args)]
     (untrained, alone), (_, generator) = found[0], found[-1]
+    judge.cpu()  # a worker in this process has used it, too
     generated = draw(generator)
     counts = judge(generated).argmax(dim=1).bincount(minlength=10).tolist()
     print(f"{NUM_GENERATED} generated images, of each digit from 0 to 9 as the judge sees it: {counts}")

@@ -360,9 +360,11 @@ def is_connection_error(error: BaseException) -> bool:
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have put its own words before PyTorch's
+        text = str(link).lower()
+        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # such as two ranks on one GPU
+            return False
         if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
             return True
-        text = str(link).lower()
         if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
             return False
         if is_of(link, ["torch"], passing_on=["torch._utils"]):

@@ -44,7 +44,7 @@ class TorchTrainer(DataParallelTrainer):
         train_loop_per_worker: The function. `prepare_model` and `prepare_data_loader` of `raysgd.train.torch` make
             what it has ready for several workers.
         train_loop_config: Its argument.
-        torch_config: How the workers are connected. Default: NCCL where they have GPUs, else gloo.
+        torch_config: How the workers are connected. Default: NCCL where each has a GPU, else gloo.
         torch_backend: Another name of `torch_config`, from the guide of the old library.
         **options: As `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 

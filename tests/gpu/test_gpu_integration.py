@@ -13,10 +13,13 @@ import pytest
 import ray.cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import DistBackendError
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import train
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
+from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.ddp import DDP
@@ -24,6 +27,8 @@ from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.parallel.stream_clock import StreamClock
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.train import Trainer
+from raysgd.train.torch import TorchConfig
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
@@ -247,6 +252,52 @@ def test_two_workers_share_a_gpu_over_gloo(ray_cluster: None) -> None:
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
     for name, tensor in other.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_is_survived_on_gpus(ray_cluster: None) -> None:
+    """In fp16, where the scale is part of the state."""
+    options = {"use_gpu": True, "num_workers": 2, "num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.5}
+    options |= {"joint_batch": "constant", "precision": "fp16", "min_workers": 1}
+    found = []
+    for is_killed in (False, True):
+        with TorchTrainer(training_operator_cls=Plain, **options) as trainer:
+            trainer.train()
+            if is_killed:
+                kill_worker(trainer, rank=1, at="step:2")
+            trainer.train()
+            found.append(trainer.state_dict())
+            assert [event.kind for event in trainer.status().events if event.is_loss] == ["rejoined"] * is_killed
+    before, after = found
+    for name, tensor in before["models"][0].items():
+        torch.testing.assert_close(after["models"][0][name], tensor, rtol=5e-3, atol=5e-3)
+
+
+def place_of_function(config: dict[str, Any]) -> tuple[str, float]:
+    """Trains a little; returns where, and the weight."""
+    model = train.torch.prepare_model(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.ones_(model.module.weight)
+    model(torch.full((1, 1), 1.0 + train.world_rank(), device=train.torch.get_device())).sum().backward()
+    return train.torch.get_device().type, model.module.weight.grad.item()
+
+
+def test_functions_share_a_gpu_over_gloo(ray_cluster: None) -> None:
+    trainer = Trainer("torch", num_workers=2, use_gpu=True, resources_per_worker={"CPU": 0.5, "GPU": 0.5})
+    trainer.start()
+    try:
+        assert trainer.run(place_of_function, config={}) == [("cuda", 1.5)] * 2
+    finally:
+        trainer.shutdown()
+
+
+def test_two_ranks_of_nccl_on_a_gpu_are_refused(ray_cluster: None) -> None:
+    resources = {"CPU": 0.5, "GPU": 0.5}
+    trainer = Trainer(TorchConfig("nccl"), num_workers=2, use_gpu=True, resources_per_worker=resources)
+    trainer.start()
+    try:
+        with pytest.raises(DistBackendError, match="Duplicate GPU"):
+            trainer.run(place_of_function, config={})
+    finally:
+        trainer.shutdown()
 
 
 def test_kernels_count_as_own_time_unless_they_belong_to_an_exchange() -> None:

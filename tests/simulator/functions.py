@@ -53,6 +53,13 @@ class Broken(Exception):
     """An invariant."""
 
 
+class Ended(int):
+    """The exchanges of a dead rank: none, also after its thread has ended the one that it was in."""
+
+    def __sub__(self, other: int) -> Ended:
+        return self
+
+
 @dataclass(eq=False)
 class Exchanges:
     """The connections of one group."""
@@ -128,7 +135,7 @@ class Rank:
             membership = session.membership
             if membership is not None:  # nothing of it goes on, so nothing waits for it
                 with membership._changed:
-                    membership._num_in_use = 0
+                    membership._num_in_use = Ended()
                     membership._changed.notify_all()
 
     def end(self) -> bool:
@@ -185,6 +192,12 @@ class Wrapped(torch.nn.Module):
         self.module = torch.nn.ParameterList([torch.zeros(NUM_SAMPLES, dtype=torch.float64)])
 
 
+def _shuffled(batch_size: int) -> DataLoader[Any]:
+    """A loader whose order comes from no generator of the process, which its other ranks draw from as well."""
+    data = TensorDataset(torch.arange(NUM_SAMPLES))
+    return DataLoader(data, batch_size=batch_size, shuffle=True, generator=torch.Generator())
+
+
 def train(rank: Rank, session: Session) -> list[list[float]]:
     """The user's function."""
     sim = rank.sim
@@ -193,9 +206,7 @@ def train(rank: Rank, session: Session) -> list[list[float]]:
     steps._parallel, steps._is_checked = cast(Any, rank), True
     steps._comparisons = cast(Any, SimpleNamespace(is_due=True, note_call=lambda *_: None))  # without a clock
     loader = RepeatingLoader(
-        over_joint_batches(
-            DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=JOINT // world.size, shuffle=True), world, 5
-        ),
+        over_joint_batches(_shuffled(JOINT // world.size), world, 5),
         steps,
     )
     models = [Wrapped() for _ in range(sim.num_steps)]
@@ -528,8 +539,7 @@ class Simulation:
 
 
 def _whole() -> DataLoader[Any]:
-    made: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=JOINT, shuffle=True)
-    return over_joint_batches(made, World(0, 1), 5)
+    return over_joint_batches(_shuffled(JOINT), World(0, 1), 5)
 
 
 def _copied(state: Any) -> Any:

@@ -124,7 +124,8 @@ def test_a_worker_without_gpus_is_told_of_none() -> None:
     ("config", "num_gpus", "transport", "names_address"),
     [
         (TorchConfig(), 0, "gloo", True),
-        (TorchConfig(), 0.5, "nccl", True),
+        (TorchConfig(), 0.5, "gloo", True),  # NCCL cannot have two ranks on a GPU
+        (TorchConfig(), 1, "nccl", True),
         (TorchConfig("gloo", "tcp", 7), 1, "gloo", False),
     ],
 )

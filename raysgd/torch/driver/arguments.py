@@ -50,7 +50,7 @@ def _check_use_local(num_workers: int) -> None:
             raise ValueError(
                 "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
             )
-    _warn_local_once()
+        _warn_local_once()
 
 
 _once = Once()

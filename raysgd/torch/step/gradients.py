@@ -87,7 +87,7 @@ class Gradients:
         obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
         weight = labels.amount if given is None else as_weight("weight", given)
         if given is None and (obstacle is not None or not self._has_several_batches):
-            if labels.is_uneven and self._has_several_batches:
+            if labels.is_uneven is True and self._has_several_batches:  # of a device only `end_call` learns it
                 what = "a loss that ignores labels, or counts them by the weights of their classes,"
                 raise _no_weights(str(obstacle), what)
             return None

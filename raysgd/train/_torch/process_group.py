@@ -24,7 +24,7 @@ class TorchConfig(BackendConfig):
     """Connects the workers with a process group of `torch.distributed`, also a single one.
 
     Attributes:
-        backend: "nccl", "gloo", ...; None for NCCL where workers have GPUs, else gloo.
+        backend: "nccl", "gloo", ...; None for NCCL where each worker has a GPU, else gloo.
         init_method: "env" tells the workers of their meeting point in `MASTER_ADDR` and `MASTER_PORT`; "tcp" does not.
         timeout_s: How long a collective may wait for the other ranks.
         form_timeout_s: How long the workers may take to form the group; never longer than `timeout_s`.
@@ -54,7 +54,7 @@ class TorchConfig(BackendConfig):
         return self._transport(num_gpus_per_worker) == "gloo"
 
     def _transport(self, num_gpus_per_worker: float) -> str:
-        return self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
+        return self.backend or ("nccl" if num_gpus_per_worker >= 1 else "gloo")
 
 
 class TorchBackend(Backend):
