@@ -6,7 +6,7 @@ code. A stand-in module answers those. Any other request imports the real module
 
 `torch._dynamo` is private to PyTorch, so the stand-in is used only with the versions whose behavior
 `tests/connections/test_compiler.py` has verified, and `RAYSGD_EAGER_COMPILER=1` turns it off. What it saves, and what
-would make it unnecessary: docs/adr/0012-the-compiler-is-imported-when-needed.md.
+would make it unnecessary: docs/adr/0008-lazy-ray-and-frameworks.md.
 """
 
 from __future__ import annotations
