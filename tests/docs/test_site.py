@@ -60,6 +60,14 @@ def test_every_decision_is_in_the_index() -> None:
     assert [path.name for path in sorted(DOCS.glob("adr/*.md")) if f"(adr/{path.name})" not in index] == []
 
 
+def test_a_contributor_finishes_the_decisions_and_the_architecture() -> None:
+    num_words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("adr/*.md")}
+    assert len(num_words) <= 30
+    assert {name: number for name, number in num_words.items() if number > 500} == {}
+    assert sum(num_words.values()) <= 12_000
+    assert len((DOCS / "architecture.md").read_text(encoding="utf-8").split()) <= 2_500
+
+
 def test_nothing_is_loaded_from_elsewhere() -> None:
     assert settings()["theme"]["font"] is False
     assert not [entry for entry in settings().get("extra_javascript", []) if "//" in entry]

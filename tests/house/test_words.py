@@ -1,7 +1,7 @@
 """The words that users read are plain, and one thing has one word.
 
 The pages, and the docstrings, comments, messages and names of the code, use the words of the house style. Old entries
-of the changelog, and the decisions in `docs/adr`, keep the names of their time; only the `TRANSLATED` words are gone.
+of the changelog keep the names of their time; only the `TRANSLATED` words are gone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RECORDS = [ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs" / "adr").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
+RECORDS = [ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]
 MODULES = [path for folder in ("raysgd", "operators", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # What people do not say to a colleague, and what to write instead. A space stands for any white space.
@@ -199,7 +200,7 @@ def test_translated_words_are_found(tmp_path: Path) -> None:
 
 
 def test_decisions_that_the_code_names_exist() -> None:
-    decisions = {int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("0*.md")}
+    decisions = {int(path.name[:4]) for path in DECISIONS}
     named = {
         (name_of(path), int(number))
         for path in MODULES
