@@ -19,6 +19,12 @@ LOWEST_PY := $(LOWEST)/bin/python
 LOWEST_STAMP := $(LOWEST)/.installed
 LOWEST_PYTHON ?= $(call first_supported,python3.10 python3.11 python3.12)
 
+# So do the newest versions that the package index has, whatever `constraints-dev.txt` says.
+NEWEST ?= .venv-newest
+NEWEST_PY := $(NEWEST)/bin/python
+NEWEST_STAMP := $(NEWEST)/.installed
+NEWEST_PYTHON ?= $(call first_supported,python3.13 python3.12 python3.11)
+
 # A peer of the benchmarks that needs other versions than the tests do.
 TORCHFT := .venv-torchft
 TORCHFT_STAMP := $(TORCHFT)/.installed
@@ -35,7 +41,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test test-all test-times test-lowest soak lint typecheck format bench claims docs site lock clean help
+.PHONY: demo quick unit test test-all test-times test-lowest test-newest soak lint typecheck format bench claims docs site lock clean help
 
 # `make quick` runs what needs no processes and no seconds; `make test` adds the real test of each promise of the README;
 # `make test-all` adds the rest. No test runs twice.
@@ -77,6 +83,11 @@ test-lowest: $(LOWEST_STAMP) ## run the tests of `make quick`, and the examples 
 	$(LOWEST_PY) -m raysgd doctor
 	$(LOWEST_PY) -m pytest $(TESTS) -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	RAYSGD_FORKED_WORKERS=0 $(LOWEST_PY) -m pytest tests/examples -q -m soak -k "as_a_program_on_workers and not $(NEWER)"
+
+test-newest: $(NEWEST_STAMP) ## run the tests of `make quick`, and the examples on Ray, with the newest versions
+	$(NEWEST_PY) -m raysgd doctor
+	$(NEWEST_PY) -m pytest $(TESTS) -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	RAYSGD_FORKED_WORKERS=0 $(NEWEST_PY) -m pytest tests/examples -q -m soak -k "as_a_program_on_workers and not horovod"
 
 soak: $(ALL_STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
@@ -151,6 +162,13 @@ $(LOWEST_STAMP): pyproject.toml setup.py constraints-lowest.txt
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --group dev --group full
 	$(LOWEST_PY) -m pip install -c constraints-lowest.txt --no-build-isolation -e ".[all]"
 	$(LOWEST_PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || $(LOWEST_PY) -m raysgd.horovod.install
+	touch $@
+
+$(NEWEST_STAMP): pyproject.toml setup.py
+	@test -n "$(NEWEST_PYTHON)" || { echo "no Python 3.11 to 3.13 found: install one, or set NEWEST_PYTHON=..." >&2; exit 1; }
+	test -x $(NEWEST_PY) || $(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST_PY) -m pip install --upgrade "pip>=25.1"
+	$(NEWEST_PY) -m pip install --upgrade --group dev --group full -e ".[$(EXTRAS)]"
 	touch $@
 
 # Its workers also import the models and data of the benchmarks, and so raysgd.

@@ -1,8 +1,9 @@
-"""Settings that `pyproject.toml` cannot hold: the version, and the README with absolute links."""
+"""Settings that `pyproject.toml` cannot hold: the version, the README with absolute links, and where packages are."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -33,12 +34,22 @@ def repository() -> str:
     return re.findall(r'^Source = "([^"]+)"$', settings, flags=re.MULTILINE)[0]
 
 
+def package_dir() -> dict[str, str]:
+    """Return where packages are. `raysgd/operators` is a link to `operators`, which archives and Windows may lack.
+
+    An editable install uses the link if it is there: then it is a plain path, which type checkers follow, and no import
+    hook.
+    """
+    is_plain = "editable_wheel" in sys.argv and (ROOT / "raysgd" / "operators").is_dir()
+    return {"": "."} if is_plain else {"": ".", "raysgd.operators": "operators"}
+
+
 setup(
     version=read_version(),
     long_description=read_description(),
     long_description_content_type="text/markdown",
-    packages=find_packages(include=["raysgd", "raysgd.*"]),
-    package_dir={"": "."},  # so an editable install is a plain path, which type checkers follow, and no import hook
+    packages=sorted({*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"}),
+    package_dir=package_dir(),
     package_data={"raysgd": ["py.typed"]},
     zip_safe=False,
 )

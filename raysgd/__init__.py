@@ -12,6 +12,9 @@ name brings in what it needs when it is first used.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysgd._imports import lazy_names
@@ -74,6 +77,24 @@ lazy_names(
 )
 
 log_lines.install()
+
+
+def _check_place() -> None:
+    """Refuse a checkout without its link to `operators`, as archives and Windows make one; warn on other systems.
+
+    Raises:
+        ImportError: The link is not there, and nothing else says where the operators are.
+    """
+    if not os.path.isdir(os.path.join(__path__[0], "operators")) and find_spec(f"{__name__}.operators") is None:
+        raise ImportError(
+            "`raysgd/operators` is no folder: this checkout lacks its link to `operators`. Run `pip install .` in it, "
+            "and start your program in another folder."
+        )
+    if sys.platform != "linux":
+        warnings.warn(f"raysgd is tested on Linux only. This is `{sys.platform}`.", RuntimeWarning, stacklevel=3)
+
+
+_check_place()
 
 
 def _take_over_aliases() -> None:

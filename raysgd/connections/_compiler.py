@@ -4,9 +4,9 @@ That import takes nearly as long as PyTorch's own. Programs that compile nothing
 optimizer, `DistributedDataParallel` and process groups ask the compiler for things that mean nothing outside compiled
 code. A stand-in module answers those. Any other request imports the real module, which replaces the stand-in for good.
 
-`torch._dynamo` is private to PyTorch, so the stand-in is used only with the versions whose behavior
-`tests/connections/test_compiler.py` has verified, and `RAYSGD_EAGER_COMPILER=1` turns it off. What it saves, and what
-would make it unnecessary: docs/adr/0008-lazy-ray-and-frameworks.md.
+`torch._dynamo` is private to PyTorch. A name that another version asks for is not among the answers, so it imports the
+real module: then nothing is saved, and nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off. What it saves,
+and what would make it unnecessary: docs/adr/0008-lazy-ray-and-frameworks.md.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("2.13",)
-"""The minor versions of PyTorch that the stand-in is used with: those that its tests have run with."""
-
 SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that turns the stand-in off."""
 
@@ -41,7 +38,8 @@ def defer_compiler() -> None:
     """Defers the import of the compiler, or leaves it to PyTorch; a debug line in the log says which."""
     import torch
 
-    obstacle = _obstacle(torch.__version__, os.environ.get(SWITCH, ""))
+    switch = os.environ.get(SWITCH, "")
+    obstacle = "" if switch in ("", "0") else f"{SWITCH}={switch}"
     spec = importlib.util.find_spec(_NAME) if not obstacle and _NAME not in sys.modules else None
     if spec is None:
         reason = obstacle or "it is imported already, or not there"
@@ -51,15 +49,6 @@ def defer_compiler() -> None:
     sys.modules[_NAME] = torch._dynamo = deferred.stand_in
     sys.meta_path.insert(0, deferred.finder)
     logger.debug("the import of PyTorch's compiler is deferred until something needs it (%s=1 turns this off)", SWITCH)
-
-
-def _obstacle(version: str, switch: str) -> str:
-    """Returns why this version of PyTorch is to import its compiler by itself; empty if it is not."""
-    if switch not in ("", "0"):
-        return f"{SWITCH}={switch}"
-    if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
-        return f"deferring it was tested with {', '.join(TESTED_VERSIONS)} only"
-    return ""
 
 
 class _DeferredImport:

@@ -30,6 +30,7 @@ _FOREIGN_VARIABLES = (
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
     "HDF5_PLUGIN_PATH",
     "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
     "CUDA_MODULE_LOADING",
     "CRC32C_SW_MODE",
 )
@@ -121,7 +122,9 @@ def _after_a_while(leaks: Callable[[], list[str]]) -> list[str]:
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.daemon}
+    threads = {thread for thread in threading.enumerate() if not thread.daemon}
+    has_compiled = "torch._inductor" in sys.modules  # whose pool, from PyTorch 2.14 on, stays
+    return {thread for thread in threads if not (has_compiled and thread.name.startswith("ThreadPoolExecutor"))}
 
 
 def _files() -> set[Path]:
