@@ -4,7 +4,7 @@
   caller may rightly expect two classes at once, or needs to tell one kind of failure from another.
 * All of them pickle, with their message; a `WorkerError` also with the faults behind it and so with its cause.
 
-Why some errors have two classes: ADR 5.
+Why some errors have two classes: ADR 7.
 """
 
 from __future__ import annotations

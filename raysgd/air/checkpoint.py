@@ -1,6 +1,6 @@
 """`Checkpoint`: a state that a run saved, as a dict in memory, as a folder on a disk or in a remote storage.
 
-One class for what `ray.air.Checkpoint` and `ray.train.Checkpoint` were (ADR 69).
+One class for what `ray.air.Checkpoint` and `ray.train.Checkpoint` were (ADR 86).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `install` lets them run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate` rewrites them.
 `paths.py` has the one table of old and new names; `names.py` lists names that the old library had in other modules.
 The packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
-docs/adr/0062-former-names-in-one-table.md says why.
+docs/adr/0086-old-imports-lead-to-raysgd.md says why.
 """
 
 from __future__ import annotations

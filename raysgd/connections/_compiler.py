@@ -6,7 +6,7 @@ code. A stand-in module answers those. Any other request imports the real module
 
 `torch._dynamo` is private to PyTorch. A name that another version asks for is not among the answers, so it imports the
 real module: then nothing is saved, and nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off. What it saves,
-and what would make it unnecessary: docs/adr/0012-the-compiler-is-imported-when-needed.md.
+and what would make it unnecessary: docs/adr/0008-lazy-ray-and-frameworks.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 When a rank dies, only the ranks that were talking to it notice. The others wait for ranks which have given up, and gloo
 has no call that ends such a wait. Shutting their sockets down does, from any thread, and also where no packet will ever
-say that the other side is gone. Where ranks listen is read from what gloo writes on the board: ADR 112.
+say that the other side is gone. Where ranks listen is read from what gloo writes on the board: ADR 55.
 
 Linux only, as it reads `/proc`. Elsewhere nothing is found and nothing cut; such ranks are then replaced, not kept.
 """

@@ -3,7 +3,7 @@
 An id is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see, in the order of the
 list; without a list it counts all of the machine.
 
-Why workers see one another's GPUs: ADR 24.
+Why workers see one another's GPUs: ADR 55.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both set `TF_CONFIG` in each worker of a group of several, as TensorFlow documents it, so that code which reads its rank
 from there finds it.
 
-Why there is a group beside TensorFlow: ADR 30.
+Why there is a group beside TensorFlow: ADR 31.
 """
 
 from __future__ import annotations

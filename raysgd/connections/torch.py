@@ -231,7 +231,7 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """Ends the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 112."""
+        """Ends the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 55."""
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
             self._end_exchanges()
@@ -262,7 +262,7 @@ class TorchConnection(Connection):
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leaves gloo's connections as they are for a moment, where no rank waits in them: ADR 112."""
+        """Leaves gloo's connections as they are for a moment, where no rank waits in them: ADR 55."""
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:

@@ -1,7 +1,7 @@
 """`predict` in the driver: rounds of batches over the workers there are, and the outputs in the order of the rows.
 
 A round is a call that changes nothing. If a worker dies in it, the round is divided again over the others and repeated,
-so no row is lost or doubled. Why there are rounds: ADR 78.
+so no row is lost or doubled. Why there are rounds: ADR 79.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-ARE_POSSIBLE = sys.platform == "linux"  # as are the mesh's sockets without a file, see ADR 112
+ARE_POSSIBLE = sys.platform == "linux"  # as are the mesh's sockets without a file, see ADR 55
 LARGEST = 1 << 16  # bytes: what a socket takes at once, also where the other end is stopped
 _FOREVER_S = 0.1  # without a look at what Ray knows
 _SHORTLY_S = 0.002  # where Ray is about to say what became of a worker

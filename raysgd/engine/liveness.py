@@ -3,7 +3,7 @@
 A live worker answers beside its work, mostly at once. But a machine may stall for seconds, and where thousands are
 asked the answers themselves take seconds to come in: no fixed time tells who is gone.
 
-Why silence is relative to those who answer: ADR 56.
+Why silence is relative to those who answer: ADR 9.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The driver calls `poll` some ten times a second while it waits for the call. All questions go to the second thread of
 each worker; between two rounds nothing is asked, so a call that takes less than a round costs nothing.
 
-Why all ranks agree on a step before they stop: ADR 10.
+Why all ranks agree on a step before they stop: ADR 11.
 """
 
 from __future__ import annotations

@@ -543,7 +543,7 @@ class Slots:
     def _ask_for(self, count: int) -> None:
         """Asks for room for `count` more workers, instead of what was requested before.
 
-        Each is requested by itself, because one is of use without the others. Why: ADR 107.
+        Each is requested by itself, because one is of use without the others. Why: ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)

@@ -1,6 +1,6 @@
 """The system that the workers run on, as the driver needs it, in one place: Ray. Tests bring a simulation of it.
 
-Why the engine reaches Ray through one class: ADR 96.
+Why the engine reaches Ray through one class: ADR 131.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The retry point: the state to which a group that lost workers goes back, and after which calls it is copied.
 
 The bytes are on the driver's node, because a value that an actor returned may exist only on the node that was just
-lost. Where the ranks divide their state, each part is on two nodes: ADR 108. A snapshot is copied once in the worker,
+lost. Where the ranks divide their state, each part is on two nodes: ADR 92. A snapshot is copied once in the worker,
 at the end of a call, and travels while the group already works on the next one. Until it has landed, the calls that it
 covers are remembered, so that they can be run again from the snapshot before it.
 
-Why snapshots are taken after calls: ADR 4. Why they are throttled, and what is repeated instead: ADR 93.
+Why snapshots are taken after calls, why they are throttled, and what is repeated instead: ADR 4.
 """
 
 from __future__ import annotations

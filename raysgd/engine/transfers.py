@@ -1,6 +1,6 @@
 """Values on their way between the driver and the workers.
 
-Why sending has its own thread: ADR 50.
+Why sending has its own thread: ADR 131.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class DividedValue:
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 108
+                stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 92
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)

@@ -3,7 +3,7 @@
 Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
 are the exchanges of gradients: a step has its exchange, and changes nothing before it.
 
-Why `fit` is counted by its exchanges: ADR 34.
+Why `fit` is counted by its exchanges: ADR 31.
 """
 
 from __future__ import annotations

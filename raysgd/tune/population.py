@@ -3,7 +3,7 @@
 What it guarantees: the trainers of all members train at the same time and keep their worker processes; a member that
 falls behind gets the state of a better one out of memory, and new operators with a config near that one's.
 
-Why this is beside Ray Tune and not in it: ADR 73.
+Why this is beside Ray Tune and not in it: ADR 72.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from raysgd.worker.state.state_checks import check_parts
 
 
 class OperatorChanges(ABC):
-    """A replica's methods for `reload` and `find_lr`. ADR 80 says why a class is edited in two steps."""
+    """A replica's methods for `reload` and `find_lr`. ADR 72 says why a class is edited in two steps."""
 
     _hosted: Any
     _candidate: Any

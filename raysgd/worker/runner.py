@@ -1,7 +1,7 @@
 """The base of the replicas of operators: the calls that the engine and the driver make by name.
 
 What they do is elsewhere: `hosted` has the operator and its framework, `training` the training calls, `evaluation` the
-other ones, `state_copies` copies of the state, and `activity` signs of life. Why: ADR 104.
+other ones, `state_copies` copies of the state, and `activity` signs of life. Why: ADR 115.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recovery protocol under thousands of schedules of failures, on a virtual clock. What it simulates: ADR 96."""
+"""The recovery protocol under thousands of schedules of failures, on a virtual clock. What it simulates: ADR 64."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ on several nodes   the same on each node, then among     each node adds up a par
                    the first ranks of nodes              theirs between nodes, and nodes put them together
 =================  ====================================  ==================================================
 
-Why: ADR 91.
+Why: ADR 35.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ class Chain:
 
     They go in pieces, and a rank receives one piece while it sends the one before it. So all have everything in about
     the time that one transfer takes, however many they are, and the giver sends it once. Why not from the giver to
-    each: ADR 90.
+    each: ADR 35.
 
     Args:
         move: Moves pieces between this rank and its neighbors.

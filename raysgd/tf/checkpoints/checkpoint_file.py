@@ -5,7 +5,7 @@ name, and `numpy.load(path)["models/0/1"]` is one of them. One more member, `sta
 its containers, numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which
 is compared when it is read.
 
-Why the file is an `.npz` archive: ADR 33.
+Why the file is an `.npz` archive: ADR 61.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Each replica makes the same dataset and takes its part of every step:
 So N workers see in a step what one process sees in the joint batch, in the same order, and each sample of a pass is
 used once. A dataset whose auto-shard policy is OFF is not divided: each worker brings its own part.
 
-Why data is divided by joint batches: ADR 32.
+Why data is divided by joint batches: ADR 2.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Such a loss is multiplied by
 in one place: in `compute_loss` of a compiled model, or in the stock `forward` of an operator. Losses that say nothing,
 and cannot be checked, are refused.
 
-Why a loss is scaled by what it says: ADR 52.
+Why a loss is scaled by what it says: ADR 31.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ column of a table that is about square. In turn, one of the two is moved by a ha
 so different numbers stay different (a Feistel network). The last row of the table may go past the end of the range.
 What lands there is moved again until it is inside (cycle walking).
 
-Why, and how the two ways to shuffle fit together: ADR 103.
+Why, and how the two ways to shuffle fit together: ADR 2.
 """
 
 from __future__ import annotations

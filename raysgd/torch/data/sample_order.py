@@ -2,7 +2,7 @@
 
 Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
 
-Why the loader's own order is kept: ADR 2. Why large data is shuffled in another way: ADR 103.
+Why the loader's own order is kept, and why large data is shuffled in another way: ADR 2.
 """
 
 from __future__ import annotations

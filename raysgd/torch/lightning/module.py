@@ -38,7 +38,7 @@ def lightning_base(module_cls: Any) -> type[Any]:
 def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) -> Any:
     """A module, made with `config=config` if its constructor has such a parameter, else with the entries that it names.
 
-    Why the entries: ADR 132.
+    Why the entries: ADR 86.
 
     Args:
         module_cls: The class.

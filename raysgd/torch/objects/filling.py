@@ -3,7 +3,7 @@
 The numbers are those that the `reset_parameters` of the modules give, as those of PyTorch do. Tensors stay the same
 objects, so optimizers that were made before step the right ones.
 
-Why a model may come without numbers: ADR 106.
+Why a model may come without numbers: ADR 92.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each module of a model has its own mode: a frozen batch norm, or a teacher inside it, stays in evaluation mode
 while the rest trains. So `model.train()` does not undo `model.eval()`: the modes are noted and given back.
 
-Why modes are given back: ADR 48.
+Why modes are given back: ADR 23.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it, and waits in `step`. Here it waits at the end of the backward pass already. 
 between the two, to clip them, to unscale them, or to run a second backward pass, finds those of all ranks, as with
 `DistributedDataParallel`, and the same operator trains the same under both.
 
-Why the backward pass waits: ADR 25.
+Why the backward pass waits: ADR 23.
 """
 
 from __future__ import annotations

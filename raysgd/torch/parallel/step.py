@@ -12,7 +12,7 @@ is divided by all amounts once, at the step: a hook would see the sum of several
 All this belongs to the batch that was handed out last. To draw one that counts otherwise, while another waits for its
 backward pass, is an error.
 
-Why gradients are weighted by samples: ADR 3; over several batches: ADR 20; by weights of users: ADR 44.
+Why gradients are weighted by samples, over several batches, and by weights of users: ADR 3.
 """
 
 from __future__ import annotations

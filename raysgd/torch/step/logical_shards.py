@@ -4,7 +4,7 @@ A joint batch is cut into a fixed number of shards. A rank computes some of them
 gradient of each as a row. Then each rank is sent a part of every row, adds the parts up in the order of the shards, and
 sends the sum to all. Floating-point sums depend on their order, and this order does not depend on the ranks.
 
-Why shards are fixed, and what that costs: ADR 100.
+Why shards are fixed, and what that costs: ADR 98.
 """
 
 from __future__ import annotations

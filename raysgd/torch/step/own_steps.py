@@ -1,6 +1,6 @@
 """Bounds, callbacks and accumulation of gradients, which act wherever an optimizer steps: in stock code or user code.
 
-Why hooks do this is in docs/adr/0049-options-act-where-the-optimizer-steps.md.
+Why hooks do this is in docs/adr/0023-users-keep-their-objects.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints on their way from a worker to where they stay: one at a time, in a thread of the driver.
 
-Why a checkpoint is copied first and fetched later: ADR 41.
+Why a checkpoint is copied first and fetched later: ADR 94.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A call asks every worker for the next message of its function. When the group was replaced since the last call, the same
 call starts the function there, from the newest checkpoint of the run: `Launch` makes what that takes.
 
-Why a function starts with the call that asks for its next step: ADR 40. Why workers are replaced after a failed run:
-ADR 42.
+Why a function starts with the call that asks for its next step: ADR 94. Why workers are replaced after a failed run:
+ADR 7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checkpoints of a run in the driver: from the workers into the folder of the trial.
 
 A dict travels to the driver, which writes it. A folder is stored by the workers, all ranks into the same place, and the
-driver commits it. Why the number of a checkpoint belongs to the step: ADR 66.
+driver commits it. Why the number of a checkpoint belongs to the step: ADR 94.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A worker's time for a step is measured without what it waits for others. Shares change where times differ, so that each
 worker takes as long as the others. All of this is arithmetic on the same numbers, so all workers decide alike.
 
-Why measured times decide, and when shares change: ADR 99.
+Why measured times decide, and when shares change: ADR 98.
 """
 
 from __future__ import annotations

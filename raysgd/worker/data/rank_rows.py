@@ -5,7 +5,7 @@ when they do. A rank that completes a step has the rows of all ranks as of that 
 before, too: a step may break off, and then the ranks go on from the one before. So what a lost rank had told is known
 to all that live.
 
-`RowExchange` moves rows within one group, `RankRows` keeps them over the groups of one call. Why: ADR 116.
+`RowExchange` moves rows within one group, `RankRows` keeps them over the groups of one call. Why: ADR 1.
 """
 
 from __future__ import annotations
