@@ -26,6 +26,7 @@ from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostErro
 from tests.conftest import NUM_CPUS
 from tests.helpers.failure_plan import FailurePlan, InjectedError
 from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0
@@ -293,13 +294,6 @@ def test_the_group_shrinks_with_the_room_and_grows_back_without_a_retry(
     assert trainer.train(4, max_retries=0) == [(10, 4), (10, 1)]  # nobody had kept what was the second rank's own
     assert trainer.controller.num_workers == 2
     assert trainer.controller.history.num_failures == 1
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.02)
 
 
 def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: FailurePlan, rival: Rival) -> None:
