@@ -261,18 +261,19 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
     assert budget.rejoin_obstacle(progress) == expected
 
 
-def test_going_on_is_free_while_there_is_progress() -> None:
-    budget = RetryBudget(1)
-    for progress in (1, 3, 5, 9):
+@pytest.mark.parametrize(
+    ("num_restarts", "went_on_at", "is_spent"),
+    [
+        (1, (1, 3, 5, 9), False),
+        (3, (7, 8, 9, 10), True),  # after one step since the last time
+        (1, (0,), True),  # before the first step
+    ],
+)
+def test_going_on_is_free_while_there_is_progress(num_restarts: int, went_on_at: list[int], is_spent: bool) -> None:
+    budget = RetryBudget(num_restarts)
+    for progress in went_on_at:
         budget.pay_for_rejoin(progress)
-    assert not budget.is_spent
-
-
-def test_going_on_after_one_step_since_the_last_time_spends_one() -> None:
-    budget = RetryBudget(3)
-    for progress in (7, 8, 9, 10):
-        budget.pay_for_rejoin(progress)
-    assert budget.is_spent
+    assert budget.is_spent is is_spent
 
 
 def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None:
@@ -285,12 +286,6 @@ def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None
     assert budget.is_spent
     budget.note_hang()
     assert budget.rejoin_obstacle(40) == NOTHING_LEFT
-
-
-def test_going_on_before_the_first_step_spends_one() -> None:
-    budget = RetryBudget(1)
-    budget.pay_for_rejoin(0)
-    assert budget.is_spent
 
 
 # -------------------------------------------------------------------------------------------- who goes on from whom

@@ -21,6 +21,7 @@ from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, Ru
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit import tuned
 from raysgd.tune.tuner import as_ray_config, chosen
+from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
@@ -28,9 +29,8 @@ pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pya
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def count(config: dict[str, Any]) -> None:
