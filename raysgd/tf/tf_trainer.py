@@ -41,10 +41,10 @@ from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.data import call_data, predicting
+from raysgd.tf.data import call_data
 from raysgd.tf.driver import arguments
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker.operator import OperatorT
@@ -263,7 +263,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return partial(call_data.whole, seed=self.seed, travels=not self._group_settings.is_driver_only)
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return predicting.source_of(data, asked)
+        return call_data.source_to_predict(data, asked)
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)

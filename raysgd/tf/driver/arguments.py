@@ -13,7 +13,7 @@ from raysgd.messages.batching import check_joint_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
