@@ -114,7 +114,7 @@ class Lifecycle:
         self.clock = clock or Clock(sleep=self._stopped.wait)
         self.release_timeout_s = release_timeout_s
         self.snapshots = Snapshots(spec, self.now)
-        self.history = GroupHistory(label=spec.words.label)
+        self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
         self._session: Any = None  # of Ray, in which the workers are; None without workers outside this process
