@@ -20,6 +20,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import NewestSnapshot
+from raysgd.exceptions import OnFailure
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.joint_work import difference
 from raysgd.messages.settings import ReplicaSettings
@@ -141,11 +142,8 @@ class EpochCalls:
             is_repeatable=dataset is None,
         )
         began = time.perf_counter()
-        try:
+        with OnFailure(self.sharing.forget):
             answers = self._throughput.run(call, max_retries)
-        except BaseException:
-            self.sharing.forget()
-            raise
         costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
         comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
@@ -168,15 +166,15 @@ class EpochCalls:
             is_short=True,
             is_repeatable=dataset is None,
         )
-        try:
+        with OnFailure(self._start_over):
             answers: list[EpochAnswer] = self._controller.run(call)
-        except BaseException:
-            self.sharing.forget()
-            self._validation_starts_over = True
-            raise
         self._validation_starts_over = False
         self._listeners.tell_end("validation", asked, answers[0])
         return answers
+
+    def _start_over(self) -> None:
+        self.sharing.forget()
+        self._validation_starts_over = True
 
     def begin_on_spare(
         self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot

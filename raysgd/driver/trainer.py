@@ -20,10 +20,9 @@ from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
-from raysgd.driver.trainer_views import in_words, show_options
+from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import AUTO

@@ -106,7 +106,7 @@ class BackgroundCalls:
         def run() -> None:
             try:
                 result = work()
-            except BaseException as error:
+            except BaseException as error:  # the thread has no caller: `result` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)

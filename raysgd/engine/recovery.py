@@ -40,7 +40,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
 from raysgd.engine.startup import StandbyWorker
 from raysgd.engine.transfers import DividedValue, LostPartError
-from raysgd.exceptions import ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -456,17 +456,18 @@ class Recovery:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        try:
+
+        def kill_new_ones() -> None:
+            for standby_worker in formed.joining:
+                standby.kill(standby_worker)
+
+        with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
             if not change.goes_on:  # else those would be given up, too, who are still coming
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
                 raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
-        except BaseException:  # Ctrl-C too
-            for standby_worker in formed.joining:
-                standby.kill(standby_worker)
-            raise
         return formed
 
     def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
