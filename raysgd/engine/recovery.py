@@ -40,7 +40,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
 from raysgd.engine.startup import StandbyWorker
 from raysgd.engine.transfers import DividedValue, LostPartError
-from raysgd.exceptions import ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Recovery:
             "the ranks called with different sizes. "
         )
         message = (
-            f"{self._spec.words.label}{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
             f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
         )
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
@@ -456,17 +456,18 @@ class Recovery:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        try:
+
+        def kill_new_ones() -> None:
+            for standby_worker in formed.joining:
+                standby.kill(standby_worker)
+
+        with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
             if not change.goes_on:  # else those would be given up, too, who are still coming
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
                 raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
-        except BaseException:  # Ctrl-C too
-            for standby_worker in formed.joining:
-                standby.kill(standby_worker)
-            raise
         return formed
 
     def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
@@ -606,7 +607,7 @@ class Recovery:
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
         """Starts another group, as soon as it finds room, and restores the last snapshot in it."""
-        lifecycle, scaling, label = self._lifecycle, self._scaling, self._spec.words.label
+        lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
         if kind == "restarted":
@@ -619,7 +620,7 @@ class Recovery:
             if isinstance(decision, WaitForWorkers):
                 if decision.delay_s is None:
                     table = explain(self._spec.resources, scaling.max_workers, view)
-                    few = f"{label}Too few workers can be had: {decision.reason}."
+                    few = f"Too few workers can be had: {decision.reason}."
                     raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = scaling.min_workers, self._spec.use_local
@@ -637,7 +638,7 @@ class Recovery:
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
                 attempt -= 1  # this one was paid for
-        raise WorkersLostError(f"{label}No group could be started in {scaling.num_attempts} attempts after: {cause}.")
+        raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""

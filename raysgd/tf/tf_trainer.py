@@ -96,8 +96,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
-        validation_workers: How many more workers only validate, as for `TorchTrainer`.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
+            while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
+            one of them. They hold resources.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
             at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
@@ -151,7 +152,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
-        validation_workers: int = 0,
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         host: str | Host | None = None,
@@ -183,11 +183,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
-            validation_workers=validation_workers,
             resize_check_s=resize_check_s,
         )
         arguments.check_spares(group)
-        arguments.check_validators(group)
         arguments.check_snapshots_inside(recovery_options.snapshot_every_n_steps, backend)
         arguments.check_undo(recovery_options.undo)
         arguments.check_config(settings, num_workers, backend)
@@ -220,7 +218,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
 
     @property
     def _keeps_survivors(self) -> bool:
-        return self._goes_on and self.max_replicas > 1
+        return self._goes_on
 
     @property
     def _reservation_timeout_s(self) -> float:
