@@ -128,11 +128,10 @@ INSIDE = {
     "train": (
         "backend constants error predictor utils",
         "_tensorflow _worker callbacks",
-        "_rules _torch batch_predictor collective session tensorflow",
-        "_run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils worker_group",
-        "_run",
+        "_rules _torch batch_predictor collective session tensorflow worker_group",
+        "_run _run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils",
         "executor",
-        "_iterator _object_group fit",
+        "fit",
         "base_trainer trainer",
         "_tune data_parallel_trainer",
         "_fit_trainers",
@@ -588,7 +587,6 @@ DRIVER = (
     [
         "raysgd.torch.torch_runner",
         "raysgd.tf.tf_runner",
-        "raysgd.train._rules.worker_handles",
         "raysgd.train._worker.function_replica",
         "raysgd.train.tensorflow",
         "raysgd.train.torch",

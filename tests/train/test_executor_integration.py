@@ -306,7 +306,7 @@ def placement_group_of() -> str | None:
 
 
 def gather_death(group: WorkerGroup) -> None:
-    from raysgd.train._rules.worker_handles import gather
+    from raysgd.train.worker_group import gather
 
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 

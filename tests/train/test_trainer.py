@@ -161,7 +161,7 @@ def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
         monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", setting)
     made = trainer(tmp_path)
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
-    assert made._executor._settings.packs is packs
+    assert made._executor._spec.packs is packs
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_settings_of_the_environment_have_their_first_names_too(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    settings = trainer(tmp_path)._executor._settings
-    assert (settings.is_detailed, settings.shares_gpus) == expected
+    executor = trainer(tmp_path)._executor
+    assert (executor._is_detailed, executor._shares_gpus) == expected
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("raysgd.train._tune.make_trainable", plans.append)
     trainer(tmp_path, heartbeat_s=50, resize_check_s=7).to_tune_trainable(lambda: None)
     executor = plans[0].make_trainer(logdir=tmp_path)._executor
-    assert (executor._settings.heartbeat_s, executor._resize_check_s) == (50, 7)
+    assert (executor._spec.heartbeat_s, executor._resize_check_s) == (50, 7)
 
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,17 @@
-"""Settings for the workers of an executor: its arguments, checked, and the environment of the driver."""
+"""Settings of front ends for the workers of functions: what each of them wants otherwise, and checks of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
-from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
-from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
-from raysgd.messages.placement import Placement
-from raysgd.train import constants
+from raysgd._arguments import MAX_WORKERS, check_num_workers
+from raysgd.engine.policies import Diagnosis, FailurePolicy
+from raysgd.engine.shared.group_spec import FrontEndWords
 from raysgd.train._rules.arrivals import CheckpointTaker
 from raysgd.train._rules.max_retries import RETRY_ADVICE, restarts_allowed
-from raysgd.train._worker.function_replica import FunctionReplicas
-from raysgd.train.backend import Backend, BackendConfig, Connection, PlacedConnection
+from raysgd.train.backend import BackendConfig
 
 WORDS = FrontEndWords(
     when_shut_down="Call `start` again for new workers.",
@@ -32,16 +29,12 @@ WORDS = FrontEndWords(
 """What users of functions are told behind the engine's facts."""
 
 
-def _ignore(diagnosis: Diagnosis) -> None:
-    """Does nothing about a failure."""
-
-
 @dataclass(frozen=True)
 class ExecutorRules:
     """The rules of a front end that wants something otherwise than `Trainer` does.
 
     Attributes:
-        failures: Decides what follows a failure.
+        failures: Decides what follows a failure; None for what the environment says.
         checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
         on_failure: Called when the function is about to start again because of a failure.
         words: What users are told behind the facts of the engine.
@@ -51,97 +44,14 @@ class ExecutorRules:
         num_spares: How many workers wait, ready, to step in for lost ones.
     """
 
-    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    failures: FailurePolicy | None = None
     checkpoints: CheckpointTaker | None = None
-    on_failure: Callable[[Diagnosis], None] = _ignore
+    on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
     words: FrontEndWords = WORDS
     retry_advice: str = RETRY_ADVICE
     num_ahead: int | None = None
     is_elastic: bool = False
     num_spares: int = 0
-
-
-class WorkerSettings:
-    """The settings for the workers of an executor: its arguments as users pass them, and the environment of the driver.
-
-    Attributes:
-        scaling: Decides the number of workers.
-        resources: What one worker gets.
-        heartbeat_s: A worker process that gives no sign of life for so long is lost.
-        shares_gpus: Whether each worker sees the GPUs of all workers on its node.
-        packs: Whether workers go to as few nodes as they can.
-        reservation_timeout_s: How long to wait until the cluster grants the resources.
-        is_detailed: Whether each report also says where and when it was made.
-        num_ahead: How many reports may wait for the driver while functions go on.
-        renews_retries: Whether a checkpoint that has landed starts the count of losses again.
-
-    Raises:
-        ValueError: A number that cannot be.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        num_workers: int | tuple[int, int],
-        num_cpus_per_worker: float,
-        num_gpus_per_worker: float,
-        additional_resources_per_worker: Mapping[str, float] | None,
-        heartbeat_s: float,
-        placement: Placement | None = None,
-    ) -> None:
-        min_workers, max_workers = as_range(num_workers)
-        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
-        check_amount("num_cpus_per_worker", num_cpus_per_worker)
-        check_amount("num_gpus_per_worker", num_gpus_per_worker)
-        read = constants.env_integer
-        placement = placement or Placement()
-        needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
-        self.scaling = ScalingPolicy(max_workers=max_workers, min_workers=min_workers)
-        self.resources = replace(needs, custom={**(additional_resources_per_worker or {}), **needs.custom})
-        self.heartbeat_s = heartbeat_s
-        self.shares_gpus = bool(
-            read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(backend.share_cuda_visible_devices))
-        )
-        self.packs = placement.packs(by_default=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0))
-        self.reservation_timeout_s = read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100)
-        self.is_detailed = bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
-        self.num_ahead = max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0))
-        self.renews_retries = bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0))
-
-    def num_ahead_by(self, rules: ExecutorRules) -> int:
-        """Return how many reports may wait, where a front end may have other rules for that."""
-        return self.num_ahead if rules.num_ahead is None else rules.num_ahead
-
-    def group_spec(
-        self,
-        config: BackendConfig,
-        initialization_hook: Callable[[], Any] | None,
-        rules: ExecutorRules | None = None,
-        replicas: FunctionReplicas | None = None,
-    ) -> GroupSpec:
-        """Return what the engine starts every group from."""
-        rules = rules or ExecutorRules()
-        return GroupSpec(
-            connection=self._connection(config),
-            make_replica=replicas or FunctionReplicas(),
-            resources=self.resources,
-            initialization_hook=initialization_hook,
-            reservation_timeout_s=self.reservation_timeout_s,
-            captures=False,
-            runs_on=rules.is_elastic,
-            num_spares=rules.num_spares,
-            packs=self.packs,
-            heartbeat_s=self.heartbeat_s,
-            words=rules.words,
-        )
-
-    def _connection(self, config: BackendConfig) -> Connection:
-        connection = config.connection(self.resources.num_gpus)
-        if isinstance(connection, PlacedConnection):
-            connection.shares_gpus = self.shares_gpus
-        elif self.shares_gpus and self.resources.num_gpus > 0:
-            return PlacedConnection(connection, shares_gpus=True)
-        return connection
 
 
 def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:

@@ -154,7 +154,7 @@ class FitRun:
             self._hand_over()
             return False
         landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
-        self._reports.append((self._running().decoded_by(0, step), landing))
+        self._reports.append((self._running().decoded(step.data[0]), landing))
         self._hand_over()
         return True
 

@@ -12,7 +12,7 @@ from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
 from raysgd.train._tensorflow.cluster import TensorflowBackend
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionEnded
 from raysgd.train.backend import Backend
 from tests.train.replicas import begin, spec, user_keys
 

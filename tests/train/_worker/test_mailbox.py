@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from raysgd.train._worker.mailbox import FunctionEnded, Mailbox
+from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.messages import FunctionEnded
 
 
 def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]

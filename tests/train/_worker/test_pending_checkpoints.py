@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
+from raysgd.train._worker.mailbox import PendingCheckpoints
 
 
 def fail(told: Any) -> Any:

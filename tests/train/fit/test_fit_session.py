@@ -23,8 +23,7 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.fit_session import FitSession, refuse_tensors

@@ -38,8 +38,8 @@ class Steps:
         ref: Any = object() if landing is not None else None
         return FunctionStep(TrainingResultType.REPORT, ({"number": number},), ref)
 
-    def decoded_by(self, rank: int, step: FunctionStep) -> Any:
-        return step.data[rank]
+    def decoded(self, data: Any) -> Any:
+        return data
 
 
 class Seen:
