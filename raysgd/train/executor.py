@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod, finalize
 
-from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_seconds
+from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_events import GroupHistory
-from raysgd.engine.shared.group_spec import GroupSpec
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -31,10 +32,10 @@ from raysgd.exceptions import (
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train import constants
-from raysgd.train._rules.max_retries import LossCounter, RenewingPolicy
-from raysgd.train._rules.settings import ExecutorRules, as_range, check_elastic, check_spares
-from raysgd.train._run.function_run import DivideData, FunctionRun
-from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train._function_run import DivideData, FunctionRun
+from raysgd.train._plugin_hooks import PluginHooks
+from raysgd.train._rules.arrivals import CheckpointTaker
+from raysgd.train._rules.max_retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
@@ -46,6 +47,46 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
 logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
+
+WORDS = FrontEndWords(
+    when_shut_down="Call `start` again for new workers.",
+    name="the function `Trainer`",
+    when_interrupted="Checkpoints that the functions saved are kept.",
+    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
+    when_spent="Saved checkpoints are kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`.",
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="saved checkpoints are kept",
+    restart_point="from the newest checkpoint, or from the beginning without one",
+)
+"""What users of functions are told behind the engine's facts."""
+
+
+@dataclass(frozen=True)
+class ExecutorRules:
+    """The rules of a front end that wants something otherwise than `Trainer` does.
+
+    Attributes:
+        failures: Decides what follows a failure; None for what the environment says.
+        checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
+        on_failure: Called when the function is about to start again because of a failure.
+        words: What users are told behind the facts of the engine.
+        retry_advice: What the last loss that is allowed says about the number of retries.
+        num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
+        is_elastic: Whether functions go on where they are when other workers are lost.
+        num_spares: How many workers wait, ready, to step in for lost ones.
+    """
+
+    failures: FailurePolicy | None = None
+    checkpoints: CheckpointTaker | None = None
+    on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
+    words: FrontEndWords = WORDS
+    retry_advice: str = RETRY_ADVICE
+    num_ahead: int | None = None
+    is_elastic: bool = False
+    num_spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +164,8 @@ class BackendExecutor:
         placement: Placement | None = None,
         rules: ExecutorRules | None = None,
     ) -> None:
-        least, most = as_range(num_workers)
+        workers = ScalingConfig(num_workers=num_workers)
+        least, most = workers.worker_range
         check_seconds("resize_check_s", resize_check_s)
         check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
         check_amount("num_cpus_per_worker", num_cpus_per_worker)
@@ -135,7 +177,7 @@ class BackendExecutor:
         self._config, self._rules = backend_config, rules
         self._backend = backend_of(backend_config)
         self._scaling = ScalingPolicy(max_workers=most, min_workers=least)
-        self._is_range = not isinstance(num_workers, int)
+        self._is_range = isinstance(workers.num_workers, tuple)
         needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
         self._spec = GroupSpec(
             NoConnection(),
@@ -512,6 +554,50 @@ class BackendExecutor:
     def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run."""
         return self.checkpoint_manager.latest_checkpoint_path
+
+
+def check_spares(num_spares: Any, is_elastic: bool) -> None:
+    """Checks the number of workers that wait to step in.
+
+    Raises:
+        ValueError: It cannot be, or there is nowhere to step in.
+    """
+    check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
+    if num_spares and not is_elastic:
+        raise ValueError(
+            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a loss. "
+            "Pass both, or neither."
+        )
+
+
+def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
+    """Checks that functions can go on where they are.
+
+    Args:
+        config: Connects the workers.
+        num_workers: The smallest and the largest number of workers.
+        num_gpus: GPUs for each.
+        max_retries: As for `LossCounter`.
+
+    Raises:
+        ValueError: They cannot, with these arguments.
+    """
+    least, most = num_workers
+    if least == most:
+        raise ValueError(
+            f"`elastic=True` and `num_workers={most}`: after a loss, fewer workers continue, so pass the "
+            f"least and the most, such as `num_workers=({max(1, most - 1)}, {most})`."
+        )
+    if not config.can_regroup(num_gpus):
+        raise ValueError(
+            f"`elastic=True` with `{config!r}`: only workers that `TorchConfig` connects with gloo can form a new "
+            'group while a function runs. Pass `TorchConfig(backend="gloo")`, or leave `elastic` out.'
+        )
+    if not restarts_allowed(max_retries):
+        raise ValueError(
+            "`elastic=True` where the first loss ends the run: allow more, with `max_retries` of at least 2 in "
+            "`Trainer`, with `FailureConfig(max_failures=...)` of at least 1 in `fit`, or -1 for any number."
+        )
 
 
 def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> PreemptionInfo | None:

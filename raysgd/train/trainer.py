@@ -24,14 +24,13 @@ from raysgd.host.protocol import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._rules.run_folders import check_logdir, make_logdir, make_run_dir
-from raysgd.train._rules.settings import ExecutorRules, as_range
 from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
-from raysgd.train.executor import BackendExecutor, CallableFlag, RunPlan
+from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, RunPlan
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
 
@@ -109,21 +108,18 @@ class Trainer:
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
-        as_range(num_workers)
         refuse_text(elastic=elastic)
         if logdir is not None:
             check_logdir(logdir)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
-        num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
-        placement = Placement(custom, accelerator_type, placement_strategy, runtime_env)
+        given: Any = {} if resources_per_worker is None else resources_per_worker
+        needs = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=given)
+        num_cpus, num_gpus, most = given.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
+        placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
         self._config = resolve(backend)
-        self._num_workers = num_workers
         self._use_gpu = use_gpu
-        self._resources_per_worker = dict(resources_per_worker or {})
-        self._pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
-        self._placement = placement
-        self._bundle = placement.resources(num_cpus, num_gpus).bundle()
+        pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
         self._executor = BackendExecutor(
             self._config,
             num_workers,
@@ -132,9 +128,22 @@ class Trainer:
             max_retries=max_retries,
             placement=placement,
             rules=ExecutorRules(is_elastic=elastic, num_spares=spare_workers),
-            **self._pace,
+            **pace,
         )
-        self._is_elastic = elastic
+        self._make_alike = partial(
+            Trainer,
+            self._config,
+            num_workers,
+            use_gpu,
+            dict(given),
+            accelerator_type=accelerator_type,
+            placement_strategy=placement_strategy,
+            runtime_env=runtime_env,
+            elastic=elastic,
+            **pace,
+        )
+        self._bundles = [{"CPU": 1.0}, *[placement.resources(num_cpus, num_gpus).bundle()] * most]
+        self._strategy = placement_strategy or "PACK"
         self.logdir: Path | Folder = self.create_logdir(logdir)
         self.latest_run_dir: Path | Folder | None = None
         self._num_runs = 0
@@ -282,21 +291,7 @@ class Trainer:
             raise RuntimeError("The trainer has already started: every trial starts its own workers.")
         without_arguments(train_func, None)
         check_dataset(dataset)
-        make_trainer = partial(
-            Trainer,
-            self._config,
-            self._num_workers,
-            self._use_gpu,
-            dict(self._resources_per_worker),
-            accelerator_type=self._placement.accelerator_type,
-            placement_strategy=self._placement.placement_strategy,
-            runtime_env=self._placement.runtime_env,
-            elastic=self._is_elastic,
-            **self._pace,
-        )
-        bundles = [{"CPU": 1.0}] + [self._bundle] * as_range(self._num_workers)[1]
-        strategy = self._placement.placement_strategy or "PACK"
-        return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles, strategy))
+        return make_trainable(TrialPlan(self._make_alike, train_func, dataset, self._bundles, self._strategy))
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
         """Makes the folder for the runs and returns it; without a name, a new one with the time."""
@@ -441,19 +436,6 @@ class TrainWorkerGroup:
     def shutdown(self, patience_s: float = 5) -> None:
         """Ends the workers; with `patience_s` above 0 they may close what they have first."""
         self._executor.shutdown(patience_s)
-
-
-def amounts_for_each(
-    use_gpu: bool, resources_per_worker: Mapping[str, float] | None
-) -> tuple[float, float, dict[str, float]]:
-    """CPUs, GPUs and other resources of a worker.
-
-    Raises:
-        ValueError: `use_gpu` and the GPUs contradict each other; an amount is negative; or it is no dict of amounts.
-    """
-    given: Any = {} if resources_per_worker is None else resources_per_worker
-    needs = ScalingConfig(use_gpu=use_gpu, resources_per_worker=given)
-    return given.get("CPU", 1), needs.num_gpus_per_worker, needs.additional_resources_per_worker
 
 
 former_names(__name__)

@@ -179,10 +179,8 @@ class WorkerGroup:
         face.num_cpus_per_worker = resources.num_cpus
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
-        face._placement_group = "default"
-        face._make_object = None
-        face._is_borrowed = True
-        face._groups = []
+        face._placement_group, face._make_object = "default", None
+        face._is_borrowed, face._groups = True, []
         face.workers = describe(group)
         return face
 

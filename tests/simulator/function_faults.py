@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.engine import ranks
 from raysgd.torch.step.undo import Undo
-from raysgd.train._run.function_run import MessageQueues
+from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader
 from raysgd.train._worker.function_replica import FunctionReplica

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine import ranks as rank_rules
 from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._run.function_run import FunctionRun
 from raysgd.train._torch import joint_steps
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import DrawnSampler, over_joint_batches

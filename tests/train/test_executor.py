@@ -11,10 +11,9 @@ import pytest
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.exceptions import UnpicklableError
 from raysgd.messages.placement import Placement
-from raysgd.train._rules.settings import WORDS, ExecutorRules, check_elastic
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import CheckpointStrategy, write_checkpoint
-from raysgd.train.executor import BackendExecutor, RunPlan, preemption_of
+from raysgd.train.executor import WORDS, BackendExecutor, ExecutorRules, RunPlan, check_elastic, preemption_of
 from raysgd.train.torch import TorchConfig
 
 

@@ -10,12 +10,10 @@ import pytest
 
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import Trainer
-from raysgd.train._rules.settings import as_range
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.checkpoint import load_checkpoint
 from raysgd.train.executor import CallableFlag
-from raysgd.train.trainer import amounts_for_each
 
 BUCKET = "s3://bucket/results"
 
@@ -61,15 +59,17 @@ def test_wrong_arguments_are_refused_before_anything_is_there(
         (True, {"CPU": 2, "GPU": 0.5, "disk": 1}, (2, 0.5, {"disk": 1})),
     ],
 )
-def test_what_each_worker_gets(use_gpu: bool, resources: Any, expected: Any) -> None:
+def test_what_each_worker_gets(tmp_path: Path, use_gpu: bool, resources: Any, expected: Any) -> None:
     before = dict(resources or {})
-    assert amounts_for_each(use_gpu, resources) == expected
+    found = trainer(tmp_path, use_gpu=use_gpu, resources_per_worker=resources)._executor._spec.resources
+    assert (found.num_cpus, found.num_gpus, found.custom) == expected
     assert dict(resources or {}) == before
 
 
 @pytest.mark.parametrize(("given", "expected"), [(3, (3, 3)), ((1, 4), (1, 4)), ((2, 2), (2, 2))])
-def test_a_number_of_workers_may_be_a_range(given: Any, expected: tuple[int, int]) -> None:
-    assert as_range(given) == expected
+def test_a_number_of_workers_may_be_a_range(tmp_path: Path, given: Any, expected: tuple[int, int]) -> None:
+    scaling = trainer(tmp_path, num_workers=given)._executor._scaling
+    assert (scaling.min_workers, scaling.max_workers) == expected
 
 
 def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:

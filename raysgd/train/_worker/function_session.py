@@ -26,8 +26,7 @@ from raysgd.train._worker.messages import (
     RanksMet,
     TrainingResultType,
 )
-from raysgd.train._worker.shards import with_to_torch
-from raysgd.train._worker.stream_part import StreamPart
+from raysgd.train._worker.shards import StreamPart, with_to_torch
 from raysgd.train.constants import (
     DATE,
     HOSTNAME,

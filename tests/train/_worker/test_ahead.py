@@ -11,7 +11,7 @@ import pytest
 from raysgd.air._running import current_session
 from raysgd.engine.shared.types import StateHandover, World
 from raysgd.train import session
-from raysgd.train._run.function_run import MessageQueues
+from raysgd.train._function_run import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import CheckpointRef, FunctionEnded, FunctionMessage, RanksMet, TrainingResultType
 from tests.train.replicas import begin, user_keys

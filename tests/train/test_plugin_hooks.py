@@ -9,8 +9,8 @@ import pytest
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Resources
 from raysgd.exceptions import WorkerFault
-from raysgd.train._run import plugin_hooks
-from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train import _plugin_hooks
+from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import LostDuringCallError
 
@@ -58,8 +58,8 @@ class NotingBackend(Backend):
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
     made = NotingBackend()
-    monkeypatch.setattr(plugin_hooks, "WorkerGroup", NotedWorkers)
-    monkeypatch.setattr(plugin_hooks, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
+    monkeypatch.setattr(_plugin_hooks, "WorkerGroup", NotedWorkers)
+    monkeypatch.setattr(_plugin_hooks, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
     return made
 
 

@@ -25,9 +25,9 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
+from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._run.plugin_hooks import PluginHooks
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
     BROADCAST,
