@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,13 @@ class Idiom(TrainingOperator):
     Attributes:
         words: The name in the table.
         refused: What an error says to write; empty where several workers equal one process.
-        alone: What one process says already.
+        unseen: Whether the page names it as an exception that no check sees.
         joint_batch: The samples of a batch of all workers.
     """
 
     words: ClassVar[str] = "stock step"
     refused: ClassVar[str] = ""
+    unseen: ClassVar[bool] = False
     joint_batch: ClassVar[int] = JOINT_BATCH
 
     def __new__(cls, config: dict[str, Any], **_: Any) -> Idiom:
@@ -133,9 +134,6 @@ class Idiom(TrainingOperator):
         if death.exists() and json.loads(death.read_text()) == [self.global_step, place, number, self.world_rank]:
             death.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def prepare_batch(self, batch: Any) -> Any:
-        return super().prepare_batch(batch)
 
 
 class Own(Idiom):
@@ -365,13 +363,12 @@ class AccumulatingUnsynced(Own):
     words = "accumulation by hand, with `no_sync`"
 
     def step_on(self, batch: Batch) -> None:
-        if self.global_step % 2 == 0 and self.world_size > 1:
-            with self.model.no_sync():
-                (self.loss(batch) / 2).backward()
-            return
-        (self.loss(batch) / 2).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        is_last = self.global_step % 2 == 1
+        with nullcontext() if is_last or self.world_size == 1 else self.model.no_sync():
+            (self.loss(batch) / 2).backward()
+        if is_last:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 class Scheduled(Own):
@@ -403,7 +400,7 @@ class ScheduledFirst(Scheduled):
 
 class ScheduledByLoss(Scheduled):
     words = "`ReduceLROnPlateau` by hand, by this worker's loss"
-    refused = "Branch on means over workers|random numbers that touch weights"
+    refused = "random numbers or learning rates that differ between workers"
 
     def make_scheduler(self, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -425,6 +422,7 @@ class TwoLosses(Own):
 
 class TwoLossesOfOne(Own):
     words = "two backward passes of one forward pass"
+    refused = "a second backward pass of one forward pass"
 
     def step_on(self, batch: Batch) -> None:
         self.optimizer.zero_grad()
@@ -432,6 +430,15 @@ class TwoLossesOfOne(Own):
         self.criterion(output, batch[1]).backward(retain_graph=True)
         (0.1 * output.square().mean()).backward()
         self.optimizer.step()
+
+
+class TwoLossesByMethod(Own):
+    words = "two `self.backward` before a step"
+
+    def step_on(self, batch: Batch) -> None:
+        self.backward(self.loss(batch))
+        self.backward(0.1 * self.model(batch[0]).square().mean())
+        self.optimizer_step()
 
 
 class TwoSteps(Own):
@@ -527,9 +534,38 @@ class PlainClassWeights(PlainLabels, ClassWeights):
 
 class FunctionalLabels(PlainLabels):
     words = "`ignore_index`, `functional.cross_entropy`"
+    refused = ""
+    unseen = True
 
     def loss(self, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(self.model(batch[0]), batch[1], ignore_index=0)
+
+
+class _OwnLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.inner(features)
+        return {"logits": output, "loss": F.cross_entropy(output, labels, ignore_index=0)}
+
+
+class ModelLoss(Labels):
+    """As models of Hugging Face do."""
+
+    words = "stock step, `ignore_index` in the model"
+    unseen = True
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        del self.criterion
+
+    def make_model(self) -> nn.Module:
+        return _OwnLoss(super().make_model())
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return {"features": batch[0], "labels": batch[1]}, batch[1]
 
 
 class PenalizedLabels(OwnLabels):
@@ -654,6 +690,7 @@ class Codes(Idiom):
 
 class LocalCodes(Idiom):
     words = "VQ code book, each worker's samples"
+    unseen = True
 
     def make_model(self) -> nn.Module:
         return _Codes(sums_up=False)
@@ -739,6 +776,7 @@ class ScalingHook(Own):
 
 class ClippingHook(ScalingHook):
     words = "hook that clips a gradient"
+    unseen = True
 
     def hook(self, weight: nn.Parameter) -> None:
         weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
@@ -746,9 +784,14 @@ class ClippingHook(ScalingHook):
 
 class LateHook(ScalingHook):
     words = "hook that clips an accumulated gradient"
+    unseen = True
 
     def hook(self, weight: nn.Parameter) -> None:
-        weight.register_post_accumulate_grad_hook(lambda each: each.grad.clamp_(-0.05, 0.05))
+        def clip(each: torch.Tensor) -> None:
+            assert each.grad is not None
+            each.grad.clamp_(-0.05, 0.05)
+
+        weight.register_post_accumulate_grad_hook(clip)
 
 
 class StepHook(Own):
@@ -813,7 +856,7 @@ class Functional(Own):
 
 class Langevin(Own):
     words = "Langevin noise"
-    refused = "random numbers that touch weights"
+    refused = "random numbers or learning rates that differ between workers"
 
     def step_on(self, batch: Batch) -> None:
         super().step_on(batch)
@@ -836,7 +879,7 @@ class Nan(Own):
     """One sample of one batch has no number."""
 
     words = "skips where this worker's loss is NaN"
-    refused = "Branch on means over workers|did not do the same|in the same order"
+    refused = "Let the branches of your code follow from what is equal on all workers"
 
     def step_on(self, batch: Batch) -> None:
         loss = self.loss(batch)
@@ -940,7 +983,9 @@ class Outcome:
         if self.error:
             is_right = idiom.refused and re.search(idiom.refused, self.error)
             return "" if is_right else f"raised: {self.error}"
-        return "" if self.apart <= MOST_APART[dtype] else f"silently {self.apart:.1e} apart"
+        if idiom.unseen or self.apart <= MOST_APART[dtype]:
+            return ""
+        return f"silently {self.apart:.1e} apart after {self.death}"
 
 
 class Laboratory:
@@ -986,6 +1031,7 @@ class Laboratory:
         error, apart, counts, num_before = "", math.nan, Counter[str](), len(events)
         try:
             expected = self._of_one_process(name, dtype)
+            grow_back(trainer, self.num_workers)
             trainer.reset_config(self._config(name, dtype))
             assert trainer.num_workers == self.num_workers, f"only {trainer.num_workers} workers came"
             num_before = len(events)
@@ -1008,6 +1054,12 @@ class Laboratory:
             self._alone.train()
             self._expected[name, dtype] = _state(self._alone)
         return self._expected[name, dtype]
+
+
+def grow_back(trainer: TorchTrainer, num_workers: int) -> None:
+    """Let new workers join while those that are left train the same: with another config all would start again."""
+    if trainer.num_workers < num_workers:
+        trainer.load_state_dict(trainer.state_dict())
 
 
 def _state(trainer: TorchTrainer) -> list[torch.Tensor]:
@@ -1040,6 +1092,8 @@ def cell(outcomes: Sequence[Outcome], idiom: type[Idiom], dtype: str) -> str:
         return "; ".join(filter(None, faults))
     if any(each.error for each in outcomes):
         return "refused" if all(each.error for each in outcomes) else "refused or equal"
+    if any(each.apart > MOST_APART[dtype] for each in outcomes):
+        return "not seen"
     kinds = Counter(kind for each in outcomes for kind in each.recovery)
     return ", ".join(["equal", *(f"{count} {kind}" for kind, count in sorted(kinds.items()))])
 

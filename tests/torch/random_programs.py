@@ -23,7 +23,7 @@ from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
-from tests.torch.idioms import ray_with_forks
+from tests.torch.idioms import grow_back, ray_with_forks
 
 NUM_CALLS, NUM_STEPS = 2, 12
 NUM_CLASSES, SIDE, LENGTH, NUM_TOKENS = 5, 8, 10, 30
@@ -170,6 +170,7 @@ def run_programs(
             chance, config, error = random.Random(f"{seed} kill {number}"), drawn(seed, number), ""
             num_before = len(events)
             try:
+                grow_back(trainer, num_workers)
                 trainer.reset_config(config)
                 testing.kill_worker(
                     trainer, chance.randrange(num_workers), at=f"step:{chance.randrange(NUM_CALLS * NUM_STEPS - 2)}"
