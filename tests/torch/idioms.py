@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ray
+import ray.cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -126,8 +128,6 @@ class Idiom(TrainingOperator):
 
     def at(self, place: str) -> None:
         """Die here if a file in the folder names this batch, place, time in the batch, and rank; once."""
-        if place != "end" and not torch.is_grad_enabled() and "step" not in place:
-            return
         self.step_counts[f"{self.global_step} {place}"] += 1
         number = self.step_counts[f"{self.global_step} {place}"]
         death = Path(self.config["folder"], "death")
@@ -1041,8 +1041,9 @@ class Laboratory:
             apart = _distance(_state(trainer), expected)
             if death is None:
                 counts = trainer.apply_all_operators(lambda operator: operator.step_counts)[0]
-            else:
-                assert not note.exists(), f"no one died {death}"
+            assert not note.exists(), f"no one died: {death}"
+        except AssertionError:
+            raise
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         happened = tuple(event.kind for event in [*events][num_before:] if event.is_loss)
@@ -1073,15 +1074,14 @@ def _distance(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -
 
 
 def deaths(name: str, num_workers: int, counts: Counter[str], places: Sequence[str], seed: int) -> list[Death]:
-    """Return a death at each place of a batch, in a batch, at a time and on a rank of chance."""
+    """Return a death at each place of a batch; chance says in which batch, and at which of the times in it."""
     chosen = []
     for number, place in enumerate(places):
         chance = random.Random(f"{seed} {name} {num_workers} {place}")
-        batches = [int(key.split()[0]) for key, count in counts.items() if count and key.partition(" ")[2] == place]
-        if batches:
-            batch = chance.choice(batches)
-            times = counts[f"{batch} {place}"]
-            chosen.append(Death(batch, place, chance.randint(1, times), (number + seed) % num_workers))
+        batches = [int(key.split()[0]) for key in counts if key.endswith(f" {place}")] or range(NUM_STEPS)
+        batch = chance.choice(batches)
+        times = max(1, counts[f"{batch} {place}"])
+        chosen.append(Death(batch, place, chance.randint(1, times), (number + seed) % num_workers))
     return chosen
 
 
@@ -1101,7 +1101,7 @@ def cell(outcomes: Sequence[Outcome], idiom: type[Idiom], dtype: str) -> str:
 @contextmanager
 def laboratory(num_workers: int) -> Iterator[Laboratory]:
     """Have a laboratory, in a running Ray cluster."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, shipped(Idiom.__module__):
         made = Laboratory(num_workers, Path(folder))
         try:
             yield made
@@ -1123,21 +1123,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of all chance")
     parser.add_argument("--dtype", choices=MOST_APART, default="float64")
     arguments = parser.parse_args()
-    with ray_with_forks(sys.modules[Idiom.__module__]):
+    with ray_with_forks():
         _print_table(arguments)
 
 
 @contextmanager
-def ray_with_forks(module: Any) -> Iterator[None]:
-    """Have a cluster whose workers start soon, and get what a module defines by value."""
-    import ray
-
+def ray_with_forks() -> Iterator[None]:
+    """Have a cluster whose workers start soon."""
     with forks() as found:
         with found.starting(), patient_ray():
             ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        ray.cloudpickle.register_pickle_by_value(module)
         yield
         ray.shutdown()
+
+
+@contextmanager
+def shipped(name: str) -> Iterator[None]:
+    """Inside, workers use what a module defines without a path to it."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def _print_table(arguments: argparse.Namespace) -> None:

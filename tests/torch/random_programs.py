@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
-from tests.torch.idioms import grow_back, ray_with_forks
+from tests.torch.idioms import grow_back, ray_with_forks, shipped
 
 NUM_CALLS, NUM_STEPS = 2, 12
 NUM_CLASSES, SIDE, LENGTH, NUM_TOKENS = 5, 8, 10, 30
@@ -190,7 +189,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
     kinds, began = Counter[str](), time.monotonic()
-    with ray_with_forks(sys.modules[Drawn.__module__]):
+    with ray_with_forks(), shipped(Drawn.__module__):
         for num_workers in (2, 3, 4):
             end = arguments.first + arguments.programs
             numbers = [number for number in range(arguments.first, end) if number % 3 + 2 == num_workers]
