@@ -22,7 +22,7 @@ from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
-from tests.torch.idioms import grow_back, ray_with_forks, shipped
+from tests.torch.idiom_table import grow_back, ray_with_forks, shipped
 
 NUM_CALLS, NUM_STEPS = 2, 12
 NUM_CLASSES, SIDE, LENGTH, NUM_TOKENS = 5, 8, 10, 30

@@ -1,6 +1,6 @@
 """The idioms of training loops end as in one process or are refused, and healthy programs are never refused.
 
-What each idiom does is in `tests.torch.idioms`, which also prints the table of `docs/rely.md`.
+What each idiom does is in `tests.torch.idioms`; `tests.torch.idiom_table` prints the table of `docs/rely.md`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.torch import idioms, random_programs
-from tests.torch.idioms import IDIOMS, PLACES, Death, Laboratory, laboratory, run_idiom
+from tests.torch import random_programs
+from tests.torch.idiom_table import PLACES, Death, Laboratory, laboratory, run_idiom, shipped
+from tests.torch.idioms import IDIOMS
 from tests.torch.random_programs import run_programs
 
 pytestmark = pytest.mark.integration
@@ -75,6 +76,6 @@ def test_the_same_holds_in_single_precision(three_workers: Laboratory, name: str
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 def test_no_worker_of_a_healthy_program_is_told_that_its_weights_differ(ray_cluster: None, num_workers: int) -> None:
     numbers = range(num_workers - 2, NUM_PROGRAMS, 3)
-    with idioms.shipped(random_programs.__name__):
+    with shipped(random_programs.__name__):
         found = [(config, error) for config, _, error in run_programs(num_workers, SEED, numbers) if error]
     assert not found
