@@ -189,7 +189,7 @@ def cell(outcomes: Sequence[Outcome], idiom: type[Idiom], dtype: str) -> str:
 @contextmanager
 def laboratory(num_workers: int) -> Iterator[Laboratory]:
     """Have a laboratory, in a running Ray cluster."""
-    with tempfile.TemporaryDirectory() as folder, shipped(Idiom.__module__):
+    with tempfile.TemporaryDirectory() as folder, shipped(Idiom.__module__, __name__):
         made = Laboratory(num_workers, Path(folder))
         try:
             yield made
@@ -226,11 +226,13 @@ def ray_with_forks() -> Iterator[None]:
 
 
 @contextmanager
-def shipped(name: str) -> Iterator[None]:
-    """Inside, workers use what a module defines without a path to it."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+def shipped(*names: str) -> Iterator[None]:
+    """Inside, workers use what modules define without a path to them."""
+    for name in names:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[name])
     yield
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[name])
+    for name in names:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def _print_table(arguments: argparse.Namespace) -> None:
@@ -251,6 +253,4 @@ def _print_table(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    from tests.torch.idiom_table import main as run
-
-    run()
+    main()

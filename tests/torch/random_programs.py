@@ -201,6 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.torch.random_programs import main as run
-
-    run()
+    main()
