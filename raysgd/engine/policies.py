@@ -323,7 +323,8 @@ def fewest(reports: Sequence[ReplicaProgress], num_before: int) -> int:
         reports: Of those that go on.
         num_before: The number of ranks with which their shares were as they are.
     """
-    return math.ceil(num_before / max(1.0, min((report.growth for report in reports), default=1.0)))
+    growth = max(1.0, min((report.growth for report in reports), default=1.0))
+    return max(1, math.ceil(num_before / growth))
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:

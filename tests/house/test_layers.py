@@ -138,7 +138,7 @@ INSIDE = {
         "_fit_trainers",
     ),
     "worker": (
-        "data ledger parts running",
+        "data ledger memory parts running",
         "answering state worker_callbacks",
         "hosted operator",
         "activity changeable",
