@@ -67,12 +67,10 @@ ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
 LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
-# From three workers on, a constant joint batch is what lets the others go on by default; one of two has to be told.
-GOING_ON: dict[str, Any] = {"joint_batch": "constant"} if NUM_WORKERS > 2 else {"resize_check_s": 60.0}
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
     f"{OWN}, spare that validates": {"spare_workers": 1, "validates": True},
-    f"{OWN}, going on": GOING_ON,
+    f"{OWN}, going on": {"joint_batch": "constant"},
     f"{OWN}, new process": {"resize_check_s": None},
     f"{OWN}, rebuild": {"recovery": "rebuild"},
 }
@@ -189,7 +187,7 @@ def run_raysgd(workload: str, num_losses: int = 1, validates: bool = False, **op
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
                 handle = trainer.validate(dataset=_validation_data, blocking=False) if validates else None
-                trainer.train(num_steps=LONG_EPOCH if options == GOING_ON else EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if "joint_batch" in options else EPOCH)
                 if handle is not None and handle.done():
                     raise RuntimeError("the validation was over before the loss, or failed")
         return read_stamps(folder, num_losses)

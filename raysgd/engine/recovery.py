@@ -29,6 +29,7 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     failed_alike,
+    fewest,
     is_lack_of_memory,
     takers,
     words,
@@ -392,7 +393,7 @@ class Recovery:
         if change.budget is not None:
             change.budget.pay_for_rejoin(source.progress)
         is_smaller = len(group) < self._scaling.max_workers
-        may_lack_memory = change.kind == "rejoined" and is_smaller and lifecycle.resizing.waits_for_memory
+        may_lack_memory = change.kind == "rejoined" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "rejoined" if lost else change.kind
         if kind != "grown" or len(group) > len(before):  # else nothing has changed: newcomers are dead
@@ -530,11 +531,21 @@ class Recovery:
         standby.kill_on(avoided)
         standby.start(missing - standby.num_coming - standby.num_ready, most, avoided)
         formed.joining += standby.take(missing, 0.0)
-        missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
+        missing = max(change.num_awaited, self._scaling.min_workers, self._fewest(change, formed)) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False
         formed.joining += standby.take(missing, wait_s, self._monitor.poll)
         return True
+
+    def _fewest(self, change: Change, formed: NextGroup) -> int:
+        """Return with how few workers those who stay can go on, as far as memory is known."""
+        minds_memory = change.kind == "rejoined" and self._lifecycle.resizing.minds_memory
+        num_before = len(self._lifecycle.running)
+        needed = fewest(formed.progress_reports, num_before) if minds_memory and formed.staying else 0
+        if needed > formed.num_workers:
+            words = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
+            logger.warning(words, formed.num_workers, num_before)
+        return needed
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 

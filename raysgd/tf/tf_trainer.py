@@ -101,8 +101,8 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             one of them. They hold resources.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
-            at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
-            epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
+            at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise they
+            wait for it. A number: they go on in any case, and look so often, during an epoch, for
             room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is

@@ -106,8 +106,8 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             one of them. They hold resources.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (`BATCH_SIZE`, `joint_batch="constant"`), the others go
-            on at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
-            epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
+            on at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise
+            they wait for it. A number: they go on in any case, and look so often, during an epoch, for
             room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The

@@ -137,7 +137,7 @@ INSIDE = {
         "_tune data_parallel_trainer",
     ),
     "worker": (
-        "data ledger parts running",
+        "data ledger memory parts running",
         "answering state worker_callbacks",
         "hosted operator",
         "activity changeable",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from raysgd.arrays.ray_batches import ray_batches_of
 from raysgd.connections import tensorflow as connections
@@ -74,6 +75,11 @@ class TFHosted(hosted.Hosted):
         num_joint = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
         super().__init__(settings, world, feed, ledger)
+
+    @property
+    def growth(self) -> float:
+        """TensorFlow takes all memory of a GPU at once, and does not say how much of that a step needs."""
+        return 1.0 if tf.config.get_visible_devices("GPU") else super().growth
 
     def build(self) -> RunnerFacts:
         """Gives all ranks rank 0's weights, too."""
