@@ -213,7 +213,7 @@ class BackendExecutor:
     def start(
         self,
         initialization_hook: Callable[[], Any] | None = None,
-        train_cls: type[Any] | None = None,
+        train_cls: Callable[..., Any] | None = None,
         train_cls_args: Sequence[Any] | None = None,
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:

@@ -147,7 +147,7 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
-        actor_cls: type[Any] | None = None,
+        actor_cls: Callable[..., Any] | None = None,
         actor_cls_args: Sequence[Any] | None = None,
         actor_cls_kwargs: Mapping[str, Any] | None = None,
         placement_group: Any = "default",
