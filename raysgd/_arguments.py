@@ -202,11 +202,12 @@ _TRAINERS_OF_OPERATORS = {
 """Options for steps that the library divides, and where they are."""
 
 
-_OF_FIT = {
+_ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "n_epochs"), "`trainer.fit(5)` trains 5 epochs"),
     "callbacks": "pass it to `trainer.fit(5, callbacks=[...])`",
+    "validation_workers": "spare workers validate as well, pass `spare_workers=1`",
 }
-"""Arguments of `fit`, and their names in other libraries."""
+"""Keywords that trainers of operators may be expected to take, and what to write instead."""
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
@@ -219,8 +220,8 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         **objects: Those of them that hold other options, and the class of each.
     """
     for name in unknown:
-        if name in _OF_FIT and "training_operator_cls" in known:
-            raise TypeError(f"`{trainer}` does not know `{name}`: {_OF_FIT[name]}.")
+        if name in _ELSEWHERE and "training_operator_cls" in known:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {_ELSEWHERE[name]}.")
         for option, kind in objects.items():
             if name in [field.name for field in fields(kind)]:
                 raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")

@@ -23,6 +23,24 @@ class RaySGDError(Exception):
     """Base class of the errors that only raysgd raises."""
 
 
+class OnFailure:
+    """A block after whose failure, Ctrl-C included, something else is done; then the failure goes on.
+
+    Args:
+        undo: What is done.
+    """
+
+    def __init__(self, undo: Callable[[], Any]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self._undo()
+
+
 class InvalidCountError(ValueError, AssertionError):
     """A count such as `max_retries` is out of range.
 

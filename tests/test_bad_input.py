@@ -21,7 +21,7 @@ from raysgd.engine import placement
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.driver import arguments
-from raysgd.train import CheckpointStrategy, Trainer, _fit_trainers
+from raysgd.train import CheckpointStrategy, Trainer, data_parallel_trainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.torch import TorchConfig
 from raysgd.utils import BATCH_SIZE
@@ -475,9 +475,9 @@ DIVIDING: list[Row] = [
 OF_FUNCTIONS: list[Callable[..., object]] = [
     partial(Trainer, "torch"),
     partial(TrainerV2, "horovod"),
-    partial(_fit_trainers.TorchTrainer, print),
-    partial(_fit_trainers.TensorflowTrainer, print),
-    partial(_fit_trainers.HorovodTrainer, print),
+    partial(data_parallel_trainer.TorchTrainer, print),
+    partial(data_parallel_trainer.TensorflowTrainer, print),
+    partial(data_parallel_trainer.HorovodTrainer, print),
     partial(DataParallelTrainer, print),
 ]
 
@@ -496,7 +496,7 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
 
 def test_a_keyword_of_functions_that_is_misspelt_is_guessed_at() -> None:
     with pytest.raises(TypeError, match=r"`TorchTrainer` does not know `run_cfg`\. Did you mean `run_config`\?"):
-        _fit_trainers.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
+        data_parallel_trainer.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"`Trainer` does not know `num_worker`\. Did you mean `num_workers`\?"):
         Trainer("torch", num_worker=2)
 

@@ -4,6 +4,7 @@ import errno
 import pickle
 import subprocess
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from json import JSONDecodeError
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from raysgd import exceptions
 from raysgd.exceptions import (
+    OnFailure,
     TrainingFailedError,
     WorkerError,
     WorkerFault,
@@ -294,3 +296,16 @@ def test_a_failed_run_is_of_one_more_class_if_programs_catch_it_by_that() -> Non
         assert isinstance(error, TrainingFailedError)
         assert isinstance(error, type(cause))
         assert isinstance(error, CaughtByPrograms)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(None, []), (ValueError("a"), ["undone"]), (KeyboardInterrupt(), ["undone"])]
+)
+def test_what_follows_a_failure_is_done_also_after_ctrl_c_and_only_then(
+    error: BaseException | None, expected: list[str]
+) -> None:
+    done: list[str] = []
+    with pytest.raises(type(error)) if error is not None else nullcontext(), OnFailure(lambda: done.append("undone")):
+        if error is not None:
+            raise error
+    assert done == expected

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
 from raysgd.testing import traps
 from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
+from tests.helpers.processes import shipped
 from tests.torch import ledger, operators_for_tests
 from tests.torch.ledger import Ledger
 
@@ -28,11 +28,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define() -> Iterator[None]:
-    for module in (ledger, operators_for_tests):
-        ray.cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in (ledger, operators_for_tests):
-        ray.cloudpickle.unregister_pickle_by_value(module)
+    with shipped(ledger, operators_for_tests):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionSpec
 from raysgd.train.backend import BackendConfig
 from raysgd.train.torch import TorchConfig
 from tests.helpers.run_if import RunIf

@@ -66,9 +66,9 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 RECOVERIES = {
     "raysgd, four workers: the others continue (default)": "raysgd, 4 workers",
-    "raysgd, two workers: waiting for a new process (default)": "raysgd, 2 workers",
+    "raysgd, two workers: waiting for a new process (`resize_check_s=None`)": "raysgd, 2 workers, waiting",
     "raysgd, two workers, with a spare": "raysgd, 2 workers and a spare",
-    "raysgd, two workers: the other continues (`resize_check_s=60`)": "raysgd, 2 workers, not waiting",
+    "raysgd, two workers: the other continues (default)": "raysgd, 2 workers",
     "torchft 0.2.0, short time-outs": "torchft, short time-outs",
     "torchrun": "torchrun",
     "torchft 0.2.0": "torchft",

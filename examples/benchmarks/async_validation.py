@@ -3,11 +3,11 @@
     python examples/benchmarks/async_validation.py [--smoke-test] [--repetitions 1] [--peers ray_train]
 
 "Stall" is the time from `validate(blocking=False)` until the next call can begin, with 200 MiB of state, two workers
-that train and an idle validator. "Slower step" is by how much that and a step take longer than the step alone: while
+that train and an idle spare. "Slower step" is by how much that and a step take longer than the step alone: while
 the state travels, it shares the cores with the steps. "Beside to inline" is the time of such a validation, from the
 call to its result, over that of `validate()`, with one worker for each and no training meanwhile. A run has 10 epochs,
 a third of whose time is validation; "run" is its time with `fit(validate="async")`, over that of the same run inline:
-with data that sleep on two workers and two validators, and with data that compute on one worker and one validator.
+with data that sleep on two workers, and with data that compute on one. One spare validates in all of them.
 
 Ray Train saves a checkpoint and reports it with `validation=True`, which runs a function in a task: its stall is the
 time of saving and of the report, in rank 0. Its runs sleep as ours do, and their state is small.
@@ -75,13 +75,9 @@ class Validated(TrainingOperator):
         self.register_data(train_loader=train, validation_loader=validation)
 
 
-def make_trainer(num_workers: int, num_validators: int, **config: Any) -> TorchTrainer:
+def make_trainer(num_workers: int, **config: Any) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Validated,
-        config=config,
-        num_workers=num_workers,
-        validation_workers=num_validators,
-        use_gpu=False,
+        training_operator_cls=Validated, config=config, num_workers=num_workers, spare_workers=1, use_gpu=False
     )
 
 
@@ -108,7 +104,7 @@ def run_own(state: str, num_rounds: int, epochs: int, sleep_s: float, num_batche
 
 def stalls(state: str, num_rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"stall_s": [], "slower_step_s": []}
-    with make_trainer(2, 1, workload=state, seconds=0.0, train=4000, validation=1, batch_size=1) as trainer:
+    with make_trainer(2, workload=state, seconds=0.0, train=4000, validation=1, batch_size=1) as trainer:
         step = functools.partial(trainer.train, num_steps=1)
 
         for _ in range(num_rounds + 2):
@@ -126,7 +122,7 @@ def stalls(state: str, num_rounds: int) -> dict[str, list[float]]:
 
 def ratios_to_inline(num_rounds: int) -> list[float]:
     data = {"workload": "mlp_large", "seconds": 0.0, "train": 256, "validation": 256 * 60, "batch_size": 256}
-    with make_trainer(1, 1, **data) as trainer:
+    with make_trainer(1, **data) as trainer:
         found = []
         for _ in range(num_rounds + 1):
             trainer.train()
@@ -137,8 +133,8 @@ def ratios_to_inline(num_rounds: int) -> list[float]:
 
 def run_ratio(epochs: int, num_workers: int, **data: Any) -> float:
     """The time of a run beside its validations, over that of one that waits for them."""
-    with make_trainer(num_workers, num_workers, **data) as trainer, tempfile.TemporaryDirectory() as folder:
-        trainer.fit(1, validate="async", folder=folder)  # starts the validators
+    with make_trainer(num_workers, **data) as trainer, tempfile.TemporaryDirectory() as folder:
+        trainer.fit(1, validate="async", folder=folder)  # waits for the spare
         began = time.perf_counter()
         trainer.fit(epochs, folder=folder)
         inline_s = time.perf_counter() - began

@@ -7,7 +7,8 @@ and ended, on the machine's monotonic clock, and with how many workers; the one 
 contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
 the third one. What counts is the first step that began after the death, and the first of as many workers as before.
 torchft discards the step in which a worker dies, and goes on with the next batches: those of the discarded step, and
-of the step in which a new worker gets its state, are counted as lost.
+of the step in which a new worker gets its state, are counted as lost. A spare that validates does so during the whole
+epoch, on batches as large as those of the training, and leaves when it has ended the one that it is in.
 
 The last part times the steps of epochs with `snapshot_every_n_steps`. What a snapshot costs is what the steps behind
 it, up to half-way to the next one, take longer than those from there on: both halves see the same noise of the machine.
@@ -49,6 +50,7 @@ from _common import (
 from _torchft import PYTHON as TORCHFT
 from _torchft import ReplicaGroup, run_groups
 from _workloads import STATES, HandWritten, StockOperator, config_of, sgd
+from torch.utils.data import ConcatDataset, DataLoader
 
 PEERS = {
     "bare": "ray",
@@ -65,11 +67,10 @@ ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
 LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
-# From three workers on, a constant joint batch is what lets the others go on by default; one of two has to be told.
-GOING_ON: dict[str, Any] = {"joint_batch": "constant"} if NUM_WORKERS > 2 else {"resize_check_s": 60.0}
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, going on": GOING_ON,
+    f"{OWN}, spare that validates": {"spare_workers": 1, "validates": True},
+    f"{OWN}, going on": {"joint_batch": "constant"},
     f"{OWN}, new process": {"resize_check_s": None},
     f"{OWN}, rebuild": {"recovery": "rebuild"},
 }
@@ -171,8 +172,8 @@ class NotingOperator(StockOperator):
             self.stamps.end(self.global_step, self.world_size)
 
 
-def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, list[float]]:
-    """A trainer that loses workers inside its epochs. Spares, where there are any, are ready by then."""
+def run_raysgd(workload: str, num_losses: int = 1, validates: bool = False, **options: Any) -> dict[str, list[float]]:
+    """A trainer that loses workers inside its epochs. Spares, where there are any, are ready by then, or validate."""
     from raysgd import TorchTrainer
 
     num_spares = options.get("spare_workers", 0)
@@ -185,8 +186,16 @@ def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, 
                 trainer.train(num_steps=EPOCH)
                 _await_spares(trainer, num_spares)
                 trainer.train(num_steps=EPOCH)
-                trainer.train(num_steps=LONG_EPOCH if options == GOING_ON else EPOCH)
+                handle = trainer.validate(dataset=_validation_data, blocking=False) if validates else None
+                trainer.train(num_steps=LONG_EPOCH if "joint_batch" in options else EPOCH)
+                if handle is not None and handle.done():
+                    raise RuntimeError("the validation was over before the loss, or failed")
         return read_stamps(folder, num_losses)
+
+
+def _validation_data(config: dict[str, Any], batch_size: int) -> DataLoader[Any]:
+    workload = STATES[config["workload"]]
+    return DataLoader(ConcatDataset([workload.dataset(1)] * 1000), workload.batch_size)
 
 
 def _await_spares(trainer: Any, num_spares: int) -> None:

@@ -1,10 +1,13 @@
-"""Orders things by a score and says which ones stay: decisions only, nothing here reads or writes."""
+"""Scores, and the rule which checkpoints of a run stay: decisions only, nothing here reads or writes."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 MAX = "max"
 MIN = "min"
@@ -18,72 +21,72 @@ _LOW_IS_BEST = (
     *("perplexity", "ppl", "wer"),
 )
 
-_Rank = tuple[bool, float, int]
+T = TypeVar("T")
 
 
-class Ranking:
-    """Orders checkpoints by their score and says which ones are deleted.
+@dataclass(frozen=True)
+class SavedCheckpoint(Generic[T]):
+    """One checkpoint of a run.
+
+    Attributes:
+        number: Its number in the run, the higher the newer.
+        score: What it is judged by; None for a missing score.
+        content: The checkpoint itself, or what its owner finds it by.
+    """
+
+    number: int
+    score: float | None
+    content: T
+
+
+@dataclass(frozen=True)
+class BestCheckpoints:
+    """The rule which checkpoints of a run stay: so many of the best ones, and so many of the newest ones as well.
 
     NaN and a missing score are worse than any number. Of equals the newer one is better, so that checkpoints without
     a score are in the order of their time.
 
-    >>> ranking = Ranking(num_to_keep=2, order="min")
-    >>> [ranking.admit(number, loss) for number, loss in enumerate([math.nan, 3.0, 7.0, 5.0])]
-    [(), (), (0,), (2,)]
-    >>> ranking.kept
-    [3, 1]
+    >>> losses = [SavedCheckpoint(*each, None) for each in enumerate([math.nan, 3.0, 7.0, 5.0])]
+    >>> kept, dropped = BestCheckpoints(num_best=2, order="min").divide(losses)
+    >>> [each.score for each in kept], [each.score for each in dropped]
+    ([3.0, 5.0], [nan, 7.0])
 
-    Args:
-        num_to_keep: How many stay; None for all.
+    Attributes:
+        num_best: How many of the best stay; None for all.
         order: Whether "max" or "min" of the score is best.
-        spares_newest: Whether the newest one stays although there are `num_to_keep` better ones, until there is a
-            newer one.
+        num_newest: How many of the newest stay, be they good or not; None for all.
     """
 
-    def __init__(self, num_to_keep: int | None, order: str = MAX, *, spares_newest: bool = False) -> None:
-        self._num_to_keep = num_to_keep
-        self._sign = 1.0 if order == MAX else -1.0
-        self._spares_newest = spares_newest
-        self._present: dict[int, _Rank] = {}
+    num_best: int | None
+    order: str = MAX
+    num_newest: int | None = 0
 
-    def admit(self, identity: int, score: float | None = None) -> tuple[int, ...]:
-        """Takes a new checkpoint in.
+    def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
+        """Return the best ones, worst first. A checkpoint that only stays for being new is not among them."""
+        ranked = sorted(saved, key=self._rank)
+        return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
+
+    def divide(
+        self, saved: Iterable[SavedCheckpoint[T]], pending: Iterable[int] = ()
+    ) -> tuple[list[SavedCheckpoint[T]], list[SavedCheckpoint[T]]]:
+        """Return the checkpoints that stay, and those to be deleted, each oldest first.
 
         Args:
-            identity: Its number, the higher the newer.
-            score: What it is judged by; None for a missing score.
-
-        Returns:
-            The numbers of those that are to be deleted, worst first. The new one can be among them.
+            saved: All that there are.
+            pending: The numbers of those whose score is not known yet. They stay, and take no other one's place.
         """
-        self._present[identity] = self._rank(identity, score)
-        spared = max(self._present) if self._spares_newest else None
-        dropped = tuple(each for each in self._ordered()[: self._num_surplus] if each != spared)
-        for each in dropped:
-            del self._present[each]
-        return dropped
+        by_age = sorted(saved, key=attrgetter("number"))
+        newest = by_age if self.num_newest is None else by_age[max(0, len(by_age) - self.num_newest) :]
+        unknown = set(pending)
+        best = self.best(each for each in by_age if each.number not in unknown)
+        stay = unknown.union(each.number for each in (*newest, *best))
+        kept = [each for each in by_age if each.number in stay]
+        return kept, [each for each in by_age if each.number not in stay]
 
-    @property
-    def kept(self) -> list[int]:
-        """The numbers of those that stay, worst first. The newest is left out when it is only spared."""
-        return self._ordered()[self._num_surplus :]
-
-    @property
-    def best(self) -> int | None:
-        """The number of the best one that stays; None when none does."""
-        return self.kept[-1] if self.kept else None
-
-    @property
-    def _num_surplus(self) -> int:
-        return 0 if self._num_to_keep is None else max(0, len(self._present) - self._num_to_keep)
-
-    def _ordered(self) -> list[int]:
-        return sorted(self._present, key=self._present.__getitem__)
-
-    def _rank(self, identity: int, score: float | None) -> _Rank:
-        if score is None or math.isnan(score):
-            return False, 0.0, identity
-        return True, self._sign * score, identity
+    def _rank(self, each: SavedCheckpoint[T]) -> tuple[bool, float, int]:
+        if each.score is None or math.isnan(each.score):
+            return False, 0.0, each.number
+        return True, each.score if self.order == MAX else -each.score, each.number
 
 
 def as_score(value: Any) -> float | None:

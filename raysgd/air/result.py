@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._imports import require
 from raysgd._numbers.metric_names import flattened, value_at
-from raysgd._numbers.ranking import MAX, MIN, Ranking, as_score
+from raysgd._numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import (
@@ -114,10 +114,12 @@ class Result:
         if not having:
             known = sorted({key for _, metrics in self.best_checkpoints for key in flattened(metrics)})
             raise RuntimeError(f"`metric={metric!r}`: no checkpoint was reported with it. The metrics are {known}.")
-        ranking = Ranking(None, mode)
-        for index, (_, metrics) in enumerate(having):
-            ranking.admit(index, as_score(value_at(metrics, metric)))
-        return having[ranking.kept[-1]][0]
+        judged = [
+            SavedCheckpoint(number, as_score(value_at(metrics, metric)), checkpoint)
+            for number, (checkpoint, metrics) in enumerate(having)
+        ]
+        [best] = BestCheckpoints(1, mode).best(judged)
+        return best.content
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:

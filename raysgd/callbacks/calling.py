@@ -75,7 +75,7 @@ class Dispatcher:
             return call_with_known(method, *args, **info) if info else method(*args)
         except CallbackError:  # of a callback inside this one
             raise
-        except Exception as error:
+        except Exception as error:  # user code
             if self._advice is None:
                 raise
             said = f"{type(error).__name__}: {str(error).rstrip('.')}"
@@ -104,7 +104,7 @@ class Dispatcher:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except Exception as error:
+            except Exception as error:  # user code: the others see the end all the same
                 if has_failed or first is not None:
                     logger.error("the callback `%s` failed at the end: %s", name_of(callback), error)
                 first = first or error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from raysgd import _arguments as checks
-from raysgd._numbers.ranking import Ranking
+from raysgd._numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
 from raysgd.callbacks import sidecar
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
@@ -22,19 +23,8 @@ logger = logging.getLogger(__name__)
 INDEX_FILE = "checkpoints.json"
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """One checkpoint.
-
-    Attributes:
-        name: Its file.
-        epoch: How many epochs it has.
-        score: The value of the metric in its epoch; None without one, and as long as it is validated.
-    """
-
-    name: str
-    epoch: int
-    score: float | None
+Saved = SavedCheckpoint[str]
+"""One checkpoint: the number is its epoch, the content its file's name."""
 
 
 class Checkpointing(Callback):
@@ -91,10 +81,12 @@ class Checkpointing(Callback):
         self.restore_best_at_end = bool(restore_best_at_end)
         if self.restore_best_at_end and not self.keep_best:
             raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
+        order = self._metric.mode if self._metric is not None else MAX
+        self._rule = BestCheckpoints(self.keep_best, order, num_newest=self.keep_last)
         self._folder = self._given
-        self._saved: list[SavedCheckpoint] = []
+        self._saved: list[Saved] = []
         self._num_failures = 0
-        self._pending: SavedCheckpoint | None = None
+        self._unsaved: Saved | None = None
 
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
@@ -110,13 +102,13 @@ class Checkpointing(Callback):
     @property
     def newest(self) -> str | None:
         """The path or URI of the newest checkpoint of the run; None before the first one."""
-        return self._location(self._saved[-1].name) if self._saved else None
+        return self._location(self._saved[-1].content) if self._saved else None
 
     @property
     def best(self) -> str | None:
         """The path or URI of the best checkpoint; None if there is none with a score."""
         found = self._best()
-        return self._location(found.name) if found is not None else None
+        return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
@@ -132,8 +124,8 @@ class Checkpointing(Callback):
         """
         self._folder = self._folder_of(run)
         present = set(self._folder.names())
-        found = [each for each in self._indexed() if each.name in present]
-        return self._location(found[-1].name) if found else None
+        found = [each for each in self._indexed() if each.content in present]
+        return self._location(found[-1].content) if found else None
 
     # ------------------------------------------------------------------------------------------------ the run
 
@@ -157,7 +149,7 @@ class Checkpointing(Callback):
         folder = self._folder_of(run)
         if folder != self._folder or run.epoch == 0:
             self._saved = []
-        self._folder, self._num_failures, self._pending = folder, 0, None
+        self._folder, self._num_failures, self._unsaved = folder, 0, None
         try:
             self._look_around()
         except OSError as error:
@@ -179,21 +171,20 @@ class Checkpointing(Callback):
             self._save_if_due(run, score)
 
     def _save_if_due(self, run: Run, score: float | None) -> None:
-        self._pending = SavedCheckpoint(f"epoch_{run.epoch:04d}.ckpt", run.epoch, score)
+        self._unsaved = SavedCheckpoint(run.epoch, score, f"epoch_{run.epoch:04d}.ckpt")
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
-            self._save(run, self._pending)
+            self._save(run, self._unsaved)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Gives the file of an epoch the value of the metric, and drops what need not be kept by now."""
+        """Give the file of an epoch the value of the metric, and drop what need not be kept by now."""
         before, epoch = self._saved, run.epoch
-        self._saved = [replace(each, score=score) if each.epoch == epoch else each for each in before]
-        if self._pending is not None and self._pending.epoch == epoch:
-            self._pending = replace(self._pending, score=score)
-        kept = self._kept(run)
-        dropped, self._saved = [each for each in self._saved if each not in kept], kept
-        if kept != before:
+        rated = [replace(each, score=score) if each.number == epoch else each for each in before]
+        if self._unsaved is not None and self._unsaved.number == epoch:
+            self._unsaved = replace(self._unsaved, score=score)
+        self._saved, dropped = self._divide(run, rated)
+        if self._saved != before:
             try:
-                self._write_index(kept)
+                self._write_index(self._saved)
             except OSError as error:  # the next save writes it again
                 logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
             for each in dropped:
@@ -201,39 +192,37 @@ class Checkpointing(Callback):
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Saves the last epoch, and loads the best one if it is to."""
-        if error is None and self._pending is not None:
-            self._save(run, self._pending)
+        if error is None and self._unsaved is not None:
+            self._save(run, self._unsaved)
         best = self.best
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
 
-    def _save(self, run: Run, new: SavedCheckpoint) -> None:
+    def _save(self, run: Run, new: Saved) -> None:
         before = self._saved
-        self._saved = [*(each for each in before if each.name != new.name), new]
-        kept = self._kept(run)
-        dropped = [each for each in self._saved if each not in kept]
-        self._saved = kept  # which is what the file beside the checkpoint says
+        others = [each for each in before if each.number != new.number]
+        self._saved, dropped = self._divide(run, [*others, new])  # the file beside the checkpoint says what is kept
         assert self._folder is not None
         try:
             self._folder.make()
-            run.save(self._location(new.name))
+            run.save(self._location(new.content))
             self._write_index(self._saved)
         except OSError as error:
             self._saved = before
-            if new.name not in {each.name for each in before}:
+            if len(others) == len(before):
                 self._delete(new)  # it may have been written, and the file beside it not
             self._fail(new, error)
             return
-        self._pending, self._num_failures = None, 0
+        self._unsaved, self._num_failures = None, 0
         for each in dropped:
             self._delete(each)
 
-    def _fail(self, new: SavedCheckpoint, error: OSError) -> None:
+    def _fail(self, new: Saved, error: OSError) -> None:
         self._num_failures += 1
         is_over = self.max_failures is not None and self._num_failures >= self.max_failures
         logger.warning(
             "Checkpointing: could not save epoch %d in %s (%d in a row): %s: %s. The trainer keeps its state%s",
-            new.epoch,
+            new.number,
             self._folder,
             self._num_failures,
             type(error).__name__,
@@ -243,13 +232,13 @@ class Checkpointing(Callback):
         if is_over:
             raise error
 
-    def _delete(self, saved: SavedCheckpoint) -> None:
+    def _delete(self, saved: Saved) -> None:
         assert self._folder is not None
         try:
-            self._remove(saved.name)
-            self._folder.remove(f"{saved.name}{sidecar.ENDING}")
+            self._remove(saved.content)
+            self._folder.remove(f"{saved.content}{sidecar.ENDING}")
         except OSError as error:
-            logger.warning("Checkpointing: could not delete %s in %s: %s", saved.name, self._folder, error)
+            logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
 
     def _remove(self, name: str) -> None:
         """Deletes a checkpoint, which is a folder where models are divided over the workers."""
@@ -262,24 +251,15 @@ class Checkpointing(Callback):
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def _kept(self, run: Run) -> list[SavedCheckpoint]:
-        """The newest and the best ones, and those that may become the best, in the order in which they were saved."""
-        newest = self._saved if self.keep_last is None else self._saved[-self.keep_last :]
-        best = Ranking(self.keep_best, self._metric.mode if self._metric is not None else "max")
-        for number, each in enumerate(self._saved):
-            best.admit(number, each.score)
-        names = {each.name for each in newest} | {self._saved[number].name for number in best.kept}
-        if run.validates_beside and self.keep_best:
-            told = run._last_told or 0
-            names |= {each.name for each in self._saved if each.score is None and each.epoch > told}
-        return [each for each in self._saved if each.name in names]
+    def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
+        """Return what stays and what does not. A file that is not validated yet may become the best one."""
+        told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
+        return self._rule.divide(saved, [each.number for each in saved if each.score is None and each.number > told])
 
-    def _best(self) -> SavedCheckpoint | None:
-        found: SavedCheckpoint | None = None
-        for each in self._saved if self._metric is not None else ():
-            if each.score is not None and self._metric.is_better(each.score, found.score if found else None):  # type: ignore[union-attr]
-                found = each
-        return found
+    def _best(self) -> Saved | None:
+        scored = [each for each in self._saved if each.score is not None and not math.isnan(each.score)]
+        best = self._rule.best(scored)
+        return best[-1] if best else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are."""
@@ -298,11 +278,11 @@ class Checkpointing(Callback):
         assert self._folder is not None
         return str(self._folder.local_path / name) if self._folder.is_local else (self._folder / name).uri
 
-    def _write_index(self, saved: list[SavedCheckpoint]) -> None:
+    def _write_index(self, saved: list[Saved]) -> None:
         assert self._folder is not None
         self._folder.write(INDEX_FILE, json.dumps(_as_state(saved), indent=1).encode())
 
-    def _indexed(self) -> list[SavedCheckpoint]:
+    def _indexed(self) -> list[Saved]:
         """Return what the folder says is in it; nothing where there is no such file, or it is damaged."""
         assert self._folder is not None
         try:
@@ -317,7 +297,7 @@ class Checkpointing(Callback):
         """Forgets what is no longer there, and warns of what another run has left; the list of that stays as it is."""
         assert self._folder is not None
         present = set(self._folder.names())
-        self._saved = [each for each in self._saved if each.name in present]
+        self._saved = [each for each in self._saved if each.content in present]
         found = [] if self._saved else self._indexed()
         if found:
             logger.warning(
@@ -333,9 +313,9 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
     return None if value is None else checks.check_count(name, value, hint)
 
 
-def _as_state(saved: list[SavedCheckpoint]) -> dict[str, Any]:
-    return {"saved": [asdict(each) for each in saved]}
+def _as_state(saved: list[Saved]) -> dict[str, Any]:
+    return {"saved": [{"name": each.content, "epoch": each.number, "score": each.score} for each in saved]}
 
 
-def _read(state: Mapping[str, Any]) -> list[SavedCheckpoint]:
-    return [SavedCheckpoint(str(each["name"]), int(each["epoch"]), each["score"]) for each in state["saved"]]
+def _read(state: Mapping[str, Any]) -> list[Saved]:
+    return [SavedCheckpoint(int(each["epoch"]), each["score"], str(each["name"])) for each in state["saved"]]

@@ -104,7 +104,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
     """
     try:
         return getattr(callback, method)(*args)
-    except Exception as error:
+    except Exception as error:  # user code
         if type(error).__module__.partition(".")[0] in _LIBRARIES:
             raise
         raise CallbackError(

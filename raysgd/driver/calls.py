@@ -1,11 +1,15 @@
-"""Training and validation calls as the driver makes them: what each worker is asked, and what follows the answers."""
+"""Training and validation calls as the driver makes them: what each worker is asked, and what follows the answers.
+
+A validation beside the training runs on a spare, as long as no lost worker has to be replaced by it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from raysgd import _arguments as checks
@@ -15,11 +19,17 @@ from raysgd.driver.throughput import Throughput
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
-from raysgd.engine.snapshots import Snapshot
-from raysgd.engine.transfers import SharedValue
+from raysgd.engine.snapshots import NewestSnapshot
+from raysgd.exceptions import OnFailure
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.joint_work import difference
+from raysgd.messages.settings import ReplicaSettings
 from raysgd.messages.weight_sums import ComparisonPace
+
+logger = logging.getLogger(__name__)
+
+Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
+"""Validates; gets what to call meanwhile."""
 
 
 def asked(
@@ -132,11 +142,8 @@ class EpochCalls:
             is_repeatable=dataset is None,
         )
         began = time.perf_counter()
-        try:
+        with OnFailure(self.sharing.forget):
             answers = self._throughput.run(call, max_retries)
-        except BaseException:
-            self.sharing.forget()
-            raise
         costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
         comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
@@ -144,38 +151,57 @@ class EpochCalls:
         self._listeners.tell_end("train", asked, answers[0])
         return answers
 
-    def _with_state(self, state: Snapshot, asked: EpochRequest, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Requests for a validation, with the state that each rank takes over first: all from one copy in the store."""
-        group = self._controller.ensure_group()
-        shared = group.share(SharedValue(state.shared_state, state.reference))
-        requests = self.requests("validation", asked, dataset, worlds)
-        return [(each, *request) for each, request in zip(shared, requests, strict=True)]
-
-    def validate(self, asked: EpochRequest, dataset: Any, state: Snapshot | None = None) -> list[EpochAnswer]:
+    def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
         """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all.
 
         Args:
             asked: What every replica is asked.
             dataset: What takes the place of the registered data; None if nothing does.
-            state: The state of other workers to validate; None for that of the workers themselves.
         """
-        runner = self._runner_cls
         call = Call(
-            runner.validate if state is None else runner.validate_state,
-            partial(self.requests, "validation", asked, dataset)
-            if state is None
-            else partial(self._with_state, state, asked, dataset),
-            changes_state=state is None and self._controller.facts[0].keeps_own_state,
+            self._runner_cls.validate,
+            partial(self.requests, "validation", asked, dataset),
+            changes_state=self._controller.facts[0].keeps_own_state,
             on_wait=self._listeners.on_wait,
             is_short=True,
             is_repeatable=dataset is None,
         )
-        try:
+        with OnFailure(self._start_over):
             answers: list[EpochAnswer] = self._controller.run(call)
-        except BaseException:
-            self.sharing.forget()
-            self._validation_starts_over = True
-            raise
         self._validation_starts_over = False
         self._listeners.tell_end("validation", asked, answers[0])
         return answers
+
+    def _start_over(self) -> None:
+        self.sharing.forget()
+        self._validation_starts_over = True
+
+    def begin_on_spare(
+        self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
+    ) -> Validation:
+        """Begins to validate a state on a spare, within a turn of the training. What it returns needs no turn.
+
+        Where no spare is left and none will come, the workers that train validate at once.
+
+        Args:
+            asked: What the spare is asked.
+            dataset: What takes the place of the registered data; None if nothing does.
+            settings: Those of the workers that train.
+            sharing: Divides data with these.
+            newest: The state.
+        """
+        controller = self._controller
+        loan, facts = controller.lend_spare(), controller.facts[0]
+        if loan is None and not controller.has_spares:
+            logger.warning("there is no spare to validate: the workers that train do, which wait for it")
+            answers = self.validate(asked, dataset)
+            return lambda on_wait: answers
+        arrived = cache(newest.result)
+
+        def make_args() -> list[Any]:
+            state = arrived()
+            sharing.forget()
+            requests = self.requests("validation", asked, dataset, [World(0, 1)], sharing, facts)
+            return [settings, state.shared_state if state.reference is None else state.reference, *requests[0]]
+
+        return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]

@@ -21,7 +21,7 @@ from raysgd.driver.trainer import AnyOperatorT, ClassTrainer, naming_config_entr
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import Snapshot
-from raysgd.exceptions import UnpicklableError
+from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
 from raysgd.messages.range_test import Loss, LrCurve, RangeTest
 from raysgd.messages.settings import ReplicaSettings
 from raysgd.utils import BATCH_SIZE
@@ -156,7 +156,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
         """Lets all workers make an operator of the new class; returns what is edited in its hyperparameters."""
-        try:
+        with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
                 found = [getattr(facts, name) for facts, _ in answers]
@@ -165,12 +165,12 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
                         f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
                         f"{name.replace('_', ' ')}: {found}. The old class is kept."
                     )
-        except BaseException:
-            with suppress(Exception):
-                if self._controller.group is not None:
-                    self._on_all(self._runner_cls.drop_reload)
-            raise
         return answers[0][1]
+
+    def _drop_prepared(self) -> None:
+        with suppress(RaySGDError):  # what has failed before is what to see
+            if self._controller.group is not None:
+                self._on_all(self._runner_cls.drop_reload)
 
     def find_lr(
         self,
@@ -255,11 +255,8 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         """Workers that start from now on are made with other settings; no longer so if the body fails."""
         before = self._settings
         self._take_settings(settings)
-        try:
+        with OnFailure(partial(self._take_settings, before)):
             yield
-        except BaseException:
-            self._take_settings(before)
-            raise
 
     def _renew(self) -> None:
         """Makes new operators, from the present settings."""

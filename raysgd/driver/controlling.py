@@ -29,17 +29,6 @@ WORDS = FrontEndWords(
 )
 """What users of a class-based trainer are told behind the engine's facts."""
 
-WORDS_OF_VALIDATORS = replace(
-    WORDS,
-    when_interrupted="",
-    when_starved="Training can continue.",
-    when_spent="Training can continue; call `validate` again to try it with new workers.",
-    after_end="",
-    restart_point="with the validation from its beginning",
-    label="validators: ",
-)
-"""The same where workers are meant that only validate."""
-
 
 def make_controller(
     settings: GroupSettings,
@@ -49,7 +38,6 @@ def make_controller(
     *,
     keeps_survivors: bool,
     renews_survivors: bool,
-    validates: bool = False,
 ) -> ElasticController:
     """Return what keeps the workers alive, as the trainer's arguments ask for it.
 
@@ -60,7 +48,6 @@ def make_controller(
         reservation_timeout_s: How long to wait for resources.
         keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
         renews_survivors: Whether they can at least go back to a snapshot in their processes.
-        validates: Whether the workers only validate, and have no state that is to be kept.
     """
     is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
     rejoins = is_wanted and keeps_survivors
@@ -77,7 +64,7 @@ def make_controller(
         use_local=settings.use_local,
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,
-        captures=not settings.is_driver_only and not validates,
+        captures=not settings.is_driver_only,
         snapshot_every_s=every_s,
         snapshots_inside=recovery.snapshot_every_n_steps is not None,
         regroups=rejoins,
@@ -85,7 +72,7 @@ def make_controller(
         num_spares=settings.spare_workers,
         heartbeat_s=recovery.heartbeat_s,
         settle_timeout_s=recovery.settle_timeout_s,
-        words=replace(WORDS_OF_VALIDATORS if validates else WORDS, name=f"the trainer of `{operator_cls.__name__}`"),
+        words=replace(WORDS, name=f"the trainer of `{operator_cls.__name__}`"),
     )
     scaling = ScalingPolicy(
         max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)

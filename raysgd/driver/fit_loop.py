@@ -17,7 +17,7 @@ from raysgd.callbacks.calling import CallbackCalls, overrides
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, epoch_of
 from raysgd.driver.calls import asked
 from raysgd.engine.shared.call import Call, CallHandle
-from raysgd.exceptions import InvalidCountError, NoDataError, WorkersLostError
+from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, WorkersLostError
 from raysgd.history.history import CallRecord, History, RecordBeside
 from raysgd.messages import replica_calls
 from raysgd.messages.epochs import VALIDATES
@@ -203,16 +203,17 @@ class Fit:
         if not chosen:
             yield
             return
-        try:
+
+        def take_out() -> None:
+            try:
+                use(())
+            except RaySGDError as error:  # the one that ended the run is the one to see
+                logger.warning("could not take callbacks out of the workers: %r", error)
+
+        with OnFailure(take_out):
             if self._kept is None:  # else they are there
                 use(chosen)
             yield
-        except BaseException:
-            try:
-                use(())
-            except Exception as error:  # the one that ended the run is the one to see
-                logger.warning("could not take callbacks out of the workers: %r", error)
-            raise
         use(())
 
     @contextmanager

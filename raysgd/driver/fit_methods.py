@@ -18,11 +18,10 @@ from raysgd._numbers.results import Metrics
 from raysgd._text.log_lines import Once
 from raysgd.callbacks.adapters import AnyCallback
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
-from raysgd.driver.calls import EpochCalls, asked
+from raysgd.driver.calls import EpochCalls, Validation, asked
 from raysgd.driver.fit_loop import Fit, FitOptions, FitProgress
 from raysgd.driver.keeping import KeptTrainer
 from raysgd.driver.sharing import DataSharing
-from raysgd.driver.validators import ValidatingSpares, Validation, Validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.keeper import Keeper
@@ -44,7 +43,6 @@ class FitMethods(ABC):
     _calls: EpochCalls
     _background: BackgroundCalls
     _recorder: CallRecorder
-    _validators: Validators | ValidatingSpares | None
     _once: Once
     _controller: ElasticController
     _group_settings: GroupSettings
@@ -81,9 +79,9 @@ class FitMethods(ABC):
         """The facts that a replica reports after `setup`."""
 
     @property
-    def _obstacle_to_validators(self) -> str:
-        """The reason why no workers can only validate, as the end of a sentence; empty if they can."""
-        return " because one of them is in the driver" if self._group_settings.use_local else ""
+    @abstractmethod
+    def _keeps_survivors(self) -> bool:
+        """True if the survivors of a loss can go on, as far as their framework is concerned."""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
@@ -273,8 +271,8 @@ class FitMethods(ABC):
         `validation_<name>` for each metric of the model.
 
         With `blocking=False` it validates the weights as they are after the calls before, with the config of then,
-        whatever changes meanwhile: on the `validation_workers` of the trainer or on a spare, and training waits for a
-        copy of the state alone. Without such workers, the others validate, and the next call waits for them.
+        whatever changes meanwhile: on one of the `spare_workers` of the trainer, and training waits for a copy of the
+        state alone. Without spares, the workers that train validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is nothing to validate on.
@@ -311,13 +309,19 @@ class FitMethods(ABC):
 
     @property
     def _validates_beside(self) -> bool:
-        """True if there are workers for a validation that nothing waits for; says once where there are none."""
-        if self._validators is None and self._once.is_first("no validators"):
-            logger.warning(
-                "the validation runs on the workers that train, which wait for it%s",
-                self._obstacle_to_validators or ": with `validation_workers=1` it runs on a separate worker",
-            )
-        return self._validators is not None
+        """True if the trainer has spares, which validate while others train; says once where it has none."""
+        group = self._group_settings
+        if group.spare_workers and not group.use_local:
+            return True
+        if self._once.is_first("no spares"):
+            if group.use_local:
+                why = " because one of them is in the driver"
+            elif group.recovery == "rebuild" or not self._keeps_survivors:
+                why = " because a trainer with these options cannot have spares"
+            else:
+                why = ": with `spare_workers=1` it runs on a separate worker"
+            logger.warning("the validation runs on the workers that train, which wait for it%s", why)
+        return False
 
     def _begin_validation(
         self,
@@ -329,18 +333,16 @@ class FitMethods(ABC):
         """Begins a validation beside the training, of the state after the calls that were made by now.
 
         Args:
-            request: What every validator is asked.
+            request: What the spare is asked.
             dataset: What takes the place of the registered data; None if nothing does.
             reduce_results: Whether to merge the metrics.
             note: Called in a thread with what adds it to the history, and with what that takes.
         """
-        validators = self._validators
-        assert validators is not None, "it was asked before"
 
         def take_state() -> tuple[Validation, RecordBeside]:
             newest, sharing = self._newest_snapshot(), self._new_sharing()
-            validate = validators.begin(request, dataset, self._replicas.settings, sharing, newest)
-            return validate, self._recorder.begin_beside(validators.num_workers)
+            validate = self._calls.begin_on_spare(request, dataset, self._replicas.settings, sharing, newest)
+            return validate, self._recorder.begin_beside()
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken
@@ -351,7 +353,7 @@ class FitMethods(ABC):
             note(add, result, began_at, time.perf_counter() - began)
             return result
 
-        return self._background.begin_beside(take_state, validators.controller, evaluate)
+        return self._background.begin_beside(take_state, evaluate)
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str]) -> Any:
@@ -388,8 +390,8 @@ class FitMethods(ABC):
                 checkpoint that the callbacks find, as `Checkpointing` does, and starts from the beginning if there is
                 none.
             folder: Where callbacks put their files, on a disk. Default: a new folder in `~/ray_results`.
-            validate: "async" begins the next epoch while the last one is validated by the `validation_workers` of the
-                trainer or by a spare. Its row and what callbacks do about it are complete at the end of the next epoch.
+            validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
+                one. Its row and what callbacks do about it are complete at the end of the next epoch.
                 An epoch waits for the validation before the last one; none is left out.
 
         Returns:

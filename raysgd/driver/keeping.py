@@ -16,6 +16,7 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.engine.transfers import SharedValue
+from raysgd.exceptions import WorkersLostError
 from raysgd.history.history import BEGINNING
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, Write
@@ -73,7 +74,7 @@ class FileSaves:
         """Waits until everything that is to be written is in the driver, before workers are ended."""
         newest = self._newest()
         if newest is not None:
-            with suppress(Exception):  # the writer tells it
+            with suppress(TimeoutError, WorkersLostError):  # the writer tells it
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:

@@ -20,11 +20,9 @@ from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
-from raysgd.driver.trainer_views import in_words, show_options
-from raysgd.driver.validators import ValidatingSpares, Validators, settings_of_validators
+from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import AUTO
@@ -72,7 +70,6 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     recovery: str
     min_workers: int
     spare_workers: int
-    validation_workers: int
     resize_check_s: float | Literal["auto"] | None
     recovery_options: Recovery
     _runner_cls: Any
@@ -109,11 +106,6 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
     @abstractmethod
     def _make_connection(self) -> Connection:
         """Return what connects the workers."""
-
-    @property
-    @abstractmethod
-    def _keeps_survivors(self) -> bool:
-        """True if the survivors of a loss can go on, as far as their framework is concerned."""
 
     @property
     def _renews_survivors(self) -> bool:
@@ -161,8 +153,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
         )
         self._once = Once()
-        self._validators = self._make_validators()
-        self._finalizer = finalize(self, _abandon, self._controllers)
+        self._finalizer = finalize(self, _abandon, controller)
         self._saves = FileSaves(controller, self._writer)
         try:
             controller.start()
@@ -178,33 +169,6 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
             "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # a larger number would copy no less
         }
         return [name for name, is_used in used.items() if is_used]
-
-    @property
-    def _controllers(self) -> list[ElasticController]:
-        """Those of the workers that train, and of those that only validate."""
-        beside = self._validators.controller if self._validators is not None else None
-        return [self._controller] if beside is None else [self._controller, beside]
-
-    def _make_validators(self) -> Validators | ValidatingSpares | None:
-        """Return the workers that validate beside the training; None if there are to be none."""
-        group = self._group_settings
-        if not group.validation_workers:
-            spares = ValidatingSpares(self._controller, self._calls, self._runner_cls.validate_on_loan)
-            return spares if group.spare_workers and not group.use_local else None
-        replicas = ReplicaMaker(self._runner_cls, self._replicas.settings)
-        controller = make_controller(
-            settings_of_validators(group),
-            replicas,
-            self._make_connection(),
-            self._reservation_timeout_s,
-            keeps_survivors=self._keeps_survivors,
-            renews_survivors=False,
-            validates=True,
-        )
-        listeners, sharing = ProgressListeners(controller), self._new_sharing()
-        calls = EpochCalls(self._runner_cls, controller, self._throughput, listeners, use_local=False, sharing=sharing)
-        replicas.settings = None  # those of the first validation
-        return Validators(controller, calls, replicas, self._runner_cls.follow, group.validation_workers)
 
     @property
     @abstractmethod
@@ -326,8 +290,7 @@ class ClassTrainer(FitMethods, Generic[AnyOperatorT]):
         try:
             self._finalizer.detach()
             self._saves.await_states()
-            for controller in self._controllers:
-                controller.stop(force)
+            self._controller.stop(force)
             self._background.await_end()
             self._throughput.end()
         finally:
@@ -464,7 +427,6 @@ def naming_config_entry(error: UnpicklableError, config: Mapping[str, Any]) -> U
     return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
 
-def _abandon(controllers: Sequence[ElasticController]) -> None:
+def _abandon(controller: ElasticController) -> None:
     """Ends a trainer that was never shut down, at its collection or at the end of the program."""
-    for controller in controllers:
-        controller.stop(force=True)
+    controller.stop(force=True)

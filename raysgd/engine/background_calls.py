@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from typing import TypeVar
 
 from raysgd.engine.controller import ElasticController, PlaceInLine
@@ -80,48 +79,40 @@ class BackgroundCalls:
             with self._controller.turn(place):
                 return work()
 
-        return self._run(run, [(self._controller, place)])
+        return self._run(run, place)
 
-    def begin_beside(
-        self, work: Callable[[], S], controller: ElasticController | None, rest: Callable[[S, Callable[[], None]], T]
-    ) -> CallHandle[T]:
-        """Begins a call of which the larger part runs on other workers, while calls to those of the trainer go on.
+    def begin_beside(self, work: Callable[[], S], rest: Callable[[S, Callable[[], None]], T]) -> CallHandle[T]:
+        """Begins a call of which the larger part runs on a spare, while calls to the workers that train go on.
 
         Args:
             work: What has to be done ahead of these calls.
-            controller: Has the other workers; None for those that take no turns.
-            rest: What is done there with the result of `work`, and with what raises once the call is to end.
+            rest: What is done outside of turns with the result of `work`, and with what raises once the call is to end.
 
         Raises:
             TrainerShutdownError: After `shutdown`.
         """
         place = self._controller.turns.reserve()
-        places = [(self._controller, place)]
 
         def run() -> T:
             with self._controller.turn(place):
                 begun = work()
-                if controller is not None:
-                    places.append((controller, controller.turns.reserve()))
-            with controller.turn(places[1][1]) if controller is not None else nullcontext():
-                return rest(begun, place.check_wanted)
+            return rest(begun, place.check_wanted)
 
-        return self._run(run, places)
+        return self._run(run, place)
 
-    def _run(self, work: Callable[[], T], places: Sequence[tuple[ElasticController, PlaceInLine]]) -> CallHandle[T]:
+    def _run(self, work: Callable[[], T], place: PlaceInLine) -> CallHandle[T]:
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 result = work()
-            except BaseException as error:
+            except BaseException as error:  # the thread has no caller: `result` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
         def interrupt() -> None:
-            for controller, place in places:
-                controller.turns.interrupt(place)
+            self._controller.turns.interrupt(place)
 
         if self._at_once:
             run()

@@ -143,7 +143,7 @@ class LineCall:
         assert self._answer is not None
         try:
             return pickle.loads(self._answer)
-        except Exception as error:
+        except Exception as error:  # whatever an object of the user raises
             from ray.exceptions import RaySystemError
 
             raise RaySystemError(error, traceback.format_exc()) from error

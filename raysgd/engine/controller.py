@@ -32,7 +32,9 @@ from raysgd.engine.startup import Loan
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.transfers import DividedValue
 from raysgd.exceptions import (
+    OnFailure,
     RanksDifferError,
+    RaySGDError,
     TrainerShutdownError,
     UnpicklableError,
     WorkerError,
@@ -171,7 +173,7 @@ class Turns:
     def _telling_of_shutdown(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # what a call comes to whose workers are ended meanwhile
             self._lifecycle.check_interrupt()
             if not self._lifecycle.is_stopped:
                 self._lifecycle.check_active()  # perhaps it fails because of the end of the Ray session
@@ -391,7 +393,7 @@ class ElasticController:
             try:
                 if isinstance(self.snapshot().shared_state, DividedValue):
                     return False
-            except Exception as error:  # its own next call says what is wrong
+            except RaySGDError as error:  # its own next call says what is wrong
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
@@ -413,13 +415,11 @@ class ElasticController:
         """
         with self.turns.take():
             try:
-                self._adapt(call)
-                values = self._run_to_end(call, budget or RetryBudget(max_retries))
-                self._lifecycle.start_owed_spares()
-                return values
-            except BaseException:
-                self._monitor.observe()
-                raise
+                with OnFailure(self._monitor.observe):
+                    self._adapt(call)
+                    values = self._run_to_end(call, budget or RetryBudget(max_retries))
+                    self._lifecycle.start_owed_spares()
+                    return values
             finally:
                 self._monitor.end()
 
@@ -609,8 +609,8 @@ class ElasticController:
                 kept = WorkerError  # all ranks are at the same place, or recovery has ended them
                 recovery = self.recovery
                 is_inside = recovery.change_held(report) if report.ok else recovery.recover(call, report, budget)
-            except BaseException as error:
-                if not isinstance(error, kept):  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
+            except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere in the call
+                if not isinstance(error, kept):
                     self._lifecycle.end_call(type(error).__name__, unless_local=True)
                 self.snapshots.note_broken_off(call, has_group=self._lifecycle.group is not None)
                 raise
@@ -653,11 +653,10 @@ class ElasticController:
         )
         if report.ok and not _is_held(report):
             try:
-                call.check([answer.value for answer in report.values])
-            except Exception as error:
-                self._monitor.await_snapshot()  # of the call before, while a worker is there that can send it
-                if isinstance(error, RanksDifferError):
-                    self.snapshots.forget_calls()  # in one of them they may have parted
+                with OnFailure(self._monitor.await_snapshot):  # of the call before, while a worker can still send it
+                    call.check([answer.value for answer in report.values])
+            except RanksDifferError:
+                self.snapshots.forget_calls()  # in one of them they may have parted
                 raise
             self.snapshots.note(call, report.values, self._lifecycle.now() - began, group)
         return report
@@ -739,11 +738,8 @@ class ElasticController:
         self.snapshots.begin_again()
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
-        try:
+        with OnFailure(self.kill_group):  # some replicas may be new, and others not
             self.facts = self.run(call)
-        except BaseException:  # Ctrl-C too: some replicas may be new, and others not
-            self.kill_group()
-            raise
 
     def restart(self) -> None:
         """Does the same in new processes, for replicas that leave something behind in theirs."""

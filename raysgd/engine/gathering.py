@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.engine.liveness import OwnTime, max_silence_s
 from raysgd.engine.platform import Platform
 from raysgd.engine.shared.types import FailureKind, Outcome
+from raysgd.exceptions import OnFailure
 
 _DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
 _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
@@ -52,11 +53,8 @@ class Listener:
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
-        try:
+        with OnFailure(self._await_on_wait):
             self._await_on_wait()
-        except BaseException:
-            self._await_on_wait()
-            raise
 
     def _await_on_wait(self) -> None:
         while self._is_in_on_wait:

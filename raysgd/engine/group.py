@@ -24,7 +24,7 @@ from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHa
 from raysgd.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
 from raysgd.engine.transfers import FetchedParts, SharedValue, StoredPart, Transfer
 from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes
-from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class WorkerGroup:
             TrainerShutdownError: After `kill_workers`.
         """
         timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
-        try:
+        with OnFailure(self.kill):
             self._create(timeout_s)
             report = self._make_ready(timeout_s, self.num_workers if min_workers is None else min_workers)
             if not report.ok:
@@ -129,9 +129,6 @@ class WorkerGroup:
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
             return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
-        except BaseException:
-            self.kill()
-            raise
 
     def _create(self, timeout_s: float) -> None:
         """Holds room for the workers and the spares, and begins to start the workers."""
@@ -335,11 +332,8 @@ class WorkerGroup:
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
         if join is not None:
-            try:
+            with OnFailure(listener.stop):  # the group is ended next, and the thread must not look at it any more
                 join()
-            except BaseException:  # Ctrl-C: the group is ended next, and the thread must not look at it any more
-                listener.stop()
-                raise
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:

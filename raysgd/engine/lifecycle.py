@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raysgd.engine.group import GroupHooks, WorkerGroup
@@ -31,7 +32,7 @@ from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import ClusterView, GroupReport
 from raysgd.engine.snapshots import Snapshots
 from raysgd.engine.startup import Replacements
-from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Lifecycle:
         self.clock = clock or Clock(sleep=self._stopped.wait)
         self.release_timeout_s = release_timeout_s
         self.snapshots = Snapshots(spec, self.now)
-        self.history = GroupHistory(label=spec.words.label)
+        self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
         self._session: Any = None  # of Ray, in which the workers are; None without workers outside this process
@@ -254,25 +255,20 @@ class Lifecycle:
         # How many have to live through it; None for all, where a group cannot change.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
-            self.check_active()  # a stop that comes later than this finds the group
-            report = group.start(timeout_s, num_needed)
-            if self.scaling.max_workers > self.spec.use_local:
-                self._session = session()
-            report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
-            if not report.ok:
-                group.kill()
-                return report
-            try:
-                failed = self.hooks.on_start(group)
-            except BaseException:
-                self._end_group(group)
-                raise
-            if failed is not None:
-                self._end_group(group)
-            return failed or report
-        except BaseException:
-            group.kill()
-            raise
+            with OnFailure(group.kill):
+                self.check_active()  # a stop that comes later than this finds the group
+                report = group.start(timeout_s, num_needed)
+                if self.scaling.max_workers > self.spec.use_local:
+                    self._session = session()
+                report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
+                if not report.ok:
+                    group.kill()
+                    return report
+                with OnFailure(partial(self._end_group, group)):
+                    failed = self.hooks.on_start(group)
+                if failed is not None:
+                    self._end_group(group)
+                return failed or report
         finally:
             self._starting = None
 

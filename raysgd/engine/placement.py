@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from raysgd.engine.keeper import NAMESPACE, keeper
 from raysgd.engine.policies import capacity
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
-from raysgd.exceptions import ReservationTimeoutError
+from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -298,11 +298,8 @@ class Reservation:
         group = self._own or self._outer
         if group is None:
             return
-        try:
+        with OnFailure(partial(self.close, timeout_s=5.0)):
             self._await(group, timeout_s, check)
-        except BaseException:
-            self.close(timeout_s=5.0)
-            raise
 
     def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
         began = time.monotonic()

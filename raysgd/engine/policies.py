@@ -107,7 +107,6 @@ ResizeCheck = float | Literal["auto"] | None
 
 AUTO: Literal["auto"] = "auto"
 _AUTO_S = 60.0
-_LARGEST_SHARE = 1.5  # times that with all workers: as much memory is free, and batch norms see about the same
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,14 @@ class Resizing:
         check_s: How often a running call looks for room to grow; None: growing waits for the next call.
         num_awaited: Survivors of a loss wait for new workers until they are so many.
         num_awaited_by_call: So does a call that can grow while it runs, before it begins.
-        waits_for_memory: Whether survivors that went on wait after all where memory runs out in their first step.
+        minds_memory: Whether survivors wait where their shares would take more memory than is free, and after all
+            where memory runs out in their first step.
     """
 
     check_s: float | None
     num_awaited: int
     num_awaited_by_call: int
-    waits_for_memory: bool = False
+    minds_memory: bool = False
 
 
 def resizing(option: ResizeCheck, keeps_joint_batch: bool, max_workers: int, num_short: int = 0) -> Resizing:
@@ -137,8 +137,8 @@ def resizing(option: ResizeCheck, keeps_joint_batch: bool, max_workers: int, num
         num_short: With how many, at most, memory has run out; 0 if it never has.
     """
     if option == AUTO and keeps_joint_batch:
-        enough = min(max_workers, max(math.ceil(max_workers / _LARGEST_SHARE), num_short + 1))
-        return Resizing(_AUTO_S, enough, enough, waits_for_memory=True)
+        enough = min(max_workers, num_short + 1)
+        return Resizing(_AUTO_S, enough, enough, minds_memory=True)
     if option is None or option == AUTO:
         return Resizing(None, max_workers, max_workers)
     return Resizing(option, 1, max_workers)
@@ -314,6 +314,17 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
         return None
     whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
     return min(whole)[1] if whole else None
+
+
+def fewest(reports: Sequence[ReplicaProgress], num_before: int) -> int:
+    """Return with how few ranks, at least, the shares of all fit into the memory that is free.
+
+    Args:
+        reports: Of those that go on.
+        num_before: The number of ranks with which their shares were as they are.
+    """
+    growth = max(1.0, min((report.growth for report in reports), default=1.0))
+    return max(1, math.ceil(num_before / growth))
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:

@@ -29,6 +29,7 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     failed_alike,
+    fewest,
     is_lack_of_memory,
     takers,
     words,
@@ -40,7 +41,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
 from raysgd.engine.startup import StandbyWorker
 from raysgd.engine.transfers import DividedValue, LostPartError
-from raysgd.exceptions import ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class Recovery:
             "the ranks called with different sizes. "
         )
         message = (
-            f"{self._spec.words.label}{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
             f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
         )
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
@@ -392,7 +393,7 @@ class Recovery:
         if change.budget is not None:
             change.budget.pay_for_rejoin(source.progress)
         is_smaller = len(group) < self._scaling.max_workers
-        may_lack_memory = change.kind == "rejoined" and is_smaller and lifecycle.resizing.waits_for_memory
+        may_lack_memory = change.kind == "rejoined" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "rejoined" if lost else change.kind
         if kind != "grown" or len(group) > len(before):  # else nothing has changed: newcomers are dead
@@ -456,17 +457,18 @@ class Recovery:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        try:
+
+        def kill_new_ones() -> None:
+            for standby_worker in formed.joining:
+                standby.kill(standby_worker)
+
+        with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
             if not change.goes_on:  # else those would be given up, too, who are still coming
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
                 raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
-        except BaseException:  # Ctrl-C too
-            for standby_worker in formed.joining:
-                standby.kill(standby_worker)
-            raise
         return formed
 
     def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
@@ -529,11 +531,21 @@ class Recovery:
         standby.kill_on(avoided)
         standby.start(missing - standby.num_coming - standby.num_ready, most, avoided)
         formed.joining += standby.take(missing, 0.0)
-        missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
+        missing = max(change.num_awaited, self._scaling.min_workers, self._fewest(change, formed)) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False
         formed.joining += standby.take(missing, wait_s, self._monitor.poll)
         return True
+
+    def _fewest(self, change: Change, formed: NextGroup) -> int:
+        """Return with how few workers those who stay can go on, as far as memory is known."""
+        minds_memory = change.kind == "rejoined" and self._lifecycle.resizing.minds_memory
+        num_before = len(self._lifecycle.running)
+        needed = fewest(formed.progress_reports, num_before) if minds_memory and formed.staying else 0
+        if needed > formed.num_workers:
+            words = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
+            logger.warning(words, formed.num_workers, num_before)
+        return needed
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 
@@ -606,7 +618,7 @@ class Recovery:
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
         """Starts another group, as soon as it finds room, and restores the last snapshot in it."""
-        lifecycle, scaling, label = self._lifecycle, self._scaling, self._spec.words.label
+        lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
         if kind == "restarted":
@@ -619,7 +631,7 @@ class Recovery:
             if isinstance(decision, WaitForWorkers):
                 if decision.delay_s is None:
                     table = explain(self._spec.resources, scaling.max_workers, view)
-                    few = f"{label}Too few workers can be had: {decision.reason}."
+                    few = f"Too few workers can be had: {decision.reason}."
                     raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = scaling.min_workers, self._spec.use_local
@@ -637,7 +649,7 @@ class Recovery:
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
                 attempt -= 1  # this one was paid for
-        raise WorkersLostError(f"{label}No group could be started in {scaling.num_attempts} attempts after: {cause}.")
+        raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""

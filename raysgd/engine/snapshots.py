@@ -85,14 +85,6 @@ class NewestSnapshot:
     progress: tuple[Any, ...] | None = None
     needs_worker: bool = True
 
-    def arrived(self, timeout_s: float | None) -> Snapshot:
-        """The snapshot; raises what the transfer raises."""
-        if self.landed is not None:
-            return self.landed
-        assert self.transfer is not None, "there was one to wait for"
-        state = self.transfer.result(timeout_s)
-        return Snapshot(state, self.rank_states, self.progress, getattr(self.transfer, "reference", None))
-
     def result(self, timeout_s: float | None = None) -> Snapshot:
         """The snapshot, once it is in the driver.
 
@@ -100,12 +92,16 @@ class NewestSnapshot:
             TimeoutError: It is still on its way.
             WorkersLostError: The worker that had it was lost.
         """
+        if self.landed is not None:
+            return self.landed
+        assert self.transfer is not None, "there was one to wait for"
         try:
-            return self.arrived(timeout_s)
+            state = self.transfer.result(timeout_s)
         except TimeoutError:
             raise
-        except Exception as error:
+        except Exception as error:  # of Ray, for the death of the worker; or what its copy has come to there
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
+        return Snapshot(state, self.rank_states, self.progress, getattr(self.transfer, "reference", None))
 
 
 def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:
@@ -357,12 +353,13 @@ class Snapshots:
         if self._coming is None:
             return
         try:
-            snapshot = self._coming.arrived(timeout_s)
+            snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except Exception as error:  # lost with its worker: the one before it, and the calls since, still stand
-            reason = getattr(error, "cause", None) or error  # without the lines of the process that said so
-            logger.warning("a snapshot was lost in transit: %s", reason)
+        except WorkersLostError as error:  # the one before it, and the calls since, still stand
+            reason = error.__cause__
+            # Without the lines of the process that said so.
+            logger.warning("a snapshot was lost in transit: %s", getattr(reason, "cause", None) or reason)
             self._lose_coming()
             return
         self._land(snapshot, self._coming.token, self._num_covered)

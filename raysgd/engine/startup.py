@@ -18,6 +18,7 @@ from raysgd.engine.shared import replica
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Outcome, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, notes_of, pack
+from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
 
@@ -75,21 +76,19 @@ class Loan:
             What it came to; None where the worker was lost or recalled.
         """
         try:
-            packed = pack(function, False, None, (self._number, *make_args()))
-            with self._lock:  # what is sent after the recall would change a member of the group
-                if self.is_recalled:
-                    return None
-                self._call = self._worker.submit("on_packed", *packed)
-            while not self._platform.ready([self._call], _ROUND_S):
-                on_wait()
-                self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
-                if self._liveness.poll()[1]:
-                    self._worker.kill()
-                    self._platform.kill_process(self.standby_worker.info)
-            found = self._platform.outcome(-1, self._call)
-        except BaseException:
-            self.recall()
-            raise
+            with OnFailure(self.recall):
+                packed = pack(function, False, None, (self._number, *make_args()))
+                with self._lock:  # what is sent after the recall would change a member of the group
+                    if self.is_recalled:
+                        return None
+                    self._call = self._worker.submit("on_packed", *packed)
+                while not self._platform.ready([self._call], _ROUND_S):
+                    on_wait()
+                    self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+                    if self._liveness.poll()[1]:
+                        self._worker.kill()
+                        self._platform.kill_process(self.standby_worker.info)
+                found = self._platform.outcome(-1, self._call)
         finally:
             self._has_ended = True
         self._relay.tell({"spare": notes_of(found)})

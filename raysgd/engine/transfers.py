@@ -80,7 +80,7 @@ class StoringTransfer:
         try:
             with self._make() as value:
                 stored = self._put(value)
-        except BaseException as error:
+        except BaseException as error:  # the thread has no caller: `result` raises it
             self._stored.set_exception(error)
         else:
             self._stored.set_result(stored.value)

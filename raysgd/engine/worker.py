@@ -97,7 +97,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
         except TypeError:
             pickle_modules_by_name()
             packed = cloudpickle.dumps(value, protocol=5)
-    except Exception as error:
+    except Exception as error:  # whatever an object of the user raises
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
@@ -180,7 +180,7 @@ def _guarded(method: MethodT) -> MethodT:
         self._busy_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # user code runs there: what it raises is the answer
             if not self._is_from_call(error):
                 raise
             failure = self._failure(error)
@@ -424,7 +424,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             reply: Any = _answer(process.replica, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
-    except BaseException as error:
+    except BaseException as error:  # user code runs there: what it raises is the answer
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
@@ -487,7 +487,7 @@ class LocalWorker:
         """Closes it; a process cannot kill itself and live on. What goes wrong is logged: the others must end too."""
         try:
             self._process.close()
-        except Exception as error:
+        except Exception as error:  # of user code
             logger.warning("the worker in the driver failed to close: %r", error)
 
 

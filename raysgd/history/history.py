@@ -333,13 +333,13 @@ class CallRecorder:
                 epoch = self._epoch + (kind == "train")
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()), None)
 
-    def begin_beside(self, num_workers: int) -> RecordBeside:
-        """Return what adds a validation that runs while other calls are made: it completes the row of now."""
+    def begin_beside(self) -> RecordBeside:
+        """Return what adds a validation on a spare, which other calls do not wait for: it completes the row of now."""
         history = self.history
         epoch, row = self._epoch, history[-1] if len(history) else None
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
-            record = CallRecord("validation", epoch, _metrics_of(result), began_at, seconds, num_workers)
+            record = CallRecord("validation", epoch, _metrics_of(result), began_at, seconds, num_workers=1)
             with self._lock:
                 self._add(record, row)
             return record

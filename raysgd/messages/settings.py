@@ -48,7 +48,6 @@ class GroupSettings:
     recovery: str = "rejoin"
     min_workers: int = 1
     spare_workers: int = 0
-    validation_workers: int = 0
     resize_check_s: ResizeCheck = AUTO
 
     def __post_init__(self) -> None:
@@ -76,10 +75,7 @@ class GroupSettings:
                 "`num_workers`. Lower one or raise the other."
             )
         checks.check_num_workers(
-            "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
-        )
-        checks.check_num_workers(
-            "validation_workers", self.validation_workers, hint="They validate while others train.", least=0
+            "spare_workers", self.spare_workers, hint="They validate, and step in for lost ones.", least=0
         )
 
     @property
@@ -87,32 +83,19 @@ class GroupSettings:
         """True if the only worker is the driver itself."""
         return self.use_local and self.num_workers == 1
 
-    def refuse_validators(self, obstacles: Iterable[tuple[bool, str]]) -> None:
-        """Refuses validators where no state can be handed over to them.
-
-        Args:
-            obstacles: What prevents that: whether it applies, and the argument that asks for it.
-        """
-        for applies, what in ((self.use_local, "`use_local=True`"), *obstacles):
-            if self.validation_workers and applies:
-                raise ValueError(
-                    f"`validation_workers={self.validation_workers}` with {what} cannot work: the state cannot be "
-                    "handed over to other workers. Without it, the workers that train validate, too."
-                )
-
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Refuses spares where no survivors are kept that they could step in beside.
+        """Refuses spares where they cannot take the place of a lost worker.
 
         Args:
-            obstacles: What else keeps none: whether it applies, and the argument that asks for it.
-            way_out: The arguments that keep survivors.
+            obstacles: What else prevents that: whether it applies, and the argument that asks for it.
+            way_out: The arguments that do not.
         """
-        own = ((self.num_workers == 1, "`num_workers=1`"), (self.recovery == "rebuild", '`recovery="rebuild"`'))
+        own = ((self.is_driver_only, "`use_local=True`"), (self.recovery == "rebuild", '`recovery="rebuild"`'))
         for applies, what in (*own, *obstacles):
             if self.spare_workers and applies:
                 raise ValueError(
-                    f"`spare_workers={self.spare_workers}` with {what} cannot work: spares join survivors, and a loss "
-                    f"leaves none here. Use {way_out}, or no spares."
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: no spare can step in there. Use "
+                    f"{way_out}, or no spares."
                 )
 
 

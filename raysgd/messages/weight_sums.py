@@ -24,11 +24,12 @@ _CHUNK = 1 << 16  # numbers that are converted at once, so that this takes half 
 
 REASONS_OF_TORCH = (
     "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
-    "`self.model(...)`, and `self.backward(loss)` or `loss.backward()`)"
+    "`self.model(...)`, and `self.backward(loss)` or `loss.backward()`); a second backward pass "
+    "of one forward pass (add the losses up)"
 )
 _ADVICE = (
-    "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers that touch weights "
-    "and differ between workers; a batch that some workers skipped. {way_out}"
+    "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers or learning "
+    "rates that differ between workers; a batch that some workers skipped. {way_out}"
 )
 _WAY_OUT = (
     "The next call, or `load`, begins with the last snapshot. If your workers are to differ, set "

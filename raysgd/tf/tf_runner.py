@@ -14,7 +14,7 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.tf.checkpoints import serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.hosted import TFHosted
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.runner import ClassRunner
 

@@ -41,10 +41,10 @@ from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.data import call_data, predicting
+from raysgd.tf.data import call_data
 from raysgd.tf.driver import arguments
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker.operator import OperatorT
@@ -96,12 +96,13 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
-        validation_workers: How many more workers only validate, as for `TorchTrainer`.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
+            while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
+            one of them. They hold resources.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (creators, `BATCH_SIZE`, "constant"), the others go on
-            at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
-            epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
+            at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise they
+            wait for it. A number: they go on in any case, and look so often, during an epoch, for
             room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
@@ -151,7 +152,6 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
-        validation_workers: int = 0,
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         host: str | Host | None = None,
@@ -183,11 +183,9 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
-            validation_workers=validation_workers,
             resize_check_s=resize_check_s,
         )
         arguments.check_spares(group)
-        arguments.check_validators(group)
         arguments.check_snapshots_inside(recovery_options.snapshot_every_n_steps, backend)
         arguments.check_undo(recovery_options.undo)
         arguments.check_config(settings, num_workers, backend)
@@ -220,7 +218,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
 
     @property
     def _keeps_survivors(self) -> bool:
-        return self._goes_on and self.max_replicas > 1
+        return self._goes_on
 
     @property
     def _reservation_timeout_s(self) -> float:
@@ -263,7 +261,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return partial(call_data.whole, seed=self.seed, travels=not self._group_settings.is_driver_only)
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return predicting.source_of(data, asked)
+        return call_data.source_to_predict(data, asked)
 
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)

@@ -20,8 +20,8 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
+from raysgd.tf.data.batch_streams import data_of, dataset_of
 from raysgd.tf.data.ray_dataset import dataset_over, loader_of
-from raysgd.tf.data.stream_data import data_of, dataset_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals

@@ -128,6 +128,5 @@ class TrialRequest:
         num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
         beside = Placement(*(found.get(name) for name in _BESIDE))
         worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
-        num_more = sum(self._options.get(name, 0) for name in ("spare_workers", "validation_workers"))
-        num_workers = found.get("num_workers", 1) + num_more
+        num_workers = found.get("num_workers", 1) + self._options.get("spare_workers", 0)
         return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]

@@ -101,15 +101,13 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
-        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources. Without
-            `validation_workers`, one of them does what these would do, until it is needed.
-        validation_workers: How many more workers only validate, beside the training: for `validate(blocking=False)` and
-            `fit(validate="async")`. They start with the first such validation, and each takes the same resources as the
-            others. The operator sees a group of this size.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. Until then they validate
+            while the others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on
+            one of them. They hold resources.
         resize_check_s: What follows a loss until a new worker is ready, which is started at once. "auto": where the
             joint batch does not depend on the number of workers (`BATCH_SIZE`, `joint_batch="constant"`), the others go
-            on at once if no share grows beyond 1.5 of what it is with all workers, and the new one steps in during the
-            epoch; otherwise they wait for it. A number: they go on in any case, and look so often, during an epoch, for
+            on at once if memory is free for their larger shares, and the new one steps in during the epoch; otherwise
+            they wait for it. A number: they go on in any case, and look so often, during an epoch, for
             room to grow back. None: they wait, and growing waits for the next call.
         recovery_options: Limits of time, and when the state is copied for the losses that need a snapshot.
         seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
@@ -183,7 +181,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
-        validation_workers: int = 0,
         resize_check_s: float | Literal["auto"] | None = "auto",
         recovery_options: Recovery = Recovery(),
         seed: int | None = None,
@@ -234,11 +231,9 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
-            validation_workers=validation_workers,
             resize_check_s=resize_check_s,
         )
         arguments.check_spares(group, chosen_parallel)
-        arguments.check_validators(group, chosen_parallel)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
@@ -313,12 +308,6 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
 
     def _after_evaluation(self) -> None:
         self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
-
-    @property
-    def _obstacle_to_validators(self) -> str:
-        if self._facts.is_sharded:
-            return ' because `parallel="fsdp"` divides the state over them'
-        return super()._obstacle_to_validators
 
     @property
     def _whole_data(self) -> Callable[[Any, Mapping[str, Any]], Any]:

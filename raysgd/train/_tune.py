@@ -1,22 +1,43 @@
-"""A function as a trial of Ray Tune: each trial makes a trainer and tells Tune what rank 0 reports."""
+"""Trainers as trials of Ray Tune, which keeps their checkpoints and gets the reports of rank 0 one by one.
+
+A `FunctionTrial` makes a `Trainer`. A `FitTrial` makes a trainer of `fit`, whose arguments Tune may have chosen; its
+loop runs in a thread of the trial, because users may override it, and waits at each report until Tune wants the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import inspect
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd._arguments import did_you_mean
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import FailureConfig, ScalingConfig, is_open
+from raysgd.air.reports import NO_VALIDATION
+from raysgd.air.trial import TrialFolder, new_trial, storage_of
 from raysgd.driver import tune_trial
 from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
+from raysgd.train._worker.mailbox import Mailbox, RunCancelled
+from raysgd.train._worker.messages import FunctionEnded
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
+from raysgd.train.fit import arguments
+from raysgd.train.fit.run import FitJob
 
 if TYPE_CHECKING:
+    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.storage import Folder
+    from raysgd.train.base_trainer import BaseTrainer
     from raysgd.train.trainer import Trainer, TrainingIterator
 
 _FOLDER = "raysgd"
+_STORE = ".raysgd"
+_END_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -125,3 +146,227 @@ class FunctionTrial:
         trainer, self._trainer, self._iterator = self._trainer, None, None
         if trainer is not None:
             trainer.shutdown()
+
+
+# -------------------------------------------------------------------------------------------------- trainers of `fit`
+
+
+def trainable_of(trainer: BaseTrainer) -> type[Any]:
+    """The class behind `BaseTrainer.as_trainable`.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+        ValueError: The workers cannot write to the storage, are to be on nodes with certain labels, or checkpoints are
+            to be validated beside the training.
+    """
+    trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
+    arguments.check_is_shared(storage)
+    if trainer.scaling_config.label_selector:
+        raise ValueError(
+            f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
+            "and takes no labels. Use a custom resource in `resources_per_worker`."
+        )
+    if trainer.validation_config is not None:
+        raise ValueError(NO_VALIDATION.format("In a trial, Ray Tune keeps the checkpoints."))
+    # What Ray Tune calls stays in the driver: it may hold what cannot travel.
+    run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
+    given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
+
+    def make_trainer(config: dict[str, Any]) -> BaseTrainer:
+        made = trainer_cls(**merged_arguments(given, config))
+        made.run_config = run_config
+        return made
+
+    def make(config: dict[str, Any], info: TrialInfo) -> FitTrial:
+        return FitTrial(partial(make_trainer, config), storage, info)
+
+    def bundles(config: dict[str, Any]) -> list[dict[str, float]]:
+        scaling = make_trainer(config).scaling_config
+        num_workers = scaling.worker_range[1] if scaling.num_workers is not None else 0
+        return [scaling.trainer_bundle, *[scaling.worker_bundle] * num_workers]
+
+    strategy = trainer.scaling_config.placement_strategy
+    return tune_trial.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
+
+
+class TrialRecorder:
+    """Takes the place of the recorder: hands each report to the thread of the trial, and waits until it wants another.
+
+    Args:
+        mailbox: Runs the trainer.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def begin(self) -> None:
+        """An attempt starts."""
+
+    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
+        """Do nothing: Ray Tune does not ask what happens to the workers."""
+
+    def reported(self) -> None:
+        """Ray Tune keeps the checkpoints: there is nothing to tell."""
+
+    def fail(self, error: BaseException) -> None:
+        """An attempt ended with an error."""
+
+    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
+        """There is a report. Returns whether the run is to stop, because the trial does."""
+        try:
+            self._mailbox.offer((dict(metrics), checkpoint))
+            self._mailbox.await_request()
+        except RunCancelled:
+            return True
+        return False
+
+
+class FitTrial:
+    """One run of a trainer.
+
+    Args:
+        make_trainer: Makes the trainer, with the config of the trial merged in.
+        storage: Where the workers put checkpoints until Tune has them: all of them see it.
+        info: What the trial knows of itself.
+    """
+
+    def __init__(self, make_trainer: Callable[[], BaseTrainer], storage: Folder, info: TrialInfo) -> None:
+        self._make_trainer, self._storage, self._info = make_trainer, storage, info
+        self._begin_from: Checkpoint | None = None
+        self._newest: Checkpoint | None = None
+        self._mailbox: Mailbox | None = None
+        self._folder: TrialFolder | None = None
+        self._job: FitJob | None = None
+        self._keeps_files = True
+        self._has_ended = False
+
+    def step(self) -> TrialStepResult:
+        """The next report of rank 0."""
+        if self._has_ended:
+            return TrialStepResult(None, is_last=True)
+        mailbox = self._mailbox = self._mailbox or self._begun()
+        found = mailbox.take()
+        if isinstance(found, FunctionEnded):
+            self._has_ended = True
+            return TrialStepResult(None, is_last=True)
+        metrics, checkpoint = found
+        self._newest = checkpoint or self._newest
+        return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
+
+    def _begun(self) -> Mailbox:
+        """Starts the trainer, in a thread."""
+        trainer = self._make_trainer()
+        trainer._check()
+        self._folder = self._new_folder(type(trainer).__name__)
+        mailbox = Mailbox(trainer._train, name="raysgd-fit")
+        run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune begins a trial again
+        begin_from = self._begin_from or trainer.resume_from_checkpoint
+        own, info = trainer._facts(self._folder), self._info
+        facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
+        recorder: Any = TrialRecorder(mailbox)
+        # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
+        trainer._job = self._job = FitJob(
+            self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from, num_ahead=0
+        )
+        self._keeps_files = facts.keeps_files
+        mailbox.start()
+        return mailbox
+
+    def _new_folder(self, trainer_name: str) -> TrialFolder:
+        experiment = self._storage / _STORE / (self._info.identity or secrets.token_hex(4))
+        folder = new_trial(experiment, trainer_name)
+        folder.make()
+        return folder
+
+    def save(self, folder: Path) -> None:
+        """Writes the newest checkpoint for Tune, and drops those before it."""
+        newest = self._newest or self._begin_from
+        if newest is not None:
+            newest.to_directory(folder)
+        self._drop_older()
+
+    def _drop_older(self) -> None:
+        """Of what the workers stored, only the newest is needed: for a run that changes its number of workers."""
+        if self._folder is None:
+            return
+        for name in self._folder.checkpoint_names()[:-1]:
+            (self._folder.trial / name).delete()
+
+    def load(self, folder: Path) -> None:
+        """Begins from a checkpoint that Tune kept."""
+        self.end()
+        if not any(folder.iterdir()):
+            return
+        copy = self._info.logdir / _STORE / f"begin_from-{secrets.token_hex(3)}"
+        shutil.copytree(folder, copy)
+        self._begin_from = Checkpoint.from_directory(copy)
+
+    def end(self) -> None:
+        """Ends the run, wherever it is."""
+        mailbox, folder = self._mailbox, self._folder
+        self._mailbox = self._folder = self._newest = None
+        self._has_ended = False
+        if mailbox is not None and not mailbox.cancel(timeout_s=0):
+            for abort in self._job.aborts if self._job is not None else ():
+                abort()
+            mailbox.cancel(_END_S)
+        if folder is not None:
+            folder.experiment.delete()
+            folder.close()
+
+
+def check_space(trainer: BaseTrainer, space: Mapping[str, Any]) -> None:
+    """Refuses what no trial of a trainer could begin with.
+
+    Raises:
+        ValueError: A name that is no argument of the trainer, or a `scaling_config` that cannot be.
+    """
+    _refuse_run_config(space)
+    known = _argument_names(type(trainer))
+    for name in space:
+        if known is not None and name not in known:
+            of_trainer = f"is not an argument of `{type(trainer).__name__}`"
+            raise ValueError(f"`param_space` has `{name}`, which {of_trainer}.{did_you_mean(name, known)}")
+    for scaling in _choices(space.get("scaling_config")):
+        arguments.checked_scaling(_merged(trainer._arguments.get("scaling_config"), scaling))
+
+
+def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a trainer with those of a trial merged over them, down to the values of dicts."""
+    _refuse_run_config(config)
+    return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
+
+
+def _refuse_run_config(config: Mapping[str, Any]) -> None:
+    if "run_config" in config:
+        raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")
+
+
+def _argument_names(trainer_cls: type[Any]) -> set[str] | None:
+    """Return what a trainer takes by name; None where a class of the user's takes any name."""
+    known: set[str] = set()
+    for owner in (each for each in trainer_cls.__mro__[:-1] if "__init__" in vars(each)):
+        parameters = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
+        known |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+        if not owner.__module__.startswith("raysgd."):  # it may keep some of them for itself
+            return None
+    return known
+
+
+def _choices(value: Any) -> Sequence[Any]:
+    """The values that are known of one that Ray Tune may still have to choose."""
+    if value is None or not is_open(value):
+        return [] if value is None else [value]
+    return value["grid_search"] if isinstance(value, Mapping) else []
+
+
+def _merged(before: Any, value: Any) -> Any:
+    if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
+        return arguments.changed_scaling(before, value)
+    if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
+        return arguments.changed_scaling(before, arguments.own_values(value))
+    if isinstance(before, Mapping) and isinstance(value, Mapping):
+        return tune_trial.merged(before, value)
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,25 +14,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from raysgd._arguments import refuse_unknown
 from raysgd._text.secrets import masked
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.exceptions import TrainingFailedError
 from raysgd.host.cluster import start
 from raysgd.host.protocol import Host
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import arguments
+from raysgd.train.fit import restore as restoring
 from raysgd.train.fit.data import check_datasets, prepared
-from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.run import FitPlan, FitRun
+from raysgd.train.fit.fit_session import checkpoint_at
+from raysgd.train.fit.recorder import Recorder
+from raysgd.train.fit.run import FitJob, FitRun
 
 if TYPE_CHECKING:
     from raysgd.air.reports import ValidationConfig
     from raysgd.air.result import Result
-    from raysgd.train.fit.restore import RestoredRun
 
 __all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
 
 logger = logging.getLogger(__name__)
+
+CHDIR_ENV = "RAY_CHDIR_TO_TRIAL_DIR"
 
 _NOT_RAYS_TUNER = (
     "`{name}` is a trainer of raysgd, and `ray.tune.Tuner` takes Ray's trainers: pass it to `raysgd.tune.Tuner`, which "
@@ -101,14 +107,14 @@ class BaseTrainer(ABC):
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)
         self.scaling_config = arguments.checked_scaling(scaling_config)
-        self.run_config = arguments.checked_run_config(run_config)
+        self.run_config: RunConfig = checked_config("run_config", run_config, RunConfig)
         self.datasets = check_datasets(datasets)
         self.preprocessor = preprocessor
         self.metadata = arguments.checked_metadata(metadata)
         self.resume_from_checkpoint = arguments.checked_resume(resume_from_checkpoint)
         self.validation_config: ValidationConfig | None = None
         self._job: FitJob | None = None
-        self._restored: RestoredRun | None = None
+        self._restored: restoring.RestoredRun | None = None
 
     # ------------------------------------------------------------------------------------------- what you may override
 
@@ -147,8 +153,37 @@ class BaseTrainer(ABC):
         if self.resume_from_checkpoint is not None:  # the loop may travel with the trainer
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
-        trainer._job = FitJob.of(trainer, restored.folder if restored is not None else None)
+        trainer._job = trainer._make_job(restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
+
+    def _make_job(self, folder: TrialFolder | None) -> FitJob:
+        """Makes the job of a run: in the folder of the run that goes on, or in a new one.
+
+        Raises:
+            ValueError: The workers cannot write to the storage.
+        """
+        name, names = type(self).__name__, [] if folder is None else folder.checkpoint_names()
+        folder = folder or new_trial_folder(self.run_config, name)
+        arguments.check_is_shared(folder.experiment)
+        restoring.save_trainer(folder.experiment, type(self), self._arguments)
+        resources = self.scaling_config.as_placement_group_factory() if self.run_config.callbacks else None
+        recorder = Recorder(folder, self._trial_config, self.run_config, name, resources)
+        begin_from = checkpoint_at(folder.trial / names[-1]).by_place() if names else self.resume_from_checkpoint
+        return FitJob(folder, recorder, self.run_config, self._facts(folder), name, begin_from)
+
+    def _facts(self, folder: TrialFolder) -> TrialFacts:
+        """Return what a function can ask about a run in that folder."""
+        return TrialFacts(
+            folder=folder.trial,
+            experiment_name=folder.experiment_name,
+            name=folder.name,
+            id=folder.id,
+            scaling=self.scaling_config,
+            metadata=self.metadata,
+            workdir=str(folder.local_path) if os.environ.get(CHDIR_ENV, "1") != "0" else None,
+            keeps_files=self.run_config.checkpoint_config.num_to_keep != 0,
+            validates=self.validation_config is not None,
+        )
 
     def as_trainable(self) -> type[Any]:
         """A class for `ray.tune`: each trial runs such a trainer, with the trial's config merged over its arguments.
@@ -159,9 +194,9 @@ class BaseTrainer(ABC):
         Raises:
             MissingTuneError: Ray Tune is not installed.
         """
-        from raysgd.train.fit.tuned import make_trainable
+        from raysgd.train._tune import trainable_of
 
-        return make_trainable(self)
+        return trainable_of(self)
 
     def __call__(self, config: Any) -> Any:
         """Refuses: what Ray's own `Tuner` can call, it takes for a function.
@@ -189,12 +224,8 @@ class BaseTrainer(ABC):
         """Runs the loop in one worker, and hands over what it reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
-        self._drive(FitPlan(partial(_run_loop, self), BackendConfig(), needs))
-
-    def _drive(self, plan: FitPlan) -> None:
-        """Runs a function on workers until it ends everywhere, and writes down what it reports."""
         assert self._job is not None, "`fit` sets it"
-        FitRun(self._job, plan).run()
+        FitRun(self._job, partial(_run_loop, self), BackendConfig(), needs).run()
 
     @property
     def _trial_config(self) -> dict[str, Any]:
@@ -214,9 +245,7 @@ class BaseTrainer(ABC):
             path: The folder with the run's name, or its URI.
             storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
         """
-        from raysgd.train.fit.restore import can_restore
-
-        return can_restore(path, storage_filesystem)
+        return restoring.can_restore(path, storage_filesystem)
 
     @classmethod
     def restore(
@@ -235,12 +264,9 @@ class BaseTrainer(ABC):
         Raises:
             ValueError: There is no run, or datasets are missing or others than it had.
         """
-        from raysgd.train.fit.restore import restore
-
-        trainer, restored = restore(cls, path, storage_filesystem, **replaced)
-        trainer._restored = restored
-        made: TrainerType = trainer
-        return made
+        trainer: TrainerType
+        trainer, trainer._restored = restoring.restore(cls, path, storage_filesystem, **replaced)
+        return trainer
 
     def __repr__(self) -> str:
         """The class and the arguments that were given."""

@@ -1,6 +1,6 @@
 """The checkpoints of `Trainer` in the driver: one file each, the best of which stay.
 
-How they travel from a worker is in `_arrivals`; which scores they are judged by is in `_retention`.
+How they travel from a worker is in `_rules.arrivals`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd._numbers.ranking import MAX, MIN, Ranking
+from raysgd._numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.air._contents import DICT_FILE
+from raysgd.air.config import CheckpointConfig
 from raysgd.air.trial import checkpoint_name
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
 from raysgd.train._rules.arrivals import CheckpointLostError, CheckpointTaker
-from raysgd.train._rules.retention import CheckpointStrategy, check_strategy, checked_score
 from raysgd.train._rules.run_folders import as_folder, as_place
-from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
 
 __all__ = [
     "MAX",
@@ -33,6 +34,62 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CheckpointStrategy:
+    """The rule that says which checkpoints of a run stay on disk.
+
+    Attributes:
+        num_to_keep: How many; None for all, 0 for none (the latest one is then kept in memory only).
+        checkpoint_score_attribute: The key of a checkpoint by which it is judged.
+        checkpoint_score_order: Whether "max" or "min" of it is best. Of equals the newer one is better.
+
+    Raises:
+        ValueError: A number below 0, or another order.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str = TIMESTAMP
+    checkpoint_score_order: str = MAX
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_score_attribute is None:
+            raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
+        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # checks them
+
+
+def check_strategy(strategy: CheckpointStrategy | None) -> None:
+    """Checks what says which checkpoints stay.
+
+    Raises:
+        TypeError: It is neither a strategy nor None.
+    """
+    if strategy is not None and not isinstance(strategy, CheckpointStrategy):
+        raise TypeError(
+            f"`checkpoint_strategy={strategy!r}`: need a `CheckpointStrategy`, such as "
+            "`CheckpointStrategy(num_to_keep=2)`, or None, which keeps all."
+        )
+
+
+def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
+    """The value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
+
+    Raises:
+        ValueError: It is missing or no number.
+    """
+    if strategy.num_to_keep == 0:
+        return None
+    name = strategy.checkpoint_score_attribute
+    if score is None:
+        raise ValueError(
+            f"The checkpoint has no {name!r}, by which `checkpoint_score_attribute` has it judged: pass it to "
+            "`save_checkpoint`."
+        )
+    number = as_score(score)
+    if number is None:
+        raise ValueError(f"The checkpoint's {name!r} is {score!r}: the score must be a number.")
+    return number
 
 
 class CheckpointManager(CheckpointTaker):
@@ -50,7 +107,8 @@ class CheckpointManager(CheckpointTaker):
     def _prepare(self, folder: Folder | None, strategy: CheckpointStrategy, latest_id: int) -> None:
         self._folder = folder
         self._strategy = strategy
-        self._ranking = Ranking(strategy.num_to_keep, strategy.checkpoint_score_order)
+        self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
+        self._saved: list[SavedCheckpoint[None]] = []
         self._written: int | None = None
         self.latest_checkpoint_id = latest_id
 
@@ -102,14 +160,15 @@ class CheckpointManager(CheckpointTaker):
     def _keep(self, identity: int, score: float | None, checkpoint: dict[str, Any]) -> None:
         self._latest = checkpoint
         self._note_landing(checkpoint)
-        dropped = self._ranking.admit(identity, score)
+        new = SavedCheckpoint(identity, score, None)
+        self._saved, dropped = self._rule.divide([*self._saved, new])
         place = self._place_of(identity)
-        if place is None or identity in dropped:
+        if place is None or new not in self._saved:
             return
         write_checkpoint(checkpoint, place)
         self._written = identity
         for each in dropped:
-            self._remove(each)
+            self._remove(each.number)
 
     # ---------------------------------------------------------------------------------------------- what there is
 
@@ -136,8 +195,8 @@ class CheckpointManager(CheckpointTaker):
     def best_checkpoint_path(self) -> Path | str | None:
         """The best file of the latest run; None when there is none."""
         self.flush()
-        best = self._ranking.best
-        return self._place_of(best) if best is not None else None
+        best = self._rule.best(self._saved)
+        return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
         """The file of a checkpoint, as a path or a URI; None where nothing is written."""

@@ -1,24 +1,29 @@
 """Runs functions on a group of workers that it keeps alive: what `Trainer` stands on, and developers drive directly.
 
-A thin face over the engine's controller. Nothing is retried here.
+It outlives the single run, which is a `FunctionRun` over the engine's controller. Nothing is retried here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod, finalize
 
-from raysgd._arguments import check_seconds
+from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
-from raysgd.engine.policies import FailurePolicy
+from raysgd.engine.policies import Diagnosis, FailurePolicy, ScalingPolicy
+from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_events import GroupHistory
+from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
+from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
@@ -26,23 +31,103 @@ from raysgd.exceptions import (
 )
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
-from raysgd.train._rules.max_retries import LossCounter, RenewingPolicy
-from raysgd.train._rules.settings import ExecutorRules, WorkerSettings, as_range, check_elastic, check_spares
-from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, gather
-from raysgd.train._run.answers import preemption_of
-from raysgd.train._run.function_run import FunctionRun, FunctionStep
-from raysgd.train._run.launch import DivideData, Launch
-from raysgd.train._run.plan import RunPlan
-from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train import constants
+from raysgd.train._function_run import DivideData, FunctionRun
+from raysgd.train._plugin_hooks import PluginHooks
+from raysgd.train._rules.arrivals import CheckpointTaker
+from raysgd.train._rules.max_retries import RETRY_ADVICE, LossCounter, RenewingPolicy, restarts_allowed
+from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import PREEMPTION, FunctionSpec, TrainingResult, TrainingResultType
-from raysgd.train._worker.shards import DividedData
-from raysgd.train.backend import BackendConfig, backend_of
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
-from raysgd.train.worker_group import WorkerGroup
+from raysgd.train._worker.shards import DividedData, check_dataset
+from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, check_strategy, load_checkpoint
+from raysgd.train.utils import without_arguments
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
 
 logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
+
+WORDS = FrontEndWords(
+    when_shut_down="Call `start` again for new workers.",
+    name="the function `Trainer`",
+    when_interrupted="Checkpoints that the functions saved are kept.",
+    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
+    when_spent="Saved checkpoints are kept: to continue, pass `latest_checkpoint` to the next run as `checkpoint`.",
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="saved checkpoints are kept",
+    restart_point="from the newest checkpoint, or from the beginning without one",
+)
+"""What users of functions are told behind the engine's facts."""
+
+
+@dataclass(frozen=True)
+class ExecutorRules:
+    """The rules of a front end that wants something otherwise than `Trainer` does.
+
+    Attributes:
+        failures: Decides what follows a failure; None for what the environment says.
+        checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
+        on_failure: Called when the function is about to start again because of a failure.
+        words: What users are told behind the facts of the engine.
+        retry_advice: What the last loss that is allowed says about the number of retries.
+        num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
+        is_elastic: Whether functions go on where they are when other workers are lost.
+        num_spares: How many workers wait, ready, to step in for lost ones.
+    """
+
+    failures: FailurePolicy | None = None
+    checkpoints: CheckpointTaker | None = None
+    on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
+    words: FrontEndWords = WORDS
+    retry_advice: str = RETRY_ADVICE
+    num_ahead: int | None = None
+    is_elastic: bool = False
+    num_spares: int = 0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The arguments of a run, checked by `checked` before anything of the run leaves a trace.
+
+    Attributes:
+        function: The user's function, its argument bound.
+        dataset: The data to divide over the workers; None for none.
+        checkpoint: What the run starts from; read already, if it was a file.
+        checkpoint_strategy: Which checkpoints are kept.
+    """
+
+    function: Callable[[], Any]
+    dataset: Any = None
+    checkpoint: dict[str, Any] | None = None
+    checkpoint_strategy: CheckpointStrategy | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        train_func: Callable[..., Any],
+        config: Any = None,
+        dataset: Any = None,
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> RunPlan:
+        """A plan of arguments as users pass them.
+
+        Raises:
+            ValueError: The function takes more than one argument, or there is no file at the path `checkpoint`.
+            TypeError: An argument is of the wrong kind.
+            UnpicklableError: The function or its config cannot be sent to the workers; a `TypeError`.
+        """
+        function = without_arguments(train_func, config)
+        check_dataset(dataset)
+        check_strategy(checkpoint_strategy)
+        begin_from = load_checkpoint(checkpoint)
+        packed_bytes("`train_func`", train_func)
+        packed_bytes("`config`", config)
+        return cls(function, dataset, begin_from, checkpoint_strategy)
 
 
 class BackendExecutor:
@@ -79,29 +164,45 @@ class BackendExecutor:
         placement: Placement | None = None,
         rules: ExecutorRules | None = None,
     ) -> None:
+        workers = ScalingConfig(num_workers=num_workers)
+        least, most = workers.worker_range
         check_seconds("resize_check_s", resize_check_s)
-        self._config = backend_config
+        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
+        check_amount("num_cpus_per_worker", num_cpus_per_worker)
+        check_amount("num_gpus_per_worker", num_gpus_per_worker)
+        rules, placement, read = rules or ExecutorRules(), placement or Placement(), constants.env_integer
+        check_spares(rules.num_spares, rules.is_elastic)
+        if rules.is_elastic:
+            check_elastic(backend_config, (least, most), num_gpus_per_worker, max_retries)
+        self._config, self._rules = backend_config, rules
         self._backend = backend_of(backend_config)
-        self._settings = WorkerSettings(
-            self._backend,
-            num_workers,
-            num_cpus_per_worker,
-            num_gpus_per_worker,
-            additional_resources_per_worker,
-            heartbeat_s,
-            placement,
+        self._scaling = ScalingPolicy(max_workers=most, min_workers=least)
+        self._is_range = isinstance(workers.num_workers, tuple)
+        needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
+        self._spec = GroupSpec(
+            NoConnection(),
+            FunctionReplicas(),
+            replace(needs, custom={**(additional_resources_per_worker or {}), **needs.custom}),
+            reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
+            captures=False,
+            runs_on=rules.is_elastic,
+            num_spares=rules.num_spares,
+            packs=placement.packs(by_default=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)),
+            heartbeat_s=heartbeat_s,
+            words=rules.words,
         )
-        self._is_range = not isinstance(num_workers, int)
-        self._rules = rules or ExecutorRules()
-        check_spares(self._rules.num_spares, self._rules.is_elastic)
-        if self._rules.is_elastic:
-            check_elastic(backend_config, as_range(num_workers), num_gpus_per_worker, max_retries)
-        self._max_retries = LossCounter(max_retries, self._rules.retry_advice)
+        shares = int(self._backend.share_cuda_visible_devices)
+        self._shares_gpus = bool(read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, shares))
+        self._is_detailed = bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
+        num_ahead = max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0))
+        self._num_ahead = num_ahead if rules.num_ahead is None else rules.num_ahead
+        self._renews_retries = bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0))
+        self._max_retries = LossCounter(max_retries, rules.retry_advice)
         self._resize_check_s = resize_check_s
         self._controller: ElasticController | None = None
+        self._hooks: PluginHooks
         self.checkpoint_manager = CheckpointManager()
-        self._checkpoints = self._rules.checkpoints or self.checkpoint_manager
-        self._hooks = self._make_hooks(None)
+        self._checkpoints = rules.checkpoints or self.checkpoint_manager
         self._run: FunctionRun | None = None
 
     @property
@@ -112,7 +213,7 @@ class BackendExecutor:
     def start(
         self,
         initialization_hook: Callable[[], Any] | None = None,
-        train_cls: type[Any] | None = None,
+        train_cls: Callable[..., Any] | None = None,
         train_cls_args: Sequence[Any] | None = None,
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -133,13 +234,16 @@ class BackendExecutor:
         """
         if self._controller is not None:
             raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
-        worker_object = (
-            WorkerObject(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {})
-            if train_cls is not None
-            else None
+        make_object = partial(train_cls, *(train_cls_args or ()), **(train_cls_kwargs or {})) if train_cls else None
+        self._hooks = PluginHooks(
+            self._backend,
+            self._config,
+            self._spec.resources,
+            self._checkpoints.await_arrival,
+            make_object,
+            self._rules.on_failure,
         )
-        self._hooks = self._make_hooks(worker_object)
-        controller = self._make_controller(initialization_hook)
+        controller = self._make_controller(self._group_spec(initialization_hook))
         ensure_ray()
         self._max_retries.renew()
         try:
@@ -151,17 +255,17 @@ class BackendExecutor:
         self._controller = controller
         self._finalizer = finalize(self, controller.stop, force=True)
 
-    def _make_hooks(self, worker_object: WorkerObject | None) -> PluginHooks:
-        return PluginHooks(
-            self._backend,
-            self._config,
-            self._settings.resources,
-            self._checkpoints.await_arrival,
-            worker_object,
-            self._rules.on_failure,
-        )
+    def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
+        """Return what the engine starts every group from."""
+        num_gpus = self._spec.resources.num_gpus
+        connection = self._config.connection(num_gpus)
+        if isinstance(connection, PlacedConnection):
+            connection.shares_gpus = self._shares_gpus
+        elif self._shares_gpus and num_gpus > 0:
+            connection = PlacedConnection(connection, shares_gpus=True)
+        return replace(self._spec, connection=connection, initialization_hook=initialization_hook)
 
-    def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
+    def _make_controller(self, spec: GroupSpec) -> ElasticController:
         leaving_nodes = WeakMethod(self._leaving_nodes)  # or the workers would never end with the executor
 
         def leaving() -> frozenset[str]:
@@ -169,8 +273,8 @@ class BackendExecutor:
             return frozenset() if found is None else found()
 
         return ElasticController(
-            self._settings.group_spec(self._config, initialization_hook, self._rules, self._hooks.replicas),
-            self._settings.scaling,
+            replace(spec, make_replica=self._hooks.replicas),
+            self._scaling,
             self._failure_policy(),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(self._resize_check_s if self._rules.is_elastic else None, leaving_nodes=leaving),
@@ -179,9 +283,12 @@ class BackendExecutor:
         )
 
     def _failure_policy(self) -> FailurePolicy:
-        if self._settings.renews_retries and self._rules.checkpoints is None:
-            return RenewingPolicy(rejoins=self._rules.is_elastic, take_landing=self._checkpoints.take_landing)
-        return replace(self._rules.failures, rejoins=self._rules.is_elastic)
+        rejoins = self._rules.is_elastic
+        if self._rules.failures is not None:
+            return replace(self._rules.failures, rejoins=rejoins)
+        if self._renews_retries:
+            return RenewingPolicy(rejoins=rejoins, take_landing=self._checkpoints.take_landing)
+        return FailurePolicy(rejoins=rejoins)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -267,33 +374,32 @@ class BackendExecutor:
             answers: What the function may ask the driver for, beside what every function may.
         """
         self.check_free()
+        spec = FunctionSpec(
+            function,
+            self._backend.encode_data,
+            self.checkpoint_manager.score_attribute,
+            self._is_detailed,
+            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
+            make_session=make_session,
+            num_ahead=self._num_ahead,
+            is_elastic=self._rules.is_elastic,
+        )
         self._run = run = FunctionRun(
             self._active(),
-            Launch(self._spec_of(function, make_session), self._checkpoints, data, self._hooks),
-            self._backend.decode_data,
+            self._hooks,
+            spec,
             self._checkpoints,
             self._max_retries,
-            max_workers=self._settings.scaling.max_workers,
-            resize_check_s=self._resize_check_s,
-            on_wait=on_wait,
+            self._backend.decode_data,
+            data,
+            self._scaling.max_workers,
+            self._resize_check_s,
+            on_wait,
             answers={PREEMPTION: self._preemption, **(answers or {})},
         )
         self._max_retries.renew()
         run.start()
         return run
-
-    def _spec_of(self, function: Callable[[], Any], make_session: Callable[..., Any] | None) -> FunctionSpec:
-        """The function, and what workers need to run it."""
-        return FunctionSpec(
-            function,
-            self._backend.encode_data,
-            self.checkpoint_manager.score_attribute,
-            self._settings.is_detailed,
-            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
-            make_session=make_session,
-            num_ahead=self._settings.num_ahead_by(self._rules),
-            is_elastic=self._rules.is_elastic,
-        )
 
     def _preemption(self) -> PreemptionInfo | None:
         return preemption_of([worker.metadata.node_id for worker in self._hooks.workers.workers], drain_deadlines())
@@ -328,12 +434,11 @@ class BackendExecutor:
         if step.kind is None:
             return None
         if step.kind is TrainingResultType.REPORT:
-            return [TrainingResult(step.kind, data) for data in run.decoded(step)]
-        return [TrainingResult(step.kind, self._saved_by(rank, step)) for rank in range(len(step.data))]
-
-    def _saved_by(self, rank: int, step: FunctionStep) -> dict[str, Any]:
-        is_source = step.checkpoint_ref is not None and rank == step.source
-        return self.checkpoint_manager.latest_checkpoint or {} if is_source else {}
+            return [TrainingResult(step.kind, run.decoded(data)) for data in step.data]
+        saved: list[dict[str, Any]] = [{} for _ in step.data]
+        if step.checkpoint_ref is not None:
+            saved[step.source] = self.checkpoint_manager.latest_checkpoint or {}
+        return [TrainingResult(step.kind, content) for content in saved]
 
     def pause_reporting(self) -> None:
         """From here on the functions do not wait for their reports to be fetched."""
@@ -449,6 +554,65 @@ class BackendExecutor:
     def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run."""
         return self.checkpoint_manager.latest_checkpoint_path
+
+
+def check_spares(num_spares: Any, is_elastic: bool) -> None:
+    """Checks the number of workers that wait to step in.
+
+    Raises:
+        ValueError: It cannot be, or there is nowhere to step in.
+    """
+    check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
+    if num_spares and not is_elastic:
+        raise ValueError(
+            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a loss. "
+            "Pass both, or neither."
+        )
+
+
+def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
+    """Checks that functions can go on where they are.
+
+    Args:
+        config: Connects the workers.
+        num_workers: The smallest and the largest number of workers.
+        num_gpus: GPUs for each.
+        max_retries: As for `LossCounter`.
+
+    Raises:
+        ValueError: They cannot, with these arguments.
+    """
+    least, most = num_workers
+    if least == most:
+        raise ValueError(
+            f"`elastic=True` and `num_workers={most}`: after a loss, fewer workers continue, so pass the "
+            f"least and the most, such as `num_workers=({max(1, most - 1)}, {most})`."
+        )
+    if not config.can_regroup(num_gpus):
+        raise ValueError(
+            f"`elastic=True` with `{config!r}`: only workers that `TorchConfig` connects with gloo can form a new "
+            'group while a function runs. Pass `TorchConfig(backend="gloo")`, or leave `elastic` out.'
+        )
+    if not restarts_allowed(max_retries):
+        raise ValueError(
+            "`elastic=True` where the first loss ends the run: allow more, with `max_retries` of at least 2 in "
+            "`Trainer`, with `FailureConfig(max_failures=...)` of at least 1 in `fit`, or -1 for any number."
+        )
+
+
+def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> PreemptionInfo | None:
+    """Return what is about to be taken away; None where no worker is on such a node.
+
+    >>> preemption_of(["a", "b", "a"], {"a": 7000, "c": 1}).preempted_node_to_ranks
+    {'a': [0, 2]}
+
+    Args:
+        nodes: The node of each rank.
+        deadlines: When each node that is about to go does, in milliseconds; 0 if no time was said.
+    """
+    ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
+    times = [deadlines[node] for node in ranks if deadlines[node]]
+    return PreemptionInfo(min(times, default=None), ranks) if ranks else None
 
 
 class CallableFlag(int):

@@ -23,9 +23,9 @@ import_horovod()
 from raysgd.train._torch.process_group import TorchBackend  # noqa: E402
 
 if TYPE_CHECKING:
-    from raysgd.train._fit_trainers import HorovodTrainer as HorovodTrainer
+    from raysgd.train.data_parallel_trainer import HorovodTrainer as HorovodTrainer
 
-lazy_names(__name__, {"HorovodTrainer": "raysgd.train._fit_trainers"})
+lazy_names(__name__, {"HorovodTrainer": "raysgd.train.data_parallel_trainer"})
 
 
 @dataclass

@@ -13,14 +13,20 @@ from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, 
 from raysgd.train._torch.checkpoint import TorchCheckpoint
 from raysgd.train._torch.joint_steps import batch_failed
 from raysgd.train._torch.loaders import prepare_data_loader
-from raysgd.train._torch.models import gather_state, load_state, prepare_model
-from raysgd.train._torch.optimizers import backward, prepare_optimizer, prepare_state
+from raysgd.train._torch.prepared import (
+    backward,
+    gather_state,
+    load_state,
+    prepare_model,
+    prepare_optimizer,
+    prepare_state,
+)
 from raysgd.train._torch.process_group import TorchBackend, TorchConfig
 from raysgd.train._torch.profiler import TorchWorkerProfiler
 
 if TYPE_CHECKING:
-    from raysgd.train._fit_trainers import TorchTrainer
     from raysgd.train._torch.predictor import TorchPredictor
+    from raysgd.train.data_parallel_trainer import TorchTrainer
 
 __all__ = [
     "TorchBackend",
@@ -42,4 +48,6 @@ __all__ = [
     "prepare_optimizer",
     "prepare_state",
 ]
-lazy_names(__name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train._fit_trainers"})
+lazy_names(
+    __name__, {"TorchPredictor": "raysgd.train._torch.predictor", "TorchTrainer": "raysgd.train.data_parallel_trainer"}
+)

@@ -1,12 +1,13 @@
 """`Trainer`: runs a training function on N workers, and passes on what it reports.
 
-A front end: the executor below it runs the workers, and the engine replaces those that are lost.
+A front end: the executor below it runs the workers, and the engine replaces those that are lost. What it returns is
+here too: `TrainingIterator`, which goes over reports, and `TrainWorkerGroup`, workers with objects.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -17,22 +18,21 @@ from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.placement import num_gpus
 from raysgd.engine.shared.group_events import GroupHistory
+from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.host.cluster import start as start_host
 from raysgd.host.protocol import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
-from raysgd.train._iterator import TrainingIterator
-from raysgd.train._object_group import TrainWorkerGroup
-from raysgd.train._rules.run_folders import RunFolders, check_logdir, make_logdir
-from raysgd.train._rules.settings import ExecutorRules, as_range
-from raysgd.train._run.plan import RunPlan
+from raysgd.train._rules.run_folders import check_logdir, make_logdir, make_run_dir
 from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
-from raysgd.train.executor import BackendExecutor, CallableFlag
+from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, RunPlan
 from raysgd.train.utils import without_arguments
+from raysgd.train.worker_group import WorkerGroup, WorkerHandle
 
 T = TypeVar("T")
 
@@ -69,6 +69,10 @@ class Trainer:
         host: The name of a host for the trainer, which then outlives this program, or a `raysgd.Host`. What you get is
             a handle with the same methods. See `docs/hosts.md`.
 
+    Attributes:
+        logdir: The folder of this trainer, in which each run has its own: a path, or a `Folder` in a store.
+        latest_run_dir: The folder of the latest run; None before the first one.
+
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
         ModuleNotFoundError: The framework of the backend is not installed.
@@ -104,21 +108,18 @@ class Trainer:
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
-        as_range(num_workers)
         refuse_text(elastic=elastic)
         if logdir is not None:
             check_logdir(logdir)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
-        num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
-        placement = Placement(custom, accelerator_type, placement_strategy, runtime_env)
+        given: Any = {} if resources_per_worker is None else resources_per_worker
+        needs = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=given)
+        num_cpus, num_gpus, most = given.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
+        placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
         self._config = resolve(backend)
-        self._num_workers = num_workers
         self._use_gpu = use_gpu
-        self._resources_per_worker = dict(resources_per_worker or {})
-        self._pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
-        self._placement = placement
-        self._bundle = placement.resources(num_cpus, num_gpus).bundle()
+        pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
         self._executor = BackendExecutor(
             self._config,
             num_workers,
@@ -127,10 +128,25 @@ class Trainer:
             max_retries=max_retries,
             placement=placement,
             rules=ExecutorRules(is_elastic=elastic, num_spares=spare_workers),
-            **self._pace,
+            **pace,
         )
-        self._is_elastic = elastic
-        self._folders = RunFolders(self.create_logdir(logdir))
+        self._make_alike = partial(
+            Trainer,
+            self._config,
+            num_workers,
+            use_gpu,
+            dict(given),
+            accelerator_type=accelerator_type,
+            placement_strategy=placement_strategy,
+            runtime_env=runtime_env,
+            elastic=elastic,
+            **pace,
+        )
+        self._bundles = [{"CPU": 1.0}, *[placement.resources(num_cpus, num_gpus).bundle()] * most]
+        self._strategy = placement_strategy or "PACK"
+        self.logdir: Path | Folder = self.create_logdir(logdir)
+        self.latest_run_dir: Path | Folder | None = None
+        self._num_runs = 0
 
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
@@ -275,30 +291,7 @@ class Trainer:
             raise RuntimeError("The trainer has already started: every trial starts its own workers.")
         without_arguments(train_func, None)
         check_dataset(dataset)
-        make_trainer = partial(
-            Trainer,
-            self._config,
-            self._num_workers,
-            self._use_gpu,
-            dict(self._resources_per_worker),
-            accelerator_type=self._placement.accelerator_type,
-            placement_strategy=self._placement.placement_strategy,
-            runtime_env=self._placement.runtime_env,
-            elastic=self._is_elastic,
-            **self._pace,
-        )
-        bundles = [{"CPU": 1.0}] + [self._bundle] * as_range(self._num_workers)[1]
-        strategy = self._placement.placement_strategy or "PACK"
-        return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles, strategy))
-
-    @property
-    def logdir(self) -> Path | Folder:
-        """The folder of this trainer, in which each run has its own: a path, or a `Folder` in a store."""
-        return self._folders.logdir
-
-    @logdir.setter
-    def logdir(self, logdir: Path | Folder) -> None:
-        self._folders.logdir = logdir
+        return make_trainable(TrialPlan(self._make_alike, train_func, dataset, self._bundles, self._strategy))
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
         """Makes the folder for the runs and returns it; without a name, a new one with the time."""
@@ -306,17 +299,13 @@ class Trainer:
 
     def create_run_dir(self) -> Path | Folder:
         """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
-        return self._folders.make_next()
-
-    @property
-    def latest_run_dir(self) -> Path | Folder | None:
-        """The folder of the latest run; None before the first one."""
-        return self._folders.latest
+        self._num_runs, self.latest_run_dir = make_run_dir(self.logdir, self._num_runs + 1)
+        return self.latest_run_dir
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
         """The folder of the checkpoints of the latest run; None before the first one."""
-        return self._folders.latest_checkpoints
+        return self.latest_run_dir / TRAIN_CHECKPOINT_SUBDIR if self.latest_run_dir is not None else None
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
@@ -356,17 +345,97 @@ class Trainer:
         return found
 
 
-def amounts_for_each(
-    use_gpu: bool, resources_per_worker: Mapping[str, float] | None
-) -> tuple[float, float, dict[str, float]]:
-    """CPUs, GPUs and other resources of a worker.
+class TrainingIterator:
+    """Goes over what a running function reports. The function waits for it, one report ahead at most."""
 
-    Raises:
-        ValueError: `use_gpu` and the GPUs contradict each other; an amount is negative; or it is no dict of amounts.
+    def __init__(self, executor: BackendExecutor) -> None:
+        self._executor = executor
+        self._run = executor.current_run
+        self._is_finished = False
+        self._final: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        """The metrics of all workers at their next report, by rank."""
+        if not self._is_finished:
+            results = self._finished_unless_fine(self._executor.fetch_next_result)
+            if results is not None:
+                return results
+            self._finish()
+        raise StopIteration
+
+    def is_finished(self) -> bool:
+        """Return whether the function has ended everywhere, or the run was given up."""
+        return self._is_finished
+
+    def get_final_results(self, force: bool = False) -> list[Any] | None:
+        """Return what the function returned, by rank; None when the run was given up.
+
+        Args:
+            force: Whether to let a function that still runs come to its end, without its reports. Otherwise the result
+                is None.
+        """
+        if not self._is_finished and not force:
+            logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
+            return None
+        if not self._is_finished:
+            self._finish()
+        return self._final
+
+    def _finish(self) -> None:
+        self._final = self._finished_unless_fine(self._executor.finish_training)
+        self._is_finished = True
+
+    def _finished_unless_fine(self, call: Callable[[], T]) -> T:
+        try:
+            if not self._executor.is_started or self._executor.current_run is not self._run:
+                raise InactiveWorkerGroupError(
+                    "The trainer was shut down, or began another run, after this iterator was created."
+                )
+            return call()
+        except BaseException:
+            self._is_finished = True
+            raise
+
+
+class TrainWorkerGroup:
+    """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
+
+    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it
+    forever. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
     """
-    given: Any = {} if resources_per_worker is None else resources_per_worker
-    needs = ScalingConfig(use_gpu=use_gpu, resources_per_worker=given)
-    return given.get("CPU", 1), needs.num_gpus_per_worker, needs.additional_resources_per_worker
+
+    def __init__(self, executor: BackendExecutor) -> None:
+        self._executor = executor
+
+    def __getitem__(self, index: int) -> WorkerHandle:
+        return self._group.workers[index].actor
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._executor.get_worker_group()
+
+    def restart(self) -> None:
+        """Replaces all workers: new processes, connected again, with new objects made from the same arguments.
+
+        Handles taken before are of no use any more: take them again, `group[0]`.
+
+        Raises:
+            InactiveWorkerGroupError: The group was shut down.
+            WorkerError: The class or the initialization hook raised; of that class too.
+            WorkersLostError: New workers died too, again and again.
+        """
+        self._executor.replace_workers()
+
+    def shutdown(self, patience_s: float = 5) -> None:
+        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
+        self._executor.shutdown(patience_s)
 
 
 former_names(__name__)

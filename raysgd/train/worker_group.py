@@ -1,4 +1,4 @@
-"""The workers as developers see them: functions run on all of them or on one.
+"""The workers as developers and plug-ins see them: functions run on all of them or on one, objects have handles.
 
 A thin face over the engine's groups. Nothing is retried here.
 """
@@ -6,22 +6,120 @@ A thin face over the engine's groups. Nothing is retried here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from raysgd._arguments import check_amount
+from raysgd.engine.gathering import Listener
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.policies import classify, num_fitting
 from raysgd.engine.shared.connection import NoConnection
 from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import Resources
-from raysgd.exceptions import TrainBackendError, WorkersLostError, worker_error
-from raysgd.train._rules.worker_handles import Worker, WorkerMetadata, WorkerObject, describe, gather, make_objects
-from raysgd.train._worker.function_replica import FunctionReplica
+from raysgd.engine.shared.types import GroupReport, Resources
+from raysgd.exceptions import (
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
+    WorkersLostError,
+    worker_error,
+)
+from raysgd.train._worker.function_replica import FunctionReplica, describe_process
 
 __all__ = ["Worker", "WorkerGroup", "WorkerMetadata"]
 
 _RELEASE_S = 30.0
+
+
+@dataclass(frozen=True)
+class WorkerMetadata:
+    """The place of a worker."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    gpu_ids: list[int | str]
+
+
+class LostDuringCallError(TrainingWorkerError):
+    """A worker died over a function that was run on it."""
+
+    def __init__(self, report: GroupReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, classify(self.report).ranks))
+        return f"worker {ranks} died while a function was run on it"
+
+
+@dataclass(frozen=True)
+class WorkerHandle:
+    """Stands for the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
+
+    Attributes:
+        ray_actor: Ray's own handle on the worker's process, for `ray.kill` and whatever else takes one. Its methods are
+            the worker's, not those of the object.
+    """
+
+    group: EngineGroup
+    rank: int
+    ray_actor: Any
+
+    @property
+    def kill(self) -> KillMethod:
+        """`handle.kill()` ends the worker's process at once; `handle.kill.remote()` calls the object's `kill`."""
+        return KillMethod(self.group, self.rank, "kill", self.ray_actor)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return RemoteMethod(self.group, self.rank, name)
+
+
+@dataclass(frozen=True)
+class RemoteMethod:
+    """One method of the object in a worker."""
+
+    group: EngineGroup
+    rank: int
+    name: str
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the method and returns a Ray reference to its result; `ray.get` of it is an error if the worker dies.
+
+        Raises:
+            InactiveWorkerGroupError: The workers were ended or replaced since the handle was made.
+        """
+        if self.group.is_ended:
+            raise InactiveWorkerGroupError(
+                f"The worker of rank {self.rank} that this handle belongs to has stopped: get a new handle, "
+                f"`group[{self.rank}]`."
+            )
+        if self.name.endswith("__execute"):  # as classes that the old library mixed in called it
+            return self.group.submit(self.rank, "execute", *args, **kwargs)
+        return self.group.submit(self.rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class KillMethod(RemoteMethod):
+    """The method `kill` of the object in a worker; called itself, it ends the worker's process."""
+
+    ray_actor: Any
+
+    def __call__(self) -> None:
+        """Ends the process at once, whatever it is doing, as `ray.kill` does."""
+        import ray
+
+        ray.kill(self.ray_actor)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker: its handle, and where it lives."""
+
+    actor: WorkerHandle
+    metadata: WorkerMetadata
 
 
 class WorkerGroup:
@@ -49,7 +147,7 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
-        actor_cls: type[Any] | None = None,
+        actor_cls: Callable[..., Any] | None = None,
         actor_cls_args: Sequence[Any] | None = None,
         actor_cls_kwargs: Mapping[str, Any] | None = None,
         placement_group: Any = "default",
@@ -65,8 +163,8 @@ class WorkerGroup:
         self.num_gpus_per_worker = num_gpus_per_worker
         self.additional_resources_per_worker = additional_resources_per_worker
         self._placement_group = placement_group
-        self._worker_object = (
-            WorkerObject(actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {})) if actor_cls else None
+        self._make_object = (
+            partial(actor_cls, *(actor_cls_args or ()), **(actor_cls_kwargs or {})) if actor_cls is not None else None
         )
         self._is_borrowed = False
         self._groups: list[EngineGroup] = []
@@ -81,10 +179,8 @@ class WorkerGroup:
         face.num_cpus_per_worker = resources.num_cpus
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
-        face._placement_group = "default"
-        face._worker_object = None
-        face._is_borrowed = True
-        face._groups = []
+        face._placement_group, face._make_object = "default", None
+        face._is_borrowed, face._groups = True, []
         face.workers = describe(group)
         return face
 
@@ -119,8 +215,8 @@ class WorkerGroup:
         self._groups.append(group)
         try:
             workers = describe(group)
-            if self._worker_object is not None:
-                make_objects(self._worker_object, workers)
+            if self._make_object is not None:
+                make_objects(self._make_object, workers)
             self.workers += workers
         except BaseException:
             self._groups.remove(group)
@@ -138,15 +234,6 @@ class WorkerGroup:
                 f"`placement_group` has room for {room} workers of {need.bundle()}, and you requested {num_workers}: "
                 f"its bundles are {list(bundles)}."
             )
-
-    def make_objects(self, worker_object: WorkerObject) -> None:
-        """Makes an object of the user's class in every worker, to be reached through its handle.
-
-        Raises:
-            WorkerError: The class raised; of that class too.
-            TrainingWorkerError: A worker died.
-        """
-        make_objects(worker_object, self.workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Ends the workers at these indexes; those behind them move up."""
@@ -217,3 +304,41 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+
+def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
+    """The workers of a group, or those of some ranks, with where they live; raises as `gather`."""
+    asked = range(len(group)) if ranks is None else ranks
+    processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
+    infos = [group.infos[rank] for rank in asked]
+    return [
+        Worker(
+            WorkerHandle(group, rank, ray_actor),
+            WorkerMetadata(info.node_id, info.node_ip, host, [int(g) if g.isdigit() else g for g in info.gpu_ids]),
+        )
+        for rank, info, (host, ray_actor) in zip(asked, infos, processes, strict=True)
+    ]
+
+
+def gather(references: Sequence[Any]) -> list[Any]:
+    """The results of calls that were started, in order.
+
+    Raises:
+        LostDuringCallError: A worker died.
+        WorkerError: The function raised; of that class too.
+    """
+    outcomes = Listener(dict(enumerate(references))).listen()
+    report = GroupReport(tuple(outcomes[index] for index in range(len(references))))
+    if report.ok:
+        return report.values
+    diagnosis = classify(report)
+    if diagnosis.kind == "user":
+        raise worker_error(diagnosis.faults)
+    raise LostDuringCallError(report)
+
+
+def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
+    """Makes an object of the user's class in each of these workers; raises as `gather`."""
+    gather(
+        [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
+    )

@@ -1,10 +1,14 @@
-"""`Tuner`: many runs of a `fit()` trainer, each with a config that Ray Tune chose; a thin layer over Ray's `Tuner`."""
+"""`Tuner`: many runs of a `fit()` trainer, each with a config that Ray Tune chose; a thin layer over Ray's `Tuner`.
+
+Each trial gets its own copy of raysgd's callbacks and is a run for them; Ray Tune's own go to it unchanged.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +18,14 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.air.trial import new_name, storage_of
+from raysgd.callbacks.adapters import FunctionCalls, as_own
+from raysgd.callbacks.callback import Callback
 from raysgd.driver import tune_trial
 from raysgd.storage import open_folder
+from raysgd.train._tune import check_space
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit.arguments import own_values
-from raysgd.train.fit.restore import SWEEP_FILE, at_place, save_trainer, trainer_of_sweep
-from raysgd.train.fit.space import check_space
-from raysgd.tune._callbacks import for_tune
+from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 
 if TYPE_CHECKING:
     import pandas
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEEDED_BY = "`raysgd.tune.Tuner`"
+_CANNOT_STOP = "it is a trial of Ray Tune, which ends by `RunConfig(stop=...)` or by the scheduler"
 
 
 class Tuner:
@@ -125,16 +131,18 @@ class Tuner:
         tuner, place = cls.__new__(cls), _as_place(path)
         is_sweep = cls.can_restore(path, storage_filesystem)
         if trainable is None and is_sweep:
-            trainable = trainer_of_sweep(place, storage_filesystem)
+            trainable, _ = restore(None, place, storage_filesystem, saved_as=SWEEP_FILE)
         space = None if param_space is None else _as_space(trainable, param_space)
         if not is_sweep:
             raise ValueError(
                 f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )
         tuner._trainable, tuner._run_config = trainable, None  # what is saved with the sweep stays
+        is_trainer = isinstance(trainable, BaseTrainer)
+        run_config = at_place(trainable.run_config, place, storage_filesystem) if is_trainer else None
         tuner._tuner = tune.Tuner.restore(
             place,
-            as_trainable(trainable, _at_place(trainable, place, storage_filesystem)),
+            as_trainable(trainable, run_config),
             resume_unfinished=resume_unfinished,
             resume_errored=resume_errored,
             restart_errored=restart_errored,
@@ -254,13 +262,6 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
     return run_config or own or RunConfig()
 
 
-def _at_place(trainable: Any, path: str, filesystem: Any) -> RunConfig | None:
-    """The run config of a trainer, in the storage of a sweep that is restored."""
-    if not isinstance(trainable, BaseTrainer):
-        return None
-    return at_place(trainable.run_config, open_folder(path, filesystem), path, filesystem)
-
-
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
     """A space as Ray Tune searches it for what it has to choose: in dicts."""
     if not isinstance(trainable, BaseTrainer):
@@ -292,7 +293,7 @@ def as_ray_config(config: RunConfig) -> Any:
             checkpoint_score_order=kept.checkpoint_score_order,
         ),
         stop=config.stop,
-        callbacks=None if config.callbacks is None else for_tune(config.callbacks, _NEEDED_BY),
+        callbacks=None if config.callbacks is None else for_tune(config.callbacks),
         log_to_file=config.log_to_file,
         **{name: value for name, value in optional.items() if value is not None},
     )
@@ -321,3 +322,81 @@ def as_result(result: Any) -> Result:
 def as_checkpoint(checkpoint: Any) -> Checkpoint:
     """A checkpoint of Ray Tune as one of raysgd: the same folder."""
     return Checkpoint(checkpoint.path, checkpoint.filesystem)
+
+
+class CallsInTrials:
+    """Calls copies of callbacks with what happens to each trial; Ray Tune calls its hooks.
+
+    Args:
+        callbacks: What is copied for each trial, in this order.
+
+    Raises:
+        TypeError: One of them needs something in the workers.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = list(callbacks)
+        self._of_trial: dict[str, FunctionCalls] = {}
+        self._saved: dict[str, Any] = {}
+        self._make("trial", {}, ".")  # refuses before the first trial what cannot be called
+
+    def on_trial_start(self, trial: Any, **info: Any) -> None:
+        """A trial starts, maybe again."""
+        if trial.trial_id not in self._of_trial:
+            calls = self._make(str(trial), trial.config, trial.local_path)
+            calls.load_states(self._saved.get(trial.trial_id, ()))
+            self._of_trial[trial.trial_id] = calls
+        self._of_trial[trial.trial_id].begin()
+
+    def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
+        """A trial has reported."""
+        self._of_trial[trial.trial_id].report(result)
+
+    def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
+        """A trial has a checkpoint."""
+        self._of_trial[trial.trial_id].checkpoint(str(checkpoint.path))
+
+    def on_trial_complete(self, trial: Any, **info: Any) -> None:
+        """A trial has ended well."""
+        self._end(trial, None)
+
+    def on_trial_error(self, trial: Any, **info: Any) -> None:
+        """A trial has failed; it may never have started."""
+        self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what the callbacks of each running trial need to go on in a sweep that is restored."""
+        return {trial: calls.states() for trial, calls in self._of_trial.items()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Keeps it for the trials that start from now on."""
+        self._saved = dict(state)
+
+    def _end(self, trial: Any, error: BaseException | None) -> None:
+        calls = self._of_trial.pop(trial.trial_id, None)
+        if calls is not None:
+            calls.end(error)
+
+    def _make(self, name: str, config: Any, folder: str) -> FunctionCalls:
+        return FunctionCalls(deepcopy(self._callbacks), name, config, folder, _CANNOT_STOP)
+
+
+def for_tune(callbacks: Sequence[Any]) -> list[Any]:
+    """The callbacks of a sweep as Ray Tune takes them.
+
+    Raises:
+        TypeError: A callback of raysgd needs something in the workers.
+    """
+    own = [own for callback in callbacks if (own := as_own(callback)) is not None]
+    given = [callback for callback in callbacks if as_own(callback) is None]
+    return [*given, _tune_class()(own)] if own else given
+
+
+@functools.cache
+def _tune_class() -> type[CallsInTrials]:
+    """`CallsInTrials` as a callback of Ray Tune, which calls every hook that it has."""
+
+    class SweepCallbacks(CallsInTrials, tune_trial.require_tune(_NEEDED_BY).Callback):  # type: ignore[misc]
+        """The same."""
+
+    return SweepCallbacks

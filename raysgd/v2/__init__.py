@@ -4,22 +4,15 @@ Its functions are strict: outside of a run they raise. The configs of the framew
 `import *` has to work without the frameworks.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 from raysgd._imports import lazy_names
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.exceptions import TrainBackendError as SGDBackendError
-from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator
+from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator, session
 from raysgd.train import TrainingCallback as SGDCallback
-from raysgd.v2._strict import (
-    get_dataset_shard,
-    load_checkpoint,
-    local_rank,
-    report,
-    save_checkpoint,
-    world_rank,
-    world_size,
-)
 from raysgd.v2.trainer import SGDIterator, SGDWorkerGroup, Trainer
 
 __all__ = [
@@ -61,3 +54,25 @@ def __getattr__(name: str) -> Any:
         return _find(name)
     except ModuleNotFoundError as error:
         raise MissingFrameworkError(str(error), name=error.name) from error
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _strict(function: FunctionT) -> FunctionT:
+    @wraps(function)
+    def inside_only(*args: Any, **kwargs: Any) -> Any:
+        if session.current_session() is None:
+            raise ValueError(f"`{function.__name__}` was called outside a training function.")
+        return function(*args, **kwargs)
+
+    return inside_only  # type: ignore[return-value]
+
+
+report = _strict(session.report)
+save_checkpoint = _strict(session.save_checkpoint)
+load_checkpoint = _strict(session.load_checkpoint)
+world_rank = _strict(session.world_rank)
+local_rank = _strict(session.local_rank)
+world_size = _strict(session.world_size)
+get_dataset_shard = _strict(session.get_dataset_shard)

@@ -207,15 +207,10 @@ class ClassRunner(OperatorChanges):
         """Runs the operator's `validate` once; see `Evaluation.validate`."""
         return self._evaluation.validate(request, share)
 
-    def validate_state(self, state: Any, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Takes over the state of workers that go on training, and validates it."""
-        self.restore(state, None)
-        return self._evaluation.validate(request, share)
-
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
     ) -> EpochAnswer | None:
-        """Does what `validate_state` does, on a spare that is in no group. None where this loan of it was ended.
+        """Validates a state of the workers that train, on a spare that is in no group; None where this loan was ended.
 
         A spare that has to be made again for settings from before is made again for its own afterwards.
         """
@@ -231,7 +226,8 @@ class ClassRunner(OperatorChanges):
         self.regroup(World(0, 1), StateHandover(0, ()))
         self._evaluation.has_left = has_left
         try:
-            answer = self.validate_state(state, request, share)
+            self.restore(state, None)
+            answer = self._evaluation.validate(request, share)
         finally:
             self._evaluation.has_left = None
             if not settings.follow(own):

@@ -191,7 +191,8 @@ class Training:
             return ReplicaProgress(num_steps, True, obstacle or loop.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
         obstacle = obstacle or hosted.feed.obstacle_of_call(run.stream)
-        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
+        words, growth = loop.progress_text(), hosted.growth
+        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, words, growth=growth)
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""

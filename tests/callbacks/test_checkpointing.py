@@ -71,10 +71,14 @@ class TestWhatIsKept:
         make_local().fit(3, callbacks=[Scores(0.2, 0.9, 0.1, name="val_accuracy"), saving])
         assert (checkpoints_in(tmp_path), saving.best_score) == ([2, 3], 0.9)
 
-    def test_best_and_newest(self, make_local: Make, tmp_path: Path) -> None:
-        saving = Checkpointing(tmp_path, metric="val_score")
-        make_local().fit(3, callbacks=[Scores(None, 1.0, 2.0), saving], validation_freq=0)
-        assert (saving.best, saving.best_score) == (str(tmp_path / "epoch_0002.ckpt"), 1.0)
+    @pytest.mark.parametrize(("scores", "epoch"), [((None, 1.0, 2.0), 2), ((1.0, 1.0, None), 2), ((None,) * 3, None)])
+    def test_of_equals_the_newer_is_the_best_and_what_has_no_score_never_is(
+        self, make_local: Make, tmp_path: Path, scores: tuple[float | None, ...], epoch: int | None
+    ) -> None:
+        saving = Checkpointing(tmp_path, keep_last=None, metric="val_score")
+        make_local().fit(3, callbacks=[Scores(*scores), saving], validation_freq=0)
+        expected = (None, None) if epoch is None else (str(tmp_path / f"epoch_{epoch:04d}.ckpt"), scores[epoch - 1])
+        assert (saving.best, saving.best_score) == expected
 
     def test_without_a_folder_it_saves_in_that_of_the_run(self, make_local: Make, tmp_path: Path) -> None:
         make_local().fit(1, callbacks=[Checkpointing()], folder=tmp_path)

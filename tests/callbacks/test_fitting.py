@@ -120,16 +120,16 @@ class Stops(Callback):
 
 
 class LostValidation(CallHandle[Any]):
-    """A validation whose workers were lost."""
+    """A validation whose spare was lost."""
 
     def done(self) -> bool:
         return False
 
     def result(self, timeout: float | None = None) -> Any:
-        raise WorkersLostError("validators: lost rank 0")
+        raise WorkersLostError("no spare is left")
 
 
-def test_an_epoch_whose_validators_were_lost_has_no_metrics_of_validation_and_the_run_goes_on(
+def test_an_epoch_whose_spare_was_lost_has_no_metrics_of_validation_and_the_run_goes_on(
     make_local: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     trainer, saving = make_local(LinearOperator), Checkpointing(tmp_path, keep_last=None)
@@ -138,7 +138,7 @@ def test_an_epoch_whose_validators_were_lost_has_no_metrics_of_validation_and_th
     history = trainer.fit(2, validate="async", callbacks=[EarlyStopping("val_loss"), saving])
     assert [row.get("val_loss") for row in history] == [None, None]
     for epoch in (1, 2):
-        assert f"epoch {epoch} has no metrics of validation: validators: lost rank 0" in caplog.text
+        assert f"epoch {epoch} has no metrics of validation: no spare is left" in caplog.text
         assert (tmp_path / f"epoch_000{epoch}.ckpt").exists()
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import struct
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from raysgd.callbacks import (
     WandbLogger,
 )
 from raysgd.torch import TorchTrainer
+from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -242,10 +242,7 @@ class TestWandb:
         play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
         [found] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
         assert logger.run_id in found.name
-        deadline = time.monotonic() + 120
-        while len(written(found, "loss")) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)  # the process of wandb may still be writing
-        assert written(found, "loss") == [2.0, 1.0]
+        wait_until(lambda: written(found, "loss") == [2.0, 1.0])  # the process of wandb may still be writing
 
     def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
         first = WandbLogger("digits", mode="offline", settings=self.SETTINGS)

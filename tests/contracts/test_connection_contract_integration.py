@@ -29,6 +29,7 @@ from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import Rendezvous, Resources, World
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
+from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
@@ -602,10 +603,7 @@ def test_a_rank_that_fails_in_the_mesh_leaves_gloo_once_it_is_in_the_next_group(
     rig.join_silently(case, 3)
     assert rig.on_each(3, give_up_and_leave, lost) == [(num_left, False)] * 3
     assert rig.join(case, 3) == [111.0] * 3, "one group after the other, while the former is still there"
-    deadline = time.monotonic() + 60
-    while any(rig.on_each(3, num_open)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert rig.on_each(3, num_open) == [0] * 3
+    wait_until(lambda: rig.on_each(3, num_open) == [0] * 3)
     rig.leave(3)
 
 

@@ -24,7 +24,7 @@ from raysgd.engine.shared.types import GroupReport, Resources, StateHandover, Wo
 from raysgd.exceptions import ReservationTimeoutError
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import NullConnection, SteppingReplica
-from tests.helpers.processes import is_alive, is_stopped
+from tests.helpers.processes import is_alive, is_stopped, wait_until
 
 pytestmark = pytest.mark.integration
 PATIENCE_S = 120.0
@@ -127,13 +127,6 @@ def make(ray_cluster: None, tmp_path: Path) -> Iterator[Make]:
     yield make
     for group in groups:
         group.kill(10)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.02)
 
 
 # -------------------------------------------------------------------------------------------- going on

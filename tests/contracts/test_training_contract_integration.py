@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.torch_runner import TorchRunner
+from tests.helpers.processes import shipped
 from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, equal
@@ -90,12 +90,8 @@ class OldOperator(DeepOperator):
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    modules = (operators_for_tests, lab, request.module)
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        ray.cloudpickle.unregister_pickle_by_value(module)
+    with shipped(operators_for_tests, lab, request.module):
+        yield
 
 
 def start(num_workers: int) -> TorchTrainer:

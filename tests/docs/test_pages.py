@@ -149,6 +149,6 @@ def test_only_some_pages_start_ray() -> None:
     starting = {
         name_of(page)
         for page in PAGES
-        if re.search(r"num_workers=[2-9]|validation_workers=[1-9]|ray\.data\.", program(python_blocks(page, "python")))
+        if re.search(r"num_workers=[2-9]|spare_workers=[1-9]|ray\.data\.", program(python_blocks(page, "python")))
     }
     assert starting == PAGES_WITH_RAY

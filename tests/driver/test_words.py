@@ -9,12 +9,11 @@ import pytest
 from raysgd import TorchTrainer
 from raysgd.driver import controlling as class_based
 from raysgd.engine.shared.group_spec import FrontEndWords
-from raysgd.train import Trainer
-from raysgd.train._rules import settings
+from raysgd.train import Trainer, executor
 from raysgd.train.executor import BackendExecutor
 
 
-@pytest.mark.parametrize("words", [class_based.WORDS, settings.WORDS])
+@pytest.mark.parametrize("words", [class_based.WORDS, executor.WORDS])
 def test_each_front_end_has_words_for_everything(words: FrontEndWords) -> None:
     assert all(getattr(words, field.name) for field in fields(words) if field.name != "label")
     assert words.restart_point != FrontEndWords().restart_point
@@ -29,10 +28,10 @@ def test_advice_for_classes_names_what_their_trainers_have() -> None:
 
 
 def test_advice_for_functions_names_what_their_trainers_have() -> None:
-    all_words = " ".join(getattr(settings.WORDS, field.name) for field in fields(settings.WORDS))
+    all_words = " ".join(getattr(executor.WORDS, field.name) for field in fields(executor.WORDS))
     assert "force=True" not in all_words
     assert "last completed" not in all_words
     assert "`save`" not in all_words
     assert all(hasattr(front_end, "latest_checkpoint") for front_end in (Trainer, BackendExecutor))
-    assert "`latest_checkpoint`" in settings.WORDS.when_spent
-    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in settings.WORDS.when_not_granted
+    assert "`latest_checkpoint`" in executor.WORDS.when_spent
+    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in executor.WORDS.when_not_granted

@@ -26,6 +26,7 @@ from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostErro
 from tests.conftest import NUM_CPUS
 from tests.helpers.failure_plan import FailurePlan, InjectedError
 from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0
@@ -138,19 +139,6 @@ def test_each_rank_may_die_in_the_middle_of_a_call_and_all_at_once(
     assert plan.num_fired == 4
 
 
-@pytest.mark.soak
-def test_each_rank_may_die_between_two_calls_and_all_at_once(make: Make, plan: FailurePlan) -> None:
-    trainer = make(plan)
-    total = 0
-    for step, ranks in enumerate([[0], [1], [0, 1]], start=1):
-        pids = trainer.pids()
-        for rank in ranks:
-            os.kill(pids[rank], signal.SIGKILL)
-        total += step
-        assert trainer.train(step, max_retries=1) == [(total, step)] * 2
-    assert trainer.controller.history.num_failures == 3
-
-
 def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_starts_again(
     make: Make, plan: FailurePlan
 ) -> None:
@@ -159,21 +147,6 @@ def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_start
     assert trainer.train(1) == [(1, 1)] * 2
     assert trainer.train(2, max_retries=1) == [(3, 2)] * 2
     assert plan.num_fired == 3
-
-
-def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(make: Make, plan: FailurePlan) -> None:
-    with pytest.raises(WorkersLostError, match="a worker process died, and the 3 allowed retries"):
-        make(plan.die(rank=0, step=SET_UP, times=99), num_workers=1)
-    assert plan.num_fired == 4
-
-
-def test_a_spent_budget_is_an_error_and_the_state_is_still_there(make: Make, plan: FailurePlan) -> None:
-    trainer = make(plan.die(rank=1, step=2, times=2))
-    trainer.train(1)
-    with pytest.raises(WorkersLostError, match="lost rank 1"):
-        trainer.train(2, max_retries=1)
-    assert trainer.controller.snapshot().shared_state == 1
-    assert trainer.train(3, max_retries=0) == [(4, 2)] * 2
 
 
 def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(make: Make, plan: FailurePlan) -> None:
@@ -223,12 +196,6 @@ def test_an_exception_on_every_rank_comes_once_and_the_workers_go_on(make: Make,
     assert "on ranks 0, 1, node" in str(caught.value)
     assert trainer.train(3) == [(3, 1)] * 2
     assert trainer.pids() == pids
-
-
-def test_an_exception_in_the_set_up_is_not_tried_again(make: Make, plan: FailurePlan) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no data(.|\n)*on rank 1"):
-        make(plan.raise_(rank=1, error=FileNotFoundError("no data"), step=SET_UP))
-    assert plan.num_fired == 1
 
 
 def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(make: Make, plan: FailurePlan) -> None:
@@ -293,13 +260,6 @@ def test_the_group_shrinks_with_the_room_and_grows_back_without_a_retry(
     assert trainer.train(4, max_retries=0) == [(10, 4), (10, 1)]  # nobody had kept what was the second rank's own
     assert trainer.controller.num_workers == 2
     assert trainer.controller.history.num_failures == 1
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.02)
 
 
 def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: FailurePlan, rival: Rival) -> None:
@@ -376,9 +336,3 @@ def test_a_call_that_another_thread_shuts_down_ends_and_leaves_nothing(
     watching.join()
     stopping.join()
     wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS)
-
-
-def test_several_trainers_share_a_cluster(make: Make, plan: FailurePlan) -> None:
-    first, second = make(plan, num_workers=1), make(plan, num_workers=1)
-    assert first.train(1) == [(1, 1)]
-    assert second.train(2) == [(2, 1)]

@@ -388,19 +388,15 @@ class Trainer:
         )
 
 
-def test_hooks_come_after_the_start_and_before_the_end() -> None:
+@pytest.mark.parametrize(("force", "goodbye", "ended_by"), [(False, [("stop", 0, None)], "stop"), (True, [], "kill")])
+def test_hooks_come_after_the_start_and_before_the_end_and_a_forced_end_has_no_goodbye(
+    force: bool, goodbye: list[Any], ended_by: str
+) -> None:
     trainer = Trainer()
     trainer.controller.start()
-    trainer.controller.stop()
-    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None), ("stop", 0, None)]
-    assert trainer.cluster.groups[0].ended_by == "stop"
-
-
-def test_a_forced_end_has_no_goodbye() -> None:
-    trainer = Trainer()
-    trainer.controller.start()
-    trainer.controller.stop(force=True)
-    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None)]
+    trainer.controller.stop(force)
+    assert trainer.hooks.told == [("start", 0, None), ("end", 0, None), *goodbye]
+    assert trainer.cluster.groups[0].ended_by == ended_by
 
 
 def test_every_group_is_seen() -> None:

@@ -30,7 +30,7 @@ from raysgd.exceptions import worker_error
 from tests.conftest import NUM_CPUS
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
-from tests.helpers.processes import is_alive, is_stopped
+from tests.helpers.processes import is_alive, is_stopped, wait_until
 
 pytestmark = pytest.mark.integration
 FOR_EVER_S = 120.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
@@ -68,13 +68,6 @@ def follow(replica: CountingReplica, plan: FailurePlan, seconds: float = 0.0) ->
 
 def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.02)
 
 
 def own_placement_groups() -> list[dict[str, Any]]:

@@ -254,26 +254,25 @@ def training(trainer: Trainer, samples_per_s: int, phase: str = "training") -> N
         replica.heartbeat = heartbeat
 
 
-def test_while_a_call_runs_its_own_throughput_is_told_and_the_last_ones_after_it() -> None:
-    trainer = Trainer()
-    training(trainer, 10)
-    told: list[float | None] = []
-    trainer.controller.observe_with(lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s))
-    trainer.during_calls(4)
-    trainer.walk(5)
-    assert told == [7.0, 7.0, 30.0, 30.0], "two moments are needed, and each is polled of a round later"
-    assert trainer.controller.glance({}, 7.0).samples_per_s == 7.0
-
-
-@pytest.mark.parametrize(("samples_per_s", "phase"), [(0, "training"), (10, "validating")])
-def test_where_no_samples_are_counted_the_last_throughput_stays(samples_per_s: int, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("samples_per_s", "phase", "expected"),
+    [
+        (10, "training", [7.0, 7.0, 30.0, 30.0]),  # two moments are needed, and each is polled of a round later
+        (0, "training", [7.0] * 4),
+        (10, "validating", [7.0] * 4),
+    ],
+)
+def test_while_a_call_counts_samples_its_own_throughput_is_told_and_the_last_ones_otherwise(
+    samples_per_s: int, phase: str, expected: list[float]
+) -> None:
     trainer = Trainer()
     training(trainer, samples_per_s, phase)
     told: list[float | None] = []
     trainer.controller.observe_with(lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s))
     trainer.during_calls(4)
     trainer.walk(5)
-    assert told == [7.0] * 4
+    assert told == expected
+    assert trainer.controller.glance({}, 7.0).samples_per_s == 7.0
 
 
 def test_a_glance_shows_what_was_heard_last_in_a_training_call() -> None:
@@ -304,14 +303,6 @@ def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
 def leaving_at(trainer: Trainer, first: int, seconds: int = 12) -> None:
     """Lets node "b" go away in that second of each call."""
     trainer.during_calls(seconds, lambda second: trainer.leaving.add("b") if second >= first else None)
-
-
-def test_all_ranks_are_asked_for_the_same_step_and_told_that_it_holds() -> None:
-    trainer = Trainer(nodes=["a", "a", "b"])
-    replicas = list(trainer.group.replicas)
-    leaving_at(trainer, 2)
-    trainer.walk(9)
-    assert [replica.proposals for replica in replicas] == [[(2, True)]] * 3
 
 
 def test_a_step_that_one_rank_is_past_is_given_up_by_all_and_a_later_one_proposed() -> None:

@@ -30,7 +30,7 @@ from raysgd.engine.shared.types import Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection, add
-from tests.helpers.processes import is_stopped
+from tests.helpers.processes import is_stopped, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -45,13 +45,6 @@ def holder(ray_cluster: None) -> Iterator[Any]:
     wait_until(lambda: capacity(cluster_view(), ONE) == 1)
     yield group
     remove_placement_group(group)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.02)
 
 
 def states_of_own_groups() -> list[str]:
@@ -301,10 +294,6 @@ def test_inside_a_group_that_is_not_meant_for_what_is_started_there_an_own_one_i
     assert in_a_trial(1, reserve_one, captures=False) == (True, 2)
 
 
-def wait_for(path: Path) -> None:
-    wait_until(path.exists)
-
-
 def start_with_slow_hook(found: Path) -> bool:
     """The hook is not over before all workers were found to have room."""
     await_placement = WorkerGroup._await_placement
@@ -313,7 +302,9 @@ def start_with_slow_hook(found: Path) -> bool:
         await_placement(*args)
         found.touch()
 
-    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, initialization_hook=partial(wait_for, found)), 1)
+    group = WorkerGroup(
+        GroupSpec(NullConnection(), CountingReplica, initialization_hook=partial(wait_until, found.exists)), 1
+    )
     try:
         with mock.patch.object(WorkerGroup, "_await_placement", then_tell):
             return group.start(60.0).ok

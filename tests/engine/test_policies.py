@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from raysgd.engine.policies import (
     choose_source,
     classify,
     failed_alike,
+    fewest,
     is_lack_of_memory,
     num_fitting,
     resizing,
@@ -261,18 +263,19 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
     assert budget.rejoin_obstacle(progress) == expected
 
 
-def test_going_on_is_free_while_there_is_progress() -> None:
-    budget = RetryBudget(1)
-    for progress in (1, 3, 5, 9):
+@pytest.mark.parametrize(
+    ("num_restarts", "went_on_at", "is_spent"),
+    [
+        (1, (1, 3, 5, 9), False),
+        (3, (7, 8, 9, 10), True),  # after one step since the last time
+        (1, (0,), True),  # before the first step
+    ],
+)
+def test_going_on_is_free_while_there_is_progress(num_restarts: int, went_on_at: list[int], is_spent: bool) -> None:
+    budget = RetryBudget(num_restarts)
+    for progress in went_on_at:
         budget.pay_for_rejoin(progress)
-    assert not budget.is_spent
-
-
-def test_going_on_after_one_step_since_the_last_time_spends_one() -> None:
-    budget = RetryBudget(3)
-    for progress in (7, 8, 9, 10):
-        budget.pay_for_rejoin(progress)
-    assert budget.is_spent
+    assert budget.is_spent is is_spent
 
 
 def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None:
@@ -285,12 +288,6 @@ def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None
     assert budget.is_spent
     budget.note_hang()
     assert budget.rejoin_obstacle(40) == NOTHING_LEFT
-
-
-def test_going_on_before_the_first_step_spends_one() -> None:
-    budget = RetryBudget(1)
-    budget.pay_for_rejoin(0)
-    assert budget.is_spent
 
 
 # -------------------------------------------------------------------------------------------- who goes on from whom
@@ -359,18 +356,27 @@ def test_a_budget_without_end_is_never_spent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_workers", "enough"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (7, 5), (9, 6), (32, 22)]
+    ("growths", "num_before", "needed"),
+    [
+        ([math.inf], 2, 1),
+        ([2.0], 2, 1),
+        ([1.9], 2, 2),
+        ([1.5, 1.5], 3, 2),
+        ([9.0, 1.2, 9.0], 4, 4),
+        ([1.4, 9.0], 4, 3),
+        ([1.0], 2, 2),
+        ([0.0, 9.0], 3, 3),
+    ],
 )
-def test_survivors_go_on_as_long_as_no_share_grows_by_more_than_a_half(max_workers: int, enough: int) -> None:
-    found = resizing("auto", True, max_workers)
-    assert found == Resizing(60.0, enough, enough, waits_for_memory=True)
-    assert max_workers / found.num_awaited <= 1.5
-    assert enough == 1 or max_workers / (enough - 1) > 1.5
+def test_survivors_are_enough_if_their_shares_fit_into_memory(
+    growths: list[float], num_before: int, needed: int
+) -> None:
+    assert fewest([ReplicaProgress(growth=growth) for growth in growths], num_before) == needed
 
 
-@pytest.mark.parametrize(("num_short", "enough"), [(0, 4), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])
+@pytest.mark.parametrize(("num_short", "enough"), [(0, 1), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])
 def test_survivors_wait_for_more_than_those_with_whom_memory_ran_out(num_short: int, enough: int) -> None:
-    assert resizing("auto", True, 6, num_short).num_awaited == enough
+    assert resizing("auto", True, 6, num_short) == Resizing(60.0, enough, enough, minds_memory=True)
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,6 @@ def test_all_go_on_from_the_most_advanced_survivor() -> None:
     assert (handover.source, handover.takers) == (1, (0, 2))  # by new rank: the third one is new
 
 
-def test_a_state_that_is_half_way_through_a_step_is_taken_from_another_one() -> None:
-    trainer = Trainer()
-    trainer.group.replicas[1].is_whole = False
-    assert trainer.walk(5, Lost((2,), after={0: 2, 1: 3})) == [5, 5, 5]
-    assert (trainer.group.handovers[0].source, trainer.group.handovers[0].takers) == (0, (1, 2))
-
-
 def test_a_survivor_that_had_finished_gives_its_answer_again_and_nothing_is_counted_twice() -> None:
     trainer = Trainer()
     assert trainer.walk(5, Lost((2,), after={1: 4})) == [5, 5, 5]
@@ -300,14 +293,6 @@ def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_a
 # -------------------------------------------------------------------------------------------- the budget
 
 
-def test_going_on_with_progress_spends_no_retry() -> None:
-    trainer = Trainer()
-    losses = [Lost((1,), after={0: step, 2: step}) for step in (1, 3, 5, 7)]
-    assert trainer.walk(8, *losses, max_retries=1) == [8, 8, 8]
-    assert trainer.kinds == ["rejoined"] * 4
-    assert trainer.controller.history.num_failures == 4
-
-
 def test_survivors_that_completed_no_step_are_replaced_at_the_next_loss() -> None:
     trainer = Trainer()
     trainer.walk(1)
@@ -325,14 +310,6 @@ def test_losses_without_progress_spend_one_retry_each_and_then_it_is_over() -> N
     assert trainer.kinds == ["rejoined", "rebuilt", "lost"]
     assert not trainer.group.is_alive
     assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
-
-
-def test_without_retries_the_first_loss_is_the_end_whatever_it_would_cost() -> None:
-    trainer = Trainer()
-    with pytest.raises(WorkersLostError, match="the 0 allowed retries"):
-        trainer.walk(5, Lost((1,), after={0: 3, 2: 3}), max_retries=0)
-    assert trainer.kinds == ["lost"]
-    assert not trainer.group.is_alive
 
 
 # -------------------------------------------------------------------------------------------- where it cannot be done
@@ -360,13 +337,6 @@ def test_where_survivors_cannot_go_on_new_workers_begin_the_call_again(name: str
     assert trainer.kinds == ["rebuilt"]
     assert [group.ended_by for group in trainer.cluster.groups] == ["kill", None]
     assert trainer.controller.history.num_failures == 1
-
-
-def test_a_survivor_that_dies_while_it_leaves_the_group_is_no_survivor() -> None:
-    trainer = Trainer()
-    trainer.cluster.stands = deque([Lost((0,))])
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
 
 
 @pytest.mark.parametrize(("lost", "totals"), [((2,), [5, 5]), ((0,), [5, 5]), ((0, 2), [5])])
@@ -399,14 +369,6 @@ def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert trainer.kinds == ["rejoined"]
     assert trainer.controller.num_workers == 3
-
-
-def test_fewer_than_the_smallest_number_do_not_go_on() -> None:
-    trainer = Trainer(min_workers=3)
-    trainer.cluster.num_slots = 2
-    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
-    assert trainer.kinds == ["rebuilt"]
 
 
 def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
@@ -538,30 +500,35 @@ def four(keeps_joint_batch: bool = True, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "lost", "num_workers"),
+    ("options", "growth", "lost", "num_workers"),
     [
-        ({}, (1,), 3),
-        ({}, (1, 2), 3),  # two would have twice the share: one new worker is waited for
-        ({"keeps_joint_batch": False}, (1,), 4),
-        ({"min_workers": 4}, (1,), 4),
-        ({"use_local": True}, (1,), 3),
+        ({}, 9.0, (1,), 3),
+        ({}, 2.0, (1, 2), 2),
+        ({}, 1.5, (1, 2), 3),  # two would have twice the share: one new worker is waited for
+        ({}, 1.0, (1,), 4),
+        ({"keeps_joint_batch": False}, 9.0, (1,), 4),
+        ({"min_workers": 4}, 9.0, (1,), 4),
+        ({"use_local": True}, 9.0, (1,), 3),
     ],
 )
-def test_survivors_go_on_at_once_where_steps_stay_the_same_and_no_share_grows_by_more_than_a_half(
-    options: dict[str, Any], lost: tuple[int, ...], num_workers: int
+def test_survivors_go_on_at_once_where_steps_stay_the_same_and_memory_is_free_for_their_shares(
+    options: dict[str, Any], growth: float, lost: tuple[int, ...], num_workers: int
 ) -> None:
     trainer = four(**options)
     after = {rank: 2 for rank in range(4) if rank not in lost}
+    for rank in after:
+        trainer.group.replicas[rank].growth = growth
     assert trainer.walk(5, Lost(lost, after=after)) == [5] * num_workers
     assert trainer.kinds == ["rejoined"]
 
 
-def test_one_of_two_waits_but_not_where_a_spare_is_ready() -> None:
+def test_a_survivor_without_memory_waits_but_not_where_a_spare_is_ready() -> None:
     options: dict[str, Any] = {"max_workers": 2, "resize_check_s": "auto", "keeps_joint_batch": lambda: True}
     waiting, with_spare = Trainer(num_slots=2, **options), Trainer(num_slots=3, num_spares=1, **options)
     [spare] = with_spare.group.standby.ready
     for trainer in (waiting, with_spare):
         trainer.cluster.standby_is_slow = True
+        trainer.group.replicas[0].growth = 1.5
         assert trainer.walk(5, Lost((1,), after={0: 2})) == [5, 5]
     assert with_spare.group.replicas[1] is spare
 
@@ -728,8 +695,9 @@ def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     assert cause.startswith("there is room for more workers; could not form a new group: rank 0 reports")
 
 
-def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:
-    trainer = Trainer(nodes=["a", "a", "b"])
+@pytest.mark.parametrize("nodes", [["a", "a", "b"], ["b", "a", "a"]], ids=["of the last rank", "of rank 0"])
+def test_a_node_that_is_going_away_is_left_before_the_next_call(nodes: Sequence[str]) -> None:
+    trainer = Trainer(nodes=nodes)
     trainer.cluster.num_slots = 2
     trainer.walk(1)
     trainer.leaving = {"b"}
@@ -737,15 +705,6 @@ def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:
     assert trainer.walk(1, max_retries=0) == [2, 2]
     assert (trainer.kinds, len(trainer.cluster.groups)) == (["left"], 1)
     assert {info.node_id for info in trainer.group.infos} == {"a"}
-
-
-def test_the_node_of_rank_0_is_left_like_any_other() -> None:
-    trainer = Trainer(nodes=["a", "b", "b"])
-    trainer.cluster.num_slots = 2
-    trainer.walk(1)
-    trainer.leaving = {"a"}
-    trainer.clock.now_s += 60
-    assert trainer.walk(1, max_retries=0) == [2, 2]
     assert trainer.controller.snapshot().shared_state == 2
 
 
@@ -915,13 +874,16 @@ def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_t
     assert trainer.group.functions == ["restore_inside", "walk_on", "walk"]
 
 
-def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> None:
-    trainer = Trainer(rejoins=False)
+@pytest.mark.parametrize(("event", "error"), [(Interrupted(), KeyboardInterrupt), (Lost((0, 1, 2)), WorkersLostError)])
+def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one(
+    event: Event, error: type[BaseException]
+) -> None:
+    trainer = Trainer()
     snapshots_after(trainer, 3)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.walk(5, Interrupted())
+    with pytest.raises(error):
+        trainer.walk(5, event, max_retries=0)
     trainer.cluster.while_waiting = lambda on_wait: on_wait()
-    assert trainer.walk(5) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
+    assert trainer.walk(5, Lost((0, 1, 2))) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
     assert trainer.group.functions == ["restore", "walk"]
 
 
@@ -937,16 +899,6 @@ def test_a_group_that_another_thread_shuts_down_while_it_is_formed_is_left(momen
         trainer.walk(3, shut_down if moment == "calls" else Lost((1,), after={0: 1, 2: 1}))
     stopper.join()
     assert [group.is_alive for group in trainer.cluster.groups] == [False]
-
-
-def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> None:
-    trainer = Trainer()
-    snapshots_after(trainer, 3)
-    with pytest.raises(WorkersLostError):
-        trainer.walk(5, Lost((0, 1, 2)), max_retries=0)
-    trainer.cluster.while_waiting = lambda on_wait: on_wait()
-    assert trainer.walk(5, Lost((0, 1, 2))) == [8, 8, 8]
-    assert trainer.group.functions == ["restore", "walk"]
 
 
 def test_a_survivor_that_answers_later_than_another_ones_death_is_heard_of_stays() -> None:
@@ -976,17 +928,6 @@ def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -
     event = trainer.controller.history.events[-1]
     assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("rebuilt", 3, 3, 2)
     assert trainer.walk(1) == [8, 8, 8]
-
-
-def test_without_room_fewer_go_on() -> None:
-    trainer = Trainer(renews=True)
-    trainer.walk(2)
-    trainer.cluster.num_slots = 2
-    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [7, 7]
-    event = trainer.controller.history.events[-1]
-    assert str(event).startswith(
-        "lost rank 1 (RuntimeError: the process is gone); kept 2 processes and resumed with 2 instead of 3 workers"
-    )
 
 
 def test_a_place_on_a_node_that_is_gone_is_no_room_to_grow() -> None:

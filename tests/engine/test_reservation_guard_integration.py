@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from raysgd.engine.shared.types import Resources
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.hygiene import RaySurroundings
+from tests.helpers.processes import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
@@ -77,13 +77,6 @@ class Board:
 
     def all(self) -> list[int]:
         return self.known
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.05)
 
 
 def reserved() -> list[str]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from ray.util import placement_group, remove_placement_group
 from tests.conftest import NUM_CPUS
 from tests.helpers import hygiene
 from tests.helpers.hygiene import RaySurroundings
+from tests.helpers.processes import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
@@ -24,10 +24,7 @@ def idle_actor(num_cpus: int) -> Any:
 
 def wait_until_free(num_cpus: int) -> None:
     """Ray tells a little late of what was taken or given back."""
-    deadline = time.monotonic() + 60.0
-    while ray.available_resources().get("CPU", 0.0) != num_cpus:
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.02)
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == num_cpus)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from raysgd.utils import find_free_port
+from tests.helpers.processes import wait_until
 from tests.helpers.ray_start import VARIABLES
 from tests.host.programs import OPERATOR, Program
 
@@ -58,13 +59,6 @@ def steps(log: Path) -> list[tuple[str, float, list[int]]]:
     return [(line[0], float(line[2]), json.loads(line[4])) for line in lines if line[3] == "2"]
 
 
-def await_steps(log: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while len(steps(log)) < count:
-        assert time.monotonic() < deadline, f"{len(steps(log))} of {count} steps in two minutes"
-        time.sleep(0.02)
-
-
 def await_nodes(address: str, count: int) -> Program:
     """A program that is connected to a cluster with so many nodes."""
     deadline = time.monotonic() + 120
@@ -75,9 +69,7 @@ def await_nodes(address: str, count: int) -> Program:
             break
         program.kill()
         assert time.monotonic() < deadline, "no head in two minutes"
-    while program.run("sum(node['Alive'] for node in ray.nodes())") < count:
-        assert time.monotonic() < deadline, f"{count} nodes in two minutes"
-        time.sleep(0.1)
+    wait_until(lambda: program.run("sum(node['Alive'] for node in ray.nodes())") >= count)
     return program
 
 
@@ -89,7 +81,7 @@ def trial(address: str, head: list[str], log: Path, first_head: subprocess.Popen
         program.run(f"trainer = make({str(log)!r}, {host}, config={config}, resources_per_worker={{'stays': 0.01}})")
         pids = program.run("pids(trainer)")
         program.begin("trainer.train()")
-        await_steps(log, 8)
+        wait_until(lambda: len(steps(log)) >= 8)
         end(first_head)
         away_since = time.time()
         time.sleep(AWAY_S)

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,6 +77,18 @@ def shell(*words):
 def pids(trainer):
     return sorted(trainer.apply_all_workers(os.getpid))
 """
+
+
+@contextmanager
+def address_of_ray() -> Iterator[str]:
+    """The address of Ray. In the end, hosts are ended that are left."""
+    import ray
+
+    from raysgd.host import cluster
+
+    yield str(ray.get_runtime_context().gcs_address)
+    for name in cluster._names():
+        cluster._stop(name, cluster._find(name))
 
 
 class Program:

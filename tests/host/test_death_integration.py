@@ -18,8 +18,8 @@ import pytest
 from raysgd.host import cluster
 from raysgd.host.call_log import journal_path
 from raysgd.torch.checkpoints import checkpoint_file
-from tests.helpers.processes import is_alive
-from tests.host.programs import OPERATOR, Program
+from tests.helpers.processes import is_alive, wait_until
+from tests.host.programs import OPERATOR, Program, address_of_ray
 
 ALL_ONCE = dict.fromkeys(range(40), 1)
 
@@ -32,20 +32,13 @@ def samples(log: Path, kind: str) -> dict[int, int]:
 
 
 def await_samples(log: Path, kind: str, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while sum(samples(log, kind).values()) < count:
-        assert time.monotonic() < deadline, f"{count} samples of {kind} in two minutes"
-        time.sleep(0.01)
+    wait_until(lambda: sum(samples(log, kind).values()) >= count)
 
 
 @pytest.fixture
 def address(ray_cluster: None) -> Iterator[str]:
-    """The address of Ray. After the test, hosts are ended that it has left."""
-    import ray
-
-    yield str(ray.get_runtime_context().gcs_address)
-    for name in cluster._names():
-        cluster._stop(name, cluster._find(name))
+    with address_of_ray() as address:
+        yield address
 
 
 @pytest.fixture
@@ -147,10 +140,7 @@ def test_a_trainer_that_no_one_needs_is_saved_and_ends(address: str, log: Path, 
         host_pid = program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']")
         time.sleep(2)
         assert program.run("len(raysgd.hosts())") == 1  # an attached program needs it, also between calls
-    deadline = time.monotonic() + 60
-    while any(map(is_alive, [*pids, host_pid])):
-        assert time.monotonic() < deadline, "it has not ended in a minute"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, [*pids, host_pid])))
     assert checkpoint_file.read(tmp_path / "new" / "forgotten.pt")["epoch"] == 1
 
 

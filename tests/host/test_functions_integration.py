@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from raysgd.host import cluster
-from tests.host.programs import Program
+from tests.helpers.processes import wait_until
+from tests.host.programs import Program, address_of_ray
 
 FUNCTION = """
 import os, time, raysgd
@@ -27,18 +26,8 @@ def count(config):
 
 @pytest.fixture
 def address(ray_cluster: None) -> Iterator[str]:
-    import ray
-
-    yield str(ray.get_runtime_context().gcs_address)
-    for name in cluster._names():
-        cluster._stop(name, cluster._find(name))
-
-
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path} in two minutes"
-        time.sleep(0.01)
+    with address_of_ray() as address:
+        yield address
 
 
 def test_fit_goes_on_without_its_program_and_the_name_of_a_run_starts_no_host(address: str, tmp_path: Path) -> None:
@@ -54,7 +43,7 @@ def test_fit_goes_on_without_its_program_and_the_name_of_a_run_starts_no_host(ad
         assert program.run("raysgd.hosts()") == []
         program.run("trainer = make(host='fits')")
         program.begin("trainer.fit()")
-        await_file(log)
+        wait_until(log.exists)
     gate.unlink()
     with Program(address) as program:
         program.run("import raysgd; trainer = raysgd.attach('fits')")
@@ -73,7 +62,7 @@ def test_a_function_goes_on_without_its_program(address: str, tmp_path: Path) ->
         program.run(f"trainer = train.Trainer('torch', 2, logdir={str(tmp_path / 'runs')!r}, host='functions')")
         program.run("trainer.start()")
         program.begin(f"trainer.run(count, {{'log': {str(log)!r}, 'is_fit': False}})")
-        await_file(log)
+        wait_until(log.exists)
     gate.unlink()
     with Program(address) as program:
         program.run("import raysgd; trainer = raysgd.attach('functions')")

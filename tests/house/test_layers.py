@@ -127,18 +127,17 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_tensorflow _worker callbacks",
-        "_rules _torch batch_predictor collective session tensorflow",
-        "_run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils worker_group",
-        "_run",
+        "_tensorflow_predictor _worker callbacks",
+        "_rules _torch batch_predictor collective session tensorflow worker_group",
+        "_plugin_hooks _run_callbacks checkpoint horovod huggingface lightning torch train_loop_utils",
+        "_function_run",
         "executor",
-        "_iterator _object_group fit",
+        "fit",
         "base_trainer trainer",
         "_tune data_parallel_trainer",
-        "_fit_trainers",
     ),
     "worker": (
-        "data ledger parts running",
+        "data ledger memory parts running",
         "answering state worker_callbacks",
         "hosted operator",
         "activity changeable",
@@ -153,6 +152,7 @@ MADE_LATE = {
     ("raysgd.torch.torch_trainer", "raysgd.torch.torch_trainable"),
     ("raysgd.torch.training_operator", "raysgd.torch.creator_operator"),
     ("raysgd.torch.training_operator", "raysgd.torch.lightning_operator"),
+    ("raysgd.train.base_trainer", "raysgd.train._tune"),
     ("raysgd.train.trainer", "raysgd.train._tune"),
 }
 """The only arrows up: a method of a class makes an object of one of its subclasses, or a class that wraps it."""
@@ -174,14 +174,12 @@ TRIALS = {
     "raysgd.tf.tf_trainable",
     "raysgd.torch.torch_trainable",
     "raysgd.train._tune",
-    "raysgd.train.fit.space",
-    "raysgd.train.fit.tuned",
 }
 """What describes a trial of Ray Tune, beside `raysgd.tune`."""
 LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 FRAMEWORKS_OF_FUNCTIONS = {
-    ("raysgd.train._tensorflow", "raysgd.tf.data.ray_dataset"),
+    ("raysgd.train._tensorflow_predictor", "raysgd.tf.data.ray_dataset"),
     ("raysgd.train._torch", "raysgd.torch.data.batches"),
     ("raysgd.train._torch", "raysgd.torch.parallel.ranks"),
     ("raysgd.train._torch", "raysgd.torch.data.ray_tensors"),
@@ -588,7 +586,6 @@ DRIVER = (
     [
         "raysgd.torch.torch_runner",
         "raysgd.tf.tf_runner",
-        "raysgd.train._rules.worker_handles",
         "raysgd.train._worker.function_replica",
         "raysgd.train.tensorflow",
         "raysgd.train.torch",

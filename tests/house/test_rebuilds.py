@@ -37,7 +37,7 @@ SHOWN_BY = {
     "in a call that changes the state": [
         "engine/test_recovery.py::test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the",
     ],
-    "when fewer than": ["engine/test_recovery.py::test_fewer_than_the_smallest_number_do_not_go_on"],
+    "when fewer than": ["engine/test_recovery.py::test_whoever_came_in_vain_is_sent_away_where_too_few_go_on"],
     "when the rejoin fails": [CANNOT_GO_ON],
 }
 

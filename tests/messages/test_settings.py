@@ -73,12 +73,12 @@ def test_a_driver_alone_is_told_from_a_group(use_local: bool, num_workers: int, 
 @pytest.mark.parametrize(
     ("changes", "obstacles", "what"),
     [
-        ({"num_workers": 1}, [], "`num_workers=1`"),
+        ({"num_workers": 1, "use_local": True}, [], "`use_local=True`"),
         ({"recovery": "rebuild"}, [], '`recovery="rebuild"`'),
         ({}, [(False, "`a`"), (True, "`b`")], "`b`"),
     ],
 )
-def test_spares_are_refused_where_no_survivors_are_kept(
+def test_spares_are_refused_where_they_cannot_step_in(
     changes: dict[str, Any], obstacles: list[tuple[bool, str]], what: str
 ) -> None:
     replace(GROUP, **changes).refuse_spares(obstacles, "gloo")  # there are none

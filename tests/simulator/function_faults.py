@@ -7,9 +7,9 @@ from typing import Any
 
 from raysgd.engine import ranks
 from raysgd.torch.step.undo import Undo
+from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader
-from raysgd.train._worker.ahead import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import Mailbox

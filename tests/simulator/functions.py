@@ -28,9 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine import ranks as rank_rules
 from raysgd.engine.policies import RetryBudget, choose_source, takers
 from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._run.function_run import FunctionRun
-from raysgd.train._run.launch import Launch
 from raysgd.train._torch import joint_steps
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import DrawnSampler, over_joint_batches
@@ -326,7 +325,7 @@ class Simulation:
                 raise dist.DistNetworkError("connection closed by peer")
             return self.states[exchanges]
 
-    # ----------------------------------------------------------------------------- what `Launch` sees: hooks and group
+    # ----------------------------------------------------------------------------- what the run sees: hooks and group
 
     @property
     def infos(self) -> list[Rank]:
@@ -463,7 +462,7 @@ class Simulation:
                 if errors:
                     raise Broken(f"no group can be formed: {errors[0]!r}")
                 self.num_changes += 1
-                self.may_lack |= not self.function_run._ahead._met.intersection(self.members)
+                self.may_lack |= not self.function_run._queues._met.intersection(self.members)
                 self.joined |= {rank: self.num_changes for rank in self.members if rank not in first}
                 return
             staying = [rank for rank in self.members if not rank.is_dead]
@@ -478,9 +477,9 @@ class Simulation:
     def play(self) -> str | None:
         """Runs the function to its end; returns what broke, or None."""
         spec = FunctionSpec(int, dict, "score", make_session=_make_session, is_elastic=True)
-        launch = Launch(spec, cast(Any, self), None, cast(Any, self))
+        sim = cast(Any, self)  # the controller, the hooks, and what takes checkpoints
         run = self.function_run = FunctionRun(
-            cast(Any, self), launch, lambda data: data, cast(Any, self), LossCounter(-1), self.most, resize_check_s=0.0
+            sim, sim, spec, sim, LossCounter(-1), lambda data: data, max_workers=self.most, resize_check_s=0.0
         )
         returned: list[Any] = []
         attempt = 0
@@ -507,7 +506,7 @@ class Simulation:
             self._check_end(returned)
         return self.broken
 
-    # what `Launch` and `FunctionRun` ask of checkpoints, of which there are none
+    # what `FunctionRun` asks of checkpoints, of which there are none
     restart_point: Any = None
     next_index = 0
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
+from raysgd.driver.calls import EpochCalls
 from raysgd.driver.keeping import load_into_all
-from raysgd.driver.validators import ValidatingSpares
 from raysgd.engine.shared.call import Call
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
@@ -50,13 +50,23 @@ class Storing:
 AT_ONCE = "by the workers that train"
 
 
-class ValidationCalls:
-    """What `ValidatingSpares` needs of the driver of a front end: nothing has to be divided."""
+class SpareRunner:
+    """What a spare runs."""
 
-    def requests(self, name: str, asked: int, *parts: Any) -> list[tuple[int]]:
+    validate_on_loan = staticmethod(validate)
+
+
+class ValidationCalls(EpochCalls):
+    """Those of a front end where nothing has to be divided."""
+
+    def __init__(self, controller: Any) -> None:
+        unused: Any = None
+        super().__init__(SpareRunner, controller, unused, unused, use_local=False, sharing=unused)
+
+    def requests(self, name: str, asked: Any, *parts: Any) -> Any:
         return [(asked,)]
 
-    def validate(self, asked: int, dataset: Any) -> list[Any]:
+    def validate(self, asked: Any, dataset: Any) -> list[Any]:
         return [AT_ONCE]
 
     def forget(self) -> None:
@@ -75,8 +85,7 @@ class Program:
         self._simulation = simulation
         self._controller, self._invariants = simulation.controller, simulation.invariants
         self.is_in_call = False
-        self._validation_calls: Any = ValidationCalls()
-        self._spares = ValidatingSpares(self._controller, self._validation_calls, validate)
+        self._validation_calls = ValidationCalls(self._controller)
         self._num_validating = 0
         self.committed = State()
         self._is_exact = True
@@ -304,8 +313,8 @@ class Program:
         """Begins a validation on a spare. What comes of it is judged when it is known."""
         with self._controller.turn():
             newest = self._controller.newest_snapshot()
-            asked, no_settings = (cast(Any, each) for each in (op.argument, None))
-            begun = self._spares.begin(asked, None, no_settings, self._validation_calls, newest)
+            asked, no_settings, sharing = (cast(Any, each) for each in (op.argument, None, self._validation_calls))
+            begun = self._validation_calls.begin_on_spare(asked, None, no_settings, sharing, newest)
         self._num_validating += 1
         self._simulation.kernel.run_thread(lambda: self._validated(newest, begun), is_user=False)
 

@@ -15,7 +15,6 @@ from raysgd import train
 from raysgd.callbacks import HTMLReport
 from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.job import FitJob
 from tests.helpers.s3_server import BUCKET, S3Server
 from tests.helpers.store_damage import alter
 
@@ -88,7 +87,7 @@ def test_a_store_that_died_is_not_waited_for_again(
     own_server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "1")
-    job = FitJob.of(trainer(own_server.uri("fit")))
+    job = trainer(own_server.uri("fit"))._make_job(None)
 
     def die() -> None:
         job.recorder.begin()

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from raysgd.tf import TFTrainer
+from tests.helpers.processes import shipped
 from tests.tf import lab as lab_module
 from tests.tf import loss_models, models
 
@@ -35,12 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let workers use what a test module defines, without a path to the tests."""
-    modules = (models, loss_models, lab_module, request.module)
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        ray.cloudpickle.unregister_pickle_by_value(module)
+    with shipped(models, loss_models, lab_module, request.module):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from raysgd._numbers import results
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 
 SEED = 5

@@ -19,8 +19,7 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
-from raysgd.tf.operator.internals import OperatorContext
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from raysgd.host import cluster
-from tests.host.programs import Program
+from tests.helpers.processes import wait_until
+from tests.host.programs import Program, address_of_ray
 
 CREATORS = """
 import os, time, raysgd
@@ -38,11 +37,8 @@ def make_data(config):
 
 @pytest.fixture
 def address(ray_cluster: None, workers_have_tensorflow: None) -> Iterator[str]:
-    import ray
-
-    yield str(ray.get_runtime_context().gcs_address)
-    for name in cluster._names():
-        cluster._stop(name, cluster._find(name))
+    with address_of_ray() as address:
+        yield address
 
 
 def test_an_epoch_goes_on_without_its_program(address: str, tmp_path: Path) -> None:
@@ -53,10 +49,7 @@ def test_an_epoch_goes_on_without_its_program(address: str, tmp_path: Path) -> N
         program.run(f"trainer = raysgd.TFTrainer({made}); trainer.num_workers")
         gate.touch()
         program.begin("trainer.train()")
-        deadline = time.monotonic() + 120
-        while not log.exists():
-            assert time.monotonic() < deadline, "no step in two minutes"
-            time.sleep(0.01)
+        wait_until(log.exists)
     gate.unlink()
     with Program(address) as program:
         program.run("import raysgd; trainer = raysgd.attach('keras')")

@@ -1,6 +1,6 @@
 """Streams as data of operators of TensorFlow: each row once, with any number of workers, and predictions in order.
 
-Covers `raysgd.tf.data.stream_data`: operators reach it through `register_data`.
+Covers `raysgd.tf.data.batch_streams`: operators reach it through `register_data`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.operator.internals import OperatorContext
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from tests.streams.made import MadeStream
 
 pytestmark = pytest.mark.integration

@@ -77,8 +77,8 @@ class BackupAndRestore:
         ({**CREATORS, "initialization_hook": 3}, TypeError, "`initialization_hook=3`"),
         ({**CREATORS, "recovery": "pray"}, ValueError, 'allowed are "rejoin"'),
         ({**CREATORS, "min_workers": 2}, ValueError, "`min_workers=2` with `num_workers=1`"),
-        ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "spares join survivors"),
-        ({**CREATORS, "spare_workers": 1}, ValueError, "`spare_workers=1` with `num_workers=1`"),
+        ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "no spare can step in"),
+        ({**CREATORS, "spare_workers": 1, "use_local": True}, ValueError, "`spare_workers=1` with `use_local=True`"),
         (
             {**CREATORS, "recovery_options": Recovery(snapshot_every_n_steps=5), "backend": "mwms"},
             ValueError,

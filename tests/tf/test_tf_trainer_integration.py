@@ -22,7 +22,7 @@ from raysgd.exceptions import IncompatibleModelError, RanksDifferError, WorkerEr
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.objects.registration import variables_of_optimizer
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.helpers.s3_server import S3Server
 from tests.helpers.sent import sent_by_load
@@ -305,7 +305,7 @@ def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTra
         from raysgd.engine.shared.types import World
         from raysgd.messages.epochs import EpochRequest
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.operator.settings import TFSettings
+        from raysgd.tf.operator.internals import TFSettings
         from raysgd.tf.tf_runner import TFRunner
         from tests.tf.lab import rank
 
@@ -536,7 +536,7 @@ def test_creators_that_return_something_wrong_are_told_so(
     def try_out() -> None:
         from raysgd.engine.shared.types import World
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.operator.settings import TFSettings
+        from raysgd.tf.operator.internals import TFSettings
         from raysgd.tf.tf_runner import TFRunner
 
         try:

@@ -126,7 +126,7 @@ def rate(operator: Any) -> float:
 def test_the_results_are_those_of_a_run_that_waits(make: Make, tmp_path: Path) -> None:
     kept: dict[str, Any] = {}
     for way in ("inline", "async"):
-        trainer = make(validation_workers=1)
+        trainer = make(spare_workers=1)
         saving = Checkpointing(tmp_path / way, metric="val_loss", mode="max", keep_last=1)
         told, table = Told(), CSVLogger(tmp_path / f"{way}.csv")
         history = trainer.fit(4, callbacks=[told, table, saving], validate=way)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_the_results_are_those_of_a_run_that_waits(make: Make, tmp_path: Path) -
 
 
 def test_what_goes_by_a_validation_acts_an_epoch_later(make: Make) -> None:
-    trainer = make(training_operator_cls=Plateaus, scheduler_step_freq="epoch", validation_workers=1)
+    trainer = make(training_operator_cls=Plateaus, scheduler_step_freq="epoch", spare_workers=1)
     history = trainer.fit(5, callbacks=[EarlyStopping("val_loss", threshold=1e9)], validate="async")
     assert len(history) == 2
     assert all(row["val_loss"] for row in history)
@@ -154,7 +154,7 @@ def test_what_goes_by_a_validation_acts_an_epoch_later(make: Make) -> None:
 
 
 def test_a_resumed_run_makes_up_for_the_validation_that_was_running(make: Make, tmp_path: Path) -> None:
-    trainer = make(validation_workers=1)
+    trainer = make(spare_workers=1)
     with pytest.raises(CallbackError, match="the power is gone"):
         trainer.fit(4, callbacks=[Told(fails_after=2), Checkpointing(tmp_path)], validate="async")
     beside = json.loads((tmp_path / "epoch_0002.ckpt.run.json").read_text())
@@ -164,7 +164,7 @@ def test_a_resumed_run_makes_up_for_the_validation_that_was_running(make: Make, 
 
     expected = make().fit(4)["val_loss"]
     for way in ("async", "inline"):
-        resumed, told = make(validation_workers=1), Told()
+        resumed, told = make(spare_workers=1), Told()
         options = {"callbacks": [told, Checkpointing(tmp_path / "more" if way == "async" else tmp_path)]}
         history = resumed.fit(4, resume_from=tmp_path / "epoch_0002.ckpt", validate=way, **options)  # type: ignore[arg-type]
         assert history["val_loss"] == pytest.approx(expected, rel=1e-7)
@@ -178,7 +178,7 @@ def test_an_epoch_is_saved_when_it_was_trained_whatever_its_validation_does(make
     opening = threading.Timer(60, partial(closed.unlink, missing_ok=True))  # else it would never end where it waits
     opening.start()
     config, opens = {"closed": str(closed)}, Opens(closed, folder)
-    trainer = make(training_operator_cls=Held, config=config, scheduler_step_freq="epoch", validation_workers=1)
+    trainer = make(training_operator_cls=Held, config=config, scheduler_step_freq="epoch", spare_workers=1)
     saving = Checkpointing(folder, metric="val_loss", keep_last=1)
     with pytest.raises(ZeroDivisionError, match="in the third epoch"):
         trainer.fit(6, callbacks=[opens, saving], validate="async")
@@ -196,10 +196,10 @@ def best_of(operator: Any) -> Any:
     return operator.scheduler.best
 
 
-def test_without_validators_it_is_inline_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_spares_it_is_inline_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make()
     assert len(trainer.fit(2, validate="async")["val_loss"]) == 2
     assert trainer.validate(blocking=False).result(90)["num_samples"] == 13
-    assert caplog.text.count("validation_workers=1") == 1
+    assert caplog.text.count("spare_workers=1") == 1
     with pytest.raises(ValueError, match='"inline"'):
         trainer.fit(1, validate="later")  # type: ignore[arg-type]

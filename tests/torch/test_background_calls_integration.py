@@ -145,10 +145,6 @@ def test_a_validation_by_the_worker_in_the_driver_is_one_inline_and_says_so(
     for _ in range(2):
         assert trainer.validate(blocking=False).result()["num_samples"] == 13
     assert caplog.text.count("because one of them is in the driver") == 1
-    with pytest.raises(ValueError, match="validation_workers=1"):
-        make_local(validation_workers=1)
-    with pytest.raises(ValueError, match="validation_workers"):
-        make_local(validation_workers=-1)
 
 
 def test_with_a_worker_in_the_driver_a_call_is_over_at_once(make_local: Make) -> None:

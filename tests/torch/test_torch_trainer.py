@@ -247,8 +247,9 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
-    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares join survivors"),
-    ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares join survivors"),
+    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "no spare can step in there"),
+    ({"spare_workers": 1, "num_workers": 1, "use_local": True}, ValueError, "with `use_local=True` cannot work"),
+    ({"validation_workers": 1}, TypeError, "spare workers validate as well, pass `spare_workers=1`"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
     *[
         ({field.name: 1}, TypeError, rf"takes `{field.name}` as `{option}={kind.__name__}\({field.name}=\.\.\.\)`")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
 from raysgd.train.constants import TIMESTAMP
 
 

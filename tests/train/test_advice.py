@@ -13,19 +13,17 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, UnpicklableError, WorkersLostError
 from raysgd.train import Trainer
-from raysgd.train._rules.settings import WorkerSettings
-from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.backend import BackendConfig
+from raysgd.train.executor import BackendExecutor
 from tests.helpers.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 
 def controller(cluster: FakeCluster) -> ElasticController:
     """The controller of a function trainer, over a fake cluster."""
-    settings = WorkerSettings(Backend(), 2, 1, 0, None, 60.0)
-    spec = replace(
-        settings.group_spec(BackendConfig(), None), connection=NullConnection(), make_replica=CountingReplica
-    )
+    executor = BackendExecutor(BackendConfig(), 2)
+    spec = replace(executor._spec, connection=NullConnection(), make_replica=CountingReplica)
     made = ElasticController(
-        spec, settings.scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
+        spec, executor._scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
     )
     made.start()
     return made

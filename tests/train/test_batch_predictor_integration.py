@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import ray.cloudpickle
 import torch
 
 from raysgd.train.batch_predictor import BatchPredictor
 from raysgd.train.torch import TorchCheckpoint, TorchPredictor
+from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), RunIf(modules=["pandas", "pyarrow"])]
@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), R
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def test_a_dataset_is_predicted_behind_the_preprocessor_of_the_checkpoint() -> None:

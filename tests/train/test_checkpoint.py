@@ -11,24 +11,17 @@ import pytest
 
 from raysgd.storage import StorageError, open_folder
 from raysgd.train._rules import arrivals
-from raysgd.train._rules.retention import checked_score
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,
     CheckpointStrategy,
+    checked_score,
     load_checkpoint,
     write_checkpoint,
 )
 from tests.helpers.s3_server import BUCKET, S3Server
 
 NAN = math.nan
-
-
-class TestStrategy:
-    @pytest.mark.parametrize("options", [{"num_to_keep": -1}, {"num_to_keep": 1.5}, {"checkpoint_score_order": "best"}])
-    def test_refuses_what_cannot_be(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r"`num_to_keep|`checkpoint_score_order"):
-            CheckpointStrategy(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The executor and the worker group, driven as their developers do.
 
-Covers `raysgd.train.worker_group` and `raysgd.train._rules.worker_handles`: views of the workers that an executor
+Covers `raysgd.train.worker_group` and `raysgd.train.worker_group`: views of the workers that an executor
 starts.
 """
 
@@ -306,7 +306,7 @@ def placement_group_of() -> str | None:
 
 
 def gather_death(group: WorkerGroup) -> None:
-    from raysgd.train._rules.worker_handles import gather
+    from raysgd.train.worker_group import gather
 
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 
@@ -392,7 +392,7 @@ class TensorflowLike(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        from raysgd.train._tensorflow.cluster import TensorflowBackend
+        from raysgd.train.tensorflow import TensorflowBackend
 
         return TensorflowBackend
 

@@ -1,6 +1,6 @@
 """The trainers of `fit` for each framework connect their workers; and what else only a worker shows.
 
-Covers `raysgd.train._fit_trainers`.
+Covers `raysgd.train.data_parallel_trainer`.
 """
 
 from __future__ import annotations

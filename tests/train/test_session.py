@@ -22,8 +22,7 @@ from raysgd.air import _running
 from raysgd.engine.shared.types import World
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, TrainingResultType
+from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, TrainingResultType
 from raysgd.train.constants import (
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,

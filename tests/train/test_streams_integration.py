@@ -1,6 +1,6 @@
 """Streams in training functions: each row once in each epoch, and positions for any number of workers.
 
-Covers `raysgd.train._worker.stream_part` and `raysgd.streams.loaders`: functions reach them through
+Covers `raysgd.train._worker.shards` and `raysgd.streams.loaders`: functions reach them through
 the trainer.
 """
 

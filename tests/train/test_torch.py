@@ -36,11 +36,10 @@ from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._torch.accelerator import Accelerator
 from raysgd.train._torch.loaders import divided, over_joint_batches
-from raysgd.train._torch.models import ForwardInContext
+from raysgd.train._torch.prepared import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionSpec
 from raysgd.train.session import current_session
 
 

@@ -10,12 +10,10 @@ import pytest
 
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import Trainer
-from raysgd.train._rules.settings import as_range
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.checkpoint import load_checkpoint
 from raysgd.train.executor import CallableFlag
-from raysgd.train.trainer import amounts_for_each
 
 BUCKET = "s3://bucket/results"
 
@@ -61,15 +59,17 @@ def test_wrong_arguments_are_refused_before_anything_is_there(
         (True, {"CPU": 2, "GPU": 0.5, "disk": 1}, (2, 0.5, {"disk": 1})),
     ],
 )
-def test_what_each_worker_gets(use_gpu: bool, resources: Any, expected: Any) -> None:
+def test_what_each_worker_gets(tmp_path: Path, use_gpu: bool, resources: Any, expected: Any) -> None:
     before = dict(resources or {})
-    assert amounts_for_each(use_gpu, resources) == expected
+    found = trainer(tmp_path, use_gpu=use_gpu, resources_per_worker=resources)._executor._spec.resources
+    assert (found.num_cpus, found.num_gpus, found.custom) == expected
     assert dict(resources or {}) == before
 
 
 @pytest.mark.parametrize(("given", "expected"), [(3, (3, 3)), ((1, 4), (1, 4)), ((2, 2), (2, 2))])
-def test_a_number_of_workers_may_be_a_range(given: Any, expected: tuple[int, int]) -> None:
-    assert as_range(given) == expected
+def test_a_number_of_workers_may_be_a_range(tmp_path: Path, given: Any, expected: tuple[int, int]) -> None:
+    scaling = trainer(tmp_path, num_workers=given)._executor._scaling
+    assert (scaling.min_workers, scaling.max_workers) == expected
 
 
 def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
         monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", setting)
     made = trainer(tmp_path)
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
-    assert made._executor._settings.packs is packs
+    assert made._executor._spec.packs is packs
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_settings_of_the_environment_have_their_first_names_too(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    settings = trainer(tmp_path)._executor._settings
-    assert (settings.is_detailed, settings.shares_gpus) == expected
+    executor = trainer(tmp_path)._executor
+    assert (executor._is_detailed, executor._shares_gpus) == expected
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("raysgd.train._tune.make_trainable", plans.append)
     trainer(tmp_path, heartbeat_s=50, resize_check_s=7).to_tune_trainable(lambda: None)
     executor = plans[0].make_trainer(logdir=tmp_path)._executor
-    assert (executor._settings.heartbeat_s, executor._resize_check_s) == (50, 7)
+    assert (executor._spec.heartbeat_s, executor._resize_check_s) == (50, 7)
 
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from raysgd import train
 from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.storage import Folder
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
-from raysgd.train._rules.worker_handles import WorkerHandle
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
+from raysgd.train.worker_group import WorkerHandle
 from tests.helpers.s3_server import S3Server
 from tests.train import lab
 

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.callbacks import Callback, CometLogger, GradientNorms, MLflowLogger, Run, WandbLogger
 from raysgd.train import TrainingCallback
-from raysgd.tune._callbacks import CallsInTrials, for_tune
+from raysgd.tune.tuner import CallsInTrials, for_tune
 from tests.helpers.run_if import RunIf
 
 
@@ -111,7 +111,7 @@ def test_a_callback_cannot_end_a_trial(tmp_path: Path) -> None:
 @RunIf(modules=["ray.tune"])
 def test_what_needs_the_workers_is_refused_before_the_first_trial() -> None:
     with pytest.raises(TypeError, match="GradientNorms"):
-        for_tune([GradientNorms()], "`Tuner`")
+        for_tune([GradientNorms()])
 
 
 @RunIf(modules=["ray.tune"])
@@ -119,17 +119,17 @@ def test_callbacks_of_tune_go_there_as_they_are_and_ours_as_one() -> None:
     from ray.tune import Callback as TunesOwn
 
     own = TunesOwn()
-    adapted = for_tune([Notes(), own, TrainingCallback()], "`Tuner`")
+    adapted = for_tune([Notes(), own, TrainingCallback()])
     assert adapted[0] is own
     assert len(adapted) == 2
     assert isinstance(adapted[1], TunesOwn)
-    assert for_tune([own], "`Tuner`") == [own]
+    assert for_tune([own]) == [own]
 
 
 @RunIf(modules=["ray.tune", "mlflow", "wandb", "comet_ml"])
 @pytest.mark.parametrize("logger", [MLflowLogger, WandbLogger, CometLogger])
 def test_loggers_of_services_are_copied_for_each_trial(logger: Any) -> None:
-    assert len(for_tune([logger()], "`Tuner`")) == 1
+    assert len(for_tune([logger()])) == 1
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.tune._explore import Exploration, check_space, draw
+from raysgd.tune.population import Exploration, check_space, draw
 
 NEVER_AGAIN = Exploration(resample_probability=0)
 

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
 from raysgd.messages.recovery import Recovery
 from raysgd.tune.population import Population, train_and_validate
 from tests.helpers.doors import controller_of
+from tests.helpers.processes import shipped
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -25,9 +25,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 class WideOperator(LinearOperator):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from raysgd import TorchTrainer
+from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
 from tests.helpers.stories import ROOT, found_by, run_story
 from tests.torch.operators_for_tests import LinearOperator
@@ -24,9 +24,8 @@ pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pya
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def fit(folder: Path, space: dict[str, Any], num_epochs: int, options: dict[str, Any], **more: Any) -> Any:

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from raysgd import train
 from raysgd.tune.tensorflow import DistributedTrainableCreator, distributed_checkpoint_dir, get_num_workers
+from tests.helpers.processes import shipped
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def count(config: dict[str, Any], checkpoint_dir: str | None = None) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from raysgd import train
 from raysgd.tune.torch import DistributedTrainableCreator, distributed_checkpoint_dir, is_distributed_trainable
+from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
 
 pytestmark = [
@@ -22,9 +22,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def add_up(config: dict[str, Any], checkpoint_dir: str | None = None) -> None:

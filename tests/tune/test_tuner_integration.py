@@ -1,6 +1,6 @@
 """`Tuner`: a trainer of `fit()` with many configs.
 
-Covers `raysgd.train.fit.tuned`: what a trial does is seen here.
+Covers `raysgd.train._tune`: what a trial does is seen here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import ray.cloudpickle
 
 from raysgd import air, train, tune
 from raysgd.callbacks import CSVLogger
-from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, _tune
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit import tuned
 from raysgd.tune.tuner import as_ray_config, chosen
+from tests.helpers.processes import shipped
 from tests.helpers.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
@@ -28,9 +28,8 @@ pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pya
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(request.module)
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    with shipped(request.module):
+        yield
 
 
 def count(config: dict[str, Any]) -> None:
@@ -96,7 +95,7 @@ def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_n
 def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "_END_S", 200.0)
+    monkeypatch.setattr(_tune, "_END_S", 200.0)
     trial = make_trainer(tmp_path).as_trainable()({"train_loop_config": {"num_steps": 100}})
     try:
         assert [trial.step()["step"] for _ in range(2)] == [0, 1]

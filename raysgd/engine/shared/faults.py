@@ -120,7 +120,7 @@ def _picklable(error: BaseException) -> BaseException | None:
         return error
     try:
         rest = portable_copy(error, _travels, _shown)
-    except Exception:
+    except Exception:  # whatever the attributes of the user's exception raise
         return None
     return rest if _survives(rest) else None
 
@@ -149,7 +149,7 @@ def _packed(value: Any) -> bytes | None:
         if len(packed) <= _LARGEST_ERROR:
             pickle.loads(packed)
             return packed
-    except Exception:
+    except Exception:  # whatever pickling an object of the user raises
         return None
     return None
 

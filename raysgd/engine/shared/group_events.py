@@ -77,11 +77,10 @@ class GroupHistory:
 
     Args:
         now: Time.
-        label: Ahead of what is logged of them.
     """
 
-    def __init__(self, now: Callable[[], float] = time.time, label: str = "") -> None:
-        self._now, self._label = now, label
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
         self.events: list[GroupEvent] = []
         self.last_resize = float("-inf")
 
@@ -98,7 +97,7 @@ class GroupHistory:
         """Notes an event and logs it."""
         event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
-        logger.log(_LEVELS.get(kind, logging.WARNING), "%s%s", self._label, event)
+        logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 
     @property
     def num_failures(self) -> int:

@@ -27,7 +27,6 @@ class FrontEndWords:
         when_not_granted: Where the resources were not granted in time.
         after_end: What is left when there are no workers any more, for the history.
         restart_point: Where new workers go on, for the history.
-        label: Ahead of what is logged and raised of the group.
         name: What the trainer is called in the errors of another one in the same program.
     """
 
@@ -38,7 +37,6 @@ class FrontEndWords:
     when_not_granted: str = ""
     after_end: str = ""
     restart_point: str = "from the last snapshot"
-    label: str = ""
     name: str = "a trainer"
 
 

@@ -13,7 +13,7 @@ from raysgd.messages.batching import check_joint_size, split_batch_size
 from raysgd.messages.settings import GroupSettings
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -143,16 +143,11 @@ def check_backend(backend: Any, trains_with_fit: bool) -> Literal["sockets", "mw
 
 
 def check_spares(group: GroupSettings) -> None:
-    """Refuses spares where no survivors are kept that they could step in beside."""
+    """Refuses spares where they cannot take the place of a lost worker."""
     group.refuse_spares(
         [(group.backend == "mwms", '`backend="mwms"`')],
-        '`recovery="rejoin"` with several workers and `backend="sockets"`',
+        'workers outside the driver, `recovery="rejoin"`, and `backend="sockets"`',
     )
-
-
-def check_validators(group: GroupSettings) -> None:
-    """Refuses workers that only validate where the state cannot be handed over to them."""
-    group.refuse_validators([(group.backend == "mwms", '`backend="mwms"`')])
 
 
 def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:

@@ -16,8 +16,17 @@ from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
-from raysgd.tf.data.batch_streams import OwnSource, Passes, TFBatchStream, TFDividedSource, TFOncePerCall, TFSource
-from raysgd.tf.data.stream_data import TFRanks, data_of, source_of
+from raysgd.tf.data.batch_streams import (
+    OwnSource,
+    Passes,
+    TFBatchStream,
+    TFDividedSource,
+    TFOncePerCall,
+    TFRanks,
+    TFSource,
+    data_of,
+    source_of,
+)
 from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from raysgd.arrays.ray_batches import ray_batches_of
 from raysgd.connections import tensorflow as connections
-from raysgd.engine.shared.types import World
+from raysgd.engine.shared.types import DataLedger, World
 from raysgd.exceptions import IncompatibleModelError
+from raysgd.messages.epochs import EpochRequest
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.streams.source import StreamSignature
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.data import predicting
+from raysgd.tf.data import call_data
+from raysgd.tf.fit import FitStream
 from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
-from raysgd.tf.hosting.replica_state import KerasState
-from raysgd.tf.objects import datasets, learning_rates, registration, rng
+from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
+from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import DatasetSignature
-from raysgd.tf.operator.internals import OperatorContext
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
 from raysgd.worker.data.epoch_run import EpochRun
-from raysgd.worker.ledger import Ledger
+from raysgd.worker.data.loop import Loop
+from raysgd.worker.ledger import STEP, Ledger
 from raysgd.worker.operator import take_place
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,11 @@ class TFHosted(hosted.Hosted):
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_joint)
         super().__init__(settings, world, feed, ledger)
 
+    @property
+    def growth(self) -> float:
+        """TensorFlow takes all memory of a GPU at once, and does not say how much of that a step needs."""
+        return 1.0 if tf.config.get_visible_devices("GPU") else super().growth
+
     def build(self) -> RunnerFacts:
         """Gives all ranks rank 0's weights, too."""
         settings, synchronizer = self.settings, self.synchronizer
@@ -89,7 +96,7 @@ class TFHosted(hosted.Hosted):
         joint_metrics.share_first(synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
-        rng.part_ways(settings.seed, self.world.rank, operator._models)
+        part_ways(settings.seed, self.world.rank, operator._models)
         operator._raysgd.chosen_rates = learning_rates.read(operator._optimizers)
         return self.facts()
 
@@ -101,7 +108,7 @@ class TFHosted(hosted.Hosted):
                 '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
                 '`backend="sockets"`.'
             )
-        rng.seed_alike(settings.seed)
+        seed_alike(settings.seed)
         context = OperatorContext(settings, self.world, self.synchronizer, self._strategy)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         try:
@@ -236,18 +243,18 @@ class TFHosted(hosted.Hosted):
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:
-        own, drawn = self.state.own(), rng.capture()
+        own, drawn = self.state.own(), random_states()
         try:
             yield
         finally:
             self.state.restore_own(own)
-            rng.restore(drawn)
+            restore_random_states(drawn)
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        return predicting.batches(work)
+        return call_data.batches_to_predict(work)
 
     def as_array(self, value: Any) -> Any:
-        return predicting.plain(value)
+        return call_data.plain(value)
 
 
 def check_batches(operator: TrainingOperator) -> None:
@@ -340,3 +347,111 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
         logger.debug("a `train_step` could not be traced ahead of the first step: %s", error)
         return False
     return True
+
+
+class OperatorLoop(Loop):
+    """The loop of an operator that draws batches.
+
+    Attributes:
+        fit: The place of a `fit` of Keras; None where the loop is the operator's.
+    """
+
+    fit: FitStream | None = None
+    _feed: TFFeed
+
+    def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
+        super().__init__(feed)
+        self._operator = operator
+        self._synchronizer = synchronizer
+        self._num_exchanges = 0  # at the last step boundary
+        self.step = synchronizer.step
+
+    def plain(self, value: Any) -> Any:
+        """Tensors as numbers where they have one element, and as arrays in any case."""
+        value = value.numpy() if hasattr(value, "numpy") else value
+        return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+    @property
+    def is_whole(self) -> bool:
+        return self._synchronizer.exchanges.num_completed == self._num_exchanges
+
+    def note_boundary(self) -> None:
+        self._num_exchanges = self._synchronizer.exchanges.num_completed
+
+    @property
+    def own_s(self) -> float | None:
+        return self._synchronizer.exchanges.own_s or None
+
+    def begin_call(self) -> None:
+        self._synchronizer.exchanges.forget_call()
+        internals = self._operator._raysgd
+        internals.forget_stale_steps()
+        internals.num_left_out = 0
+
+    @property
+    def _is_mid_pass(self) -> bool:
+        return bool((self._feed.position() or {}).get("is_mid_pass"))
+
+    @property
+    def order_obstacle(self) -> str | None:
+        if self._is_mid_pass and not self._feed.train_passes.can_repeat():
+            return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
+        return None
+
+
+class FitLoop(OperatorLoop):
+    """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
+
+    first_bin = STEP
+    fit: FitStream
+    _operator: CreatorOperator
+
+    def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
+        super().__init__(operator, synchronizer, feed)
+        self.fit = FitStream(feed.train_passes, synchronizer.exchanges)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.fit.is_whole
+
+    def begin_call(self) -> None:
+        self.fit.end()  # one that an exception in user code broke off is not continued
+        super().begin_call()
+
+    def end_call(self) -> None:
+        self.fit.end()
+
+    def stream(self, request: EpochRequest) -> FitStream:
+        return self.fit
+
+    def pass_index(self, stream: Any) -> int:
+        return self.fit.pass_index if self._is_mid_pass else self._feed.epoch
+
+    @property
+    def _is_mid_pass(self) -> bool:
+        return self.fit.is_mid_pass
+
+    def can_resume(self, stream: Any) -> bool:
+        return True
+
+    def break_off(self) -> None:
+        self.fit.break_off()
+
+    def ledger(self) -> DataLedger | None:
+        return self.fit.ledger()
+
+    def progress_text(self) -> str:
+        place = self.fit.state()
+        return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
+
+    def num_samples(self, run: EpochRun) -> int:
+        return self._synchronizer.exchanges.num_samples
+
+    def results(self, run: EpochRun) -> Any:
+        return CreatorOperator.results_of(self.fit.logs)
+
+    def extra_results(self) -> dict[str, Any]:
+        return {}
+
+    def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
+        return {"num_steps": request.num_steps}

@@ -1,8 +1,12 @@
-"""The state of a replica with Keras: what it is made of, whether another one fits, and how that is taken over."""
+"""The state of a replica with Keras: what it is made of, whether another one fits, how that is taken over.
+
+Random numbers are part of it: alike on all ranks until the replicas are built, and each rank's own from then on.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +16,7 @@ from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.checkpoints.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.objects import registration, rng
+from raysgd.tf.objects import registration
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.worker.state.copies import StateCopy
 from raysgd.worker.state.replica_state import RESUME, ReplicaState
@@ -77,7 +81,7 @@ class KerasState(ReplicaState):
                 variable.assign(value)
 
     def _seeds(self) -> list[Any]:
-        return rng.seeds_of(self._operator._models)
+        return seeds_of(self._operator._models)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         for variables, values, what in self._targets(state):
@@ -150,3 +154,43 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
         )
     if shapes:
         raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")
+
+
+def seed_alike(seed: int) -> None:
+    """Seeds all ranks alike, so that models begin equal and shuffled datasets come in one order."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(seed)  # of TensorFlow, NumPy and `random`, and what this Keras draws seeds from
+
+
+def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
+    """Makes what is drawn while training, for dropout for example, each rank's own."""
+    import tensorflow as tf
+
+    tf.random.set_seed(seed + rank)
+    for variable in seeds_of(models):
+        variable.assign(np.array(variable.numpy()) + np.uint32(rank))
+
+
+def random_states() -> Any:
+    """The states of the generators of NumPy and `random`."""
+    return np.random.get_state(), random.getstate()
+
+
+def restore_random_states(states: Any) -> None:
+    """Goes on where they were."""
+    of_numpy, of_python = states
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def seeds_of(models: Sequence[Any]) -> list[Any]:
+    """Return what layers of Keras 3 draw random numbers from: variables of models that are no weights."""
+    known = {id(variable) for model in models for variable in registration.weights_of(model)}
+    return [
+        variable
+        for model in models
+        if model.built and not registration.is_legacy(model)
+        for variable in model.non_trainable_variables
+        if id(variable) not in known
+    ]

@@ -1,4 +1,4 @@
-"""The library's records about an operator of TensorFlow: what it works with and registered, and its compiled steps."""
+"""The settings of a replica of TensorFlow, and the records about its operator: what it has, and its compiled steps."""
 
 from __future__ import annotations
 
@@ -7,18 +7,41 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd._arguments import check_seed
 from raysgd.arrays.ray_batches import RayLoader
 from raysgd.engine.shared.types import World
 from raysgd.messages.prediction import HAS_TARGET
+from raysgd.messages.settings import ReplicaSettings
 from raysgd.streams.source import StreamData
-from raysgd.tf.data.predicting import inputs
+from raysgd.tf.data.call_data import inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import learning_rates
 from raysgd.tf.objects.datasets import Sharding, num_samples
-from raysgd.tf.operator.settings import TFSettings
 from raysgd.tf.parallel.joint_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.worker.operator import Internals, required
+
+
+@dataclass(frozen=True)
+class TFSettings(ReplicaSettings):
+    """The settings that every replica is made from. The docstring of `TFTrainer` says what each field means.
+
+    Attributes:
+        num_workers: How many there are meant to be; None: as many as there are when the replica is made.
+
+    Raises:
+        ValueError: A value cannot work.
+    """
+
+    seed: int
+    verbose: bool | int | str = False
+    num_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.verbose, str | bytes) and self.verbose != "auto":
+            raise ValueError(f'`verbose={self.verbose!r}`: allowed are True, False, 0, 1, 2 and "auto".')
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)

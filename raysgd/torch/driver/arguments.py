@@ -173,24 +173,17 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
 
 
 def check_spares(group: GroupSettings, parallel: str) -> None:
-    """Refuses spares where no survivors are kept that they could step in beside."""
+    """Refuses spares where they cannot take the place of a lost worker."""
     group.refuse_spares(
         ((parallel != "ddp", f'`parallel="{parallel}"`'), (group.backend == "horovod", '`backend="horovod"`')),
-        '`recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more',
+        'workers outside the driver, `recovery="rejoin"`, and `parallel="ddp"` on gloo or NCCL',
     )
 
 
 def outlives_host(options: Mapping[str, Any]) -> bool:
     """Return whether the workers of a trainer with these options can outlive the process of its host."""
     is_ddp = options.get("parallel") in (None, "ddp") and options.get("wrap_ddp", True)
-    return is_ddp and options.get("backend") != "horovod" and not options.get("validation_workers")
-
-
-def check_validators(group: GroupSettings, parallel: str) -> None:
-    """Refuses workers that only validate where the state cannot be handed over to them."""
-    group.refuse_validators(
-        ((parallel == "fsdp", '`parallel="fsdp"`'), (group.backend == "horovod", '`backend="horovod"`'))
-    )
+    return is_ddp and options.get("backend") != "horovod"
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:

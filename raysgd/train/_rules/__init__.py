@@ -1,1 +1,1 @@
-"""Rules for all runs of functions in the driver: settings, folders, retries, checkpoints that stay."""
+"""Rules for all runs of functions in the driver: settings, folders, retries, arrivals of checkpoints."""

@@ -67,33 +67,11 @@ def as_place(folder: Folder) -> Path | Folder:
     return folder.local_path if folder.is_local else folder
 
 
-class RunFolders:
-    """The folders of the runs of one trainer."""
-
-    def __init__(self, logdir: Path | Folder) -> None:
-        self.logdir = logdir
-        self._run_id = 0
-
-    def make_next(self) -> Path | Folder:
-        """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
-        while True:
-            self._run_id += 1
-            run_dir = self._of(self._run_id)
-            if _is_new(run_dir):
-                return run_dir
-
-    @property
-    def latest(self) -> Path | Folder | None:
-        """The folder of the latest run; None before the first one."""
-        return self._of(self._run_id) if self._run_id else None
-
-    @property
-    def latest_checkpoints(self) -> Path | Folder | None:
-        """The folder of the checkpoints of the latest run; None before the first one."""
-        return self.latest / constants.TRAIN_CHECKPOINT_SUBDIR if self.latest is not None else None
-
-    def _of(self, run_id: int) -> Path | Folder:
-        return self.logdir / f"run_{run_id:03d}"
+def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
+    """Makes the folder of a run and returns its number and it: the next one that no other trainer has taken."""
+    while not _is_new(run_dir := logdir / f"run_{number:03d}"):
+        number += 1
+    return number, run_dir
 
 
 def _is_new(run_dir: Path | Folder) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +14,10 @@ from raysgd.air._running import close_session, open_session
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.exceptions import TrainBackendError
-from raysgd.train._worker.ahead import Message, is_mere_report
 from raysgd.train._worker.function_session import Session
-from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.membership import Membership
-from raysgd.train._worker.messages import FunctionSpec
-from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
+from raysgd.train._worker.messages import FunctionEnded, FunctionSpec, Message, is_mere_report
 
 _NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when it is ended
 
@@ -47,6 +46,18 @@ class FunctionReplica:
 
     def setup(self) -> None:
         """Nothing: there is nothing to build before there is a function."""
+
+    def make_object(self, make: Callable[[], Any]) -> None:
+        """Makes the object of this worker."""
+        self.worker_object = make()
+
+    def call_object(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of that object.
+
+        Raises:
+            AttributeError: There is none of that name.
+        """
+        return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
         """Runs the function of the others until it asks for its place.
@@ -291,6 +302,13 @@ class FunctionReplicas:
 
     def __call__(self, world: World) -> FunctionReplica:
         return FunctionReplica(world, self.start)
+
+
+def describe_process() -> tuple[str, Any]:
+    """The name of this worker's host, and Ray's handle on this worker."""
+    import ray
+
+    return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
 def _leave_process() -> None:

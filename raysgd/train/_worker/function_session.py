@@ -16,7 +16,7 @@ import cloudpickle
 from raysgd._state.state_codec import EncodedState, StateEncoder
 from raysgd.air.reports import UploadOptions, node_ip
 from raysgd.engine.shared.types import World
-from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.mailbox import Mailbox, PendingCheckpoints
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (
     CheckpointRef,
@@ -26,9 +26,7 @@ from raysgd.train._worker.messages import (
     RanksMet,
     TrainingResultType,
 )
-from raysgd.train._worker.pending_checkpoints import PendingCheckpoints
-from raysgd.train._worker.shards import with_to_torch
-from raysgd.train._worker.stream_part import StreamPart
+from raysgd.train._worker.shards import StreamPart, with_to_torch
 from raysgd.train.constants import (
     DATE,
     HOSTNAME,

@@ -1,4 +1,6 @@
-"""Passes messages from the user's function to the driver, or to the trial that it runs in, in order.
+"""The hand-off from the user's function to the driver, or to the trial that it runs in.
+
+Messages are taken in order; large checkpoints wait beside them until they are fetched.
 
 Why functions may run ahead of their reports: ADR 94.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from raysgd.train._worker.messages import FunctionEnded
 
 
 class RunCancelled(BaseException):
@@ -17,13 +20,6 @@ class RunCancelled(BaseException):
 
     Not an `Exception`, so that user code which catches those does not stop it.
     """
-
-
-@dataclass(frozen=True)
-class FunctionEnded:
-    """The function returned this value."""
-
-    value: Any = None
 
 
 class Mailbox:
@@ -203,3 +199,84 @@ class Mailbox:
         if is_over:
             self._thread.join()
         return is_over
+
+
+class PendingCheckpoints:
+    """Checkpoints in this worker that wait for the driver.
+
+    The driver always fetches those of rank 0, so they are copied at once. A checkpoint that another rank reports is
+    copied only if the driver asks for it because no lower rank has one; the function waits until that is decided.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._copies: dict[int, Any] = {}
+        self._open: set[int] = set()
+        self._wanted: dict[int, Any] = {}
+        self._num = 0
+
+    def keep(self, copy: Any) -> int:
+        """Keeps a copy until it is fetched; returns the token to fetch it with."""
+        with self._changed:
+            self._num += 1
+            self._copies[self._num] = copy
+            return self._num
+
+    def announce(self) -> int:
+        """Returns the token of a copy that is made only if the driver asks for it."""
+        with self._changed:
+            self._num += 1
+            self._open.add(self._num)
+            return self._num
+
+    def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
+        """From the function: waits until the driver decides about an announced copy, and makes it if it is wanted.
+
+        Args:
+            token: What `announce` returned.
+            make_copy: Makes it; gets what the driver said with `fetch`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
+            if token not in self._open:
+                return
+            told = self._wanted[token]
+        try:
+            copy = make_copy(told)
+        except BaseException:
+            self.refuse(token)
+            raise
+        with self._changed:
+            self._copies[token] = copy
+            self._changed.notify_all()
+
+    def refuse(self, token: int) -> None:
+        """From another thread: the announced copy will not be fetched."""
+        with self._changed:
+            self._open.discard(token)
+            self._changed.notify_all()
+
+    def fetch(self, token: int, told: Any = None) -> Any:
+        """Returns the copy of `token`, once. Called from another thread, while the function continues.
+
+        Args:
+            token: Which one.
+            told: What the function has to know to make an announced one.
+
+        Raises:
+            KeyError: There is no such copy any more.
+        """
+        with self._changed:
+            self._wanted[token] = told
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: token in self._copies or token not in self._open)
+            del self._wanted[token]
+            self._open.discard(token)
+            return self._copies.pop(token)
+
+    def clear(self) -> None:
+        """Drops all copies; they will not be fetched."""
+        with self._changed:
+            self._copies.clear()
+            self._open.clear()
+            self._changed.notify_all()

@@ -85,6 +85,25 @@ class RanksMet:
 
 
 @dataclass(frozen=True)
+class FunctionEnded:
+    """The function returned this value."""
+
+    value: Any = None
+
+
+Message = FunctionMessage | FunctionEnded | Question | RanksMet
+
+
+def is_mere_report(message: Any) -> bool:
+    """Return whether it is metrics without a checkpoint."""
+    return (
+        isinstance(message, FunctionMessage)
+        and message.kind is TrainingResultType.REPORT
+        and message.checkpoint_ref is None
+    )
+
+
+@dataclass(frozen=True)
 class FunctionSpec:
     """A function with all that a worker needs to run it.
 

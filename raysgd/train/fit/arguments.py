@@ -11,6 +11,7 @@ from raysgd._arguments import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.storage import Folder
 
 _ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
 
@@ -43,12 +44,6 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
     return replace(before, **values)
 
 
-def checked_run_config(value: Any) -> RunConfig:
-    """See `checked_config`."""
-    config: RunConfig = checked_config("run_config", value, RunConfig)
-    return config
-
-
 def checked_resume(value: Any) -> Checkpoint | None:
     """Return what a run starts from.
 
@@ -57,12 +52,9 @@ def checked_resume(value: Any) -> Checkpoint | None:
     """
     if value is None or isinstance(value, Checkpoint):
         return value
-    hint = "`Checkpoint.from_dict(...)` or `Checkpoint.from_directory(...)` makes one. " if _is_raw(value) else ""
+    is_raw = isinstance(value, Mapping | str) or hasattr(value, "__fspath__")
+    hint = "`Checkpoint.from_dict(...)` or `Checkpoint.from_directory(...)` makes one. " if is_raw else ""
     raise ValueError(f"`resume_from_checkpoint={value!r:.200}`: need a `Checkpoint`, or None. {hint}{_ADVICE}")
-
-
-def _is_raw(value: Any) -> bool:
-    return isinstance(value, Mapping | str) or hasattr(value, "__fspath__")
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
@@ -110,3 +102,16 @@ def check_is_left_to_function(run_config: RunConfig) -> None:
                 f"`CheckpointConfig({name}={value!r})`: your function decides when to save, with "
                 "`report(metrics, checkpoint=...)`. Leave it out."
             )
+
+
+def check_is_shared(folder: Folder) -> None:
+    """Checks that workers can write where the run writes.
+
+    Raises:
+        ValueError: Only this process sees that storage.
+    """
+    if folder.is_in_memory:
+        raise ValueError(
+            f"`storage_path={str(folder)!r}`: only this process sees its memory, and the workers of `fit` "
+            "write checkpoints themselves. Pass a folder, or a URI such as `s3://bucket/folder`."
+        )

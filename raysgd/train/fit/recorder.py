@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raysgd._arguments import is_integer, is_number
-from raysgd._numbers.ranking import Ranking, as_score
+from raysgd._numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
 from raysgd._text.log_lines import Once
 from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
@@ -300,10 +300,10 @@ class KeptCheckpoints:
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: BackgroundTasks) -> None:
         self._folder = folder
         self._attribute = config.checkpoint_score_attribute
-        self._ranking = Ranking(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
+        self._rule = BestCheckpoints(config.num_to_keep, config.checkpoint_score_order, num_newest=1)
         self._keeps_none = config.num_to_keep == 0
         self._chores = chores
-        self._present: dict[int, ReportedCheckpoint] = {}
+        self._saved: list[SavedCheckpoint[ReportedCheckpoint]] = []
         self._next = 0
         self._once = Once()
         self.latest: Checkpoint | None = None
@@ -321,47 +321,52 @@ class KeptCheckpoints:
     ) -> None:
         """Takes a new checkpoint in, and deletes those that it replaces: once it is settled, if it is pending."""
         name = name_of(checkpoint)
-        index = (checkpoint_index(name) if name is not None else None) or self._next
-        self._next = index + 1
+        number = (checkpoint_index(name) if name is not None else None) or self._next
+        self._next = number + 1
         self.latest, self.progress = checkpoint, progress
-        self._present[index] = reported = ReportedCheckpoint(checkpoint, dict(metrics))
+        reported = ReportedCheckpoint(checkpoint, dict(metrics))
         if is_pending:
             reported.status = ReportedCheckpointStatus.PENDING_VALIDATION
-        else:
-            self._rank(index)
+        self._judge(number, reported)
 
     def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
         """Adds what the validation of a checkpoint has found, and deletes what it replaces."""
-        index = next(index for index, kept in self._present.items() if kept.checkpoint is checkpoint)
-        self._present[index].metrics.update(metrics)
-        self._present[index].status = status
-        self._rank(index)
+        settled = next(each for each in self._saved if each.content.checkpoint is checkpoint)
+        settled.content.metrics.update(metrics)
+        settled.content.status = status
+        self._judge(settled.number, settled.content)
 
-    def _rank(self, index: int) -> None:
-        for dropped in self._ranking.admit(index, self._score(self._present[index].metrics)):
-            self._delete(dropped)
+    def _judge(self, number: int, reported: ReportedCheckpoint) -> None:
+        score = None if _is_pending(reported) else self._score(reported.metrics)
+        others = [each for each in self._saved if each.number != number]
+        saved = [*others, SavedCheckpoint(number, score, reported)]
+        pending = {each.number for each in saved if _is_pending(each.content)}
+        self._saved, dropped = self._rule.divide(saved, pending)
+        for each in dropped:
+            self._delete(each.content)
 
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        kept = [self._present[index] for index in self._ranking.kept]
-        return [(each.checkpoint, each.metrics) for each in kept]
+        judged = [each for each in self._saved if not _is_pending(each.content)]
+        return [(each.content.checkpoint, each.content.metrics) for each in self._rule.best(judged)]
 
     @property
     def by_age(self) -> list[ReportedCheckpoint]:
         """The same, the oldest first, as they go to other processes."""
-        present = [self._present[index] for index in sorted(self._present)]
-        return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in present]
+        reported = [each.content for each in self._saved]
+        return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in reported]
 
     def end(self) -> None:
         """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
-            for index in list(self._present):
-                self._delete(index)
+            for each in self._saved:
+                self._delete(each.content)
+            self._saved = []
 
-    def _delete(self, index: int) -> None:
-        name = name_of(self._present.pop(index).checkpoint)
+    def _delete(self, reported: ReportedCheckpoint) -> None:
+        name = name_of(reported.checkpoint)
         if name is not None:
             self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
 
@@ -380,6 +385,10 @@ class KeptCheckpoints:
                 ", ".join(map(str, metrics)),
             )
         return score
+
+
+def _is_pending(reported: ReportedCheckpoint) -> bool:
+    return reported.status is ReportedCheckpointStatus.PENDING_VALIDATION
 
 
 def name_of(checkpoint: Checkpoint) -> str | None:

@@ -148,14 +148,20 @@ def can_restore(path: str | Path, storage_filesystem: Any = None) -> bool:
 
 
 def restore(
-    trainer_class: type, path: str | Path, storage_filesystem: Any = None, **replaced: Any
+    trainer_class: type | None,
+    path: str | Path,
+    storage_filesystem: Any = None,
+    *,
+    saved_as: str = TRAINER_FILE,
+    **replaced: Any,
 ) -> tuple[Any, RestoredRun]:
-    """Makes the trainer of a run again.
+    """Makes the trainer of a run again, or that of a sweep.
 
     Args:
-        trainer_class: The class that `restore` was called on.
+        trainer_class: The class that `restore` was called on; None for that of the trainer.
         path: The folder of the experiment, or its URI.
         storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        saved_as: The file that it was written to.
         **replaced: Arguments to use instead of the saved ones; None for the saved one.
 
     Returns:
@@ -167,26 +173,13 @@ def restore(
         StorageError: The storage cannot be reached.
     """
     experiment = open_folder(path, storage_filesystem)
-    saved_class, arguments = _load(experiment, path)
+    saved_class, arguments = _load(experiment, path, saved_as)
     arguments = _complete(arguments, {name: value for name, value in replaced.items() if value is not None})
-    arguments["run_config"] = at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
-    return _made(trainer_class, saved_class, arguments), _run_in(experiment)
+    arguments["run_config"] = at_place(arguments.get("run_config"), path, storage_filesystem)
+    return _made(trainer_class or saved_class, saved_class, arguments), _run_in(experiment)
 
 
-def trainer_of_sweep(path: str | Path, storage_filesystem: Any = None) -> Any:
-    """Makes the trainer of a sweep again.
-
-    Raises:
-        ValueError: It was not saved, or had datasets.
-    """
-    experiment = open_folder(path, storage_filesystem)
-    saved_class, arguments = _load(experiment, path, SWEEP_FILE)
-    arguments = _complete(arguments, {})
-    arguments["run_config"] = at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
-    return saved_class(**arguments)
-
-
-def _load(experiment: Folder, path: str | Path, file: str = TRAINER_FILE) -> tuple[type, dict[str, Any]]:
+def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[str, Any]]:
     if not experiment.has(file):
         raise ValueError(
             f"`path={masked(str(path))!r}`: there is no run to restore, because there is no `{file}`. Pass the "
@@ -251,10 +244,10 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:
+def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:
     """The run's config with the place where the run is now: its folder may have been moved."""
-    above = _above(str(path))
-    return replace(run_config or RunConfig(), name=experiment.name, storage_path=above, storage_filesystem=filesystem)
+    name, above = open_folder(path, filesystem).name, _above(str(path))
+    return replace(run_config or RunConfig(), name=name, storage_path=above, storage_filesystem=filesystem)
 
 
 def _above(path: str) -> str:

@@ -1,4 +1,4 @@
-"""One run of `fit`: a function on workers, started again after failures, until it ends.
+"""One `fit`: its folder, record and result, and in it the run of a function on workers, started again after failures.
 
 Nothing is retried here: the engine does that, and asks `FailurePolicy`. What the functions report is handed over in
 order, each report with its checkpoint, as soon as that is written.
@@ -7,41 +7,47 @@ order, each report with its checkpoint, as soon as that is written.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.reports import VALIDATION_KEY, ReportedCheckpoint, ValidationConfig
+from raysgd.air.trial import TrialFolder
 from raysgd.engine.placement import Reservation, ensure_ray
 from raysgd.engine.policies import Diagnosis, words
 from raysgd.engine.shared.types import Resources
-from raysgd.exceptions import WorkersLostError, worker_error
+from raysgd.exceptions import StorageError, WorkersLostError, training_failed_error, worker_error
 from raysgd.messages.placement import Placement
-from raysgd.train._rules import settings
+from raysgd.train import executor
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._rules.max_retries import RenewingPolicy
-from raysgd.train._run.function_run import FunctionRun
 from raysgd.train._worker.messages import REPORTED
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, ExecutorRules
 from raysgd.train.fit.checkpoints import CheckpointLanding, FitCheckpoints
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
-from raysgd.train.fit.job import FitJob
+from raysgd.train.fit.recorder import Recorder, number_of
 from raysgd.train.fit.validation import Validations
+
+if TYPE_CHECKING:
+    from raysgd.air.result import Result
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 
 WORDS = replace(
-    settings.WORDS,
+    executor.WORDS,
     when_shut_down="Call `fit` again for new workers.",
     when_spent="Saved checkpoints are kept.",
     when_not_granted=(
@@ -57,10 +63,80 @@ class StopConditionMet(BaseException):
 
 
 @dataclass(frozen=True)
-class FitPlan:
-    """The plan of a run, checked.
+class FitJob:
+    """One `fit`.
 
     Attributes:
+        folder: Where it writes.
+        recorder: Writes down what is reported.
+        run_config: What the user wants of the run.
+        facts: What the function can ask.
+        trainer_name: The name of the trainer's class.
+        begin_from: The checkpoint that the function starts from.
+        num_ahead: How many reports may wait for the driver while the function goes on.
+        aborts: End what it runs, once it does, from another thread.
+    """
+
+    folder: TrialFolder
+    recorder: Recorder
+    run_config: RunConfig
+    facts: TrialFacts
+    trainer_name: str
+    begin_from: Checkpoint | None
+    num_ahead: int = 64
+    aborts: list[Callable[[], None]] = field(default_factory=list)
+
+    def run(self, train: Callable[[], None]) -> Result:
+        """Calls `train`, which drives the run, and ends the record of it.
+
+        Raises:
+            TrainingFailedError: `train` failed; of the class of its error too.
+        """
+        logging_config = self.run_config.logging_config
+        try:
+            with logging_config.applied() if logging_config is not None else nullcontext():
+                train()
+        except BaseException as error:
+            self._end_failed(error)
+            if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
+                raise
+            raise training_failed_error(error, self._advice, _tune_error()) from error.__cause__
+        return self.recorder.end()
+
+    @property
+    def next_index(self) -> int:
+        """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
+        return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
+
+    def _end_failed(self, error: BaseException) -> None:
+        if isinstance(error, StorageError):
+            self.folder.expect_little()
+        try:
+            self.recorder.end(error)
+        except Exception as another:  # what ended the run matters more
+            logger.error("could not complete the record of the run: %r", another)
+
+    @property
+    def _advice(self) -> str:
+        max_failures = self.run_config.failure_config.max_failures
+        return (
+            f"The run is in {self.folder.experiment}. To continue it from its last checkpoint: "
+            f"`{self.trainer_name}.restore({str(self.folder.experiment)!r}).fit()`. To have it start again by itself, "
+            f"pass `RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
+        )
+
+
+def _tune_error() -> type[Exception] | None:
+    """The class by which programs for Ray AIR catch the failure of a run; None where none has imported it."""
+    return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
+
+
+class FitRun:
+    """Runs a function on workers.
+
+    Args:
+        job: What this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that step, and
+            hears when the function is started, and before that why the last attempt failed.
         function: The user's function, its argument bound.
         backend: How the workers are connected.
         scaling: How many workers, and what each needs.
@@ -70,49 +146,42 @@ class FitPlan:
         validation: How checkpoints are validated; None where none is.
     """
 
-    function: Callable[[], Any]
-    backend: BackendConfig
-    scaling: ScalingConfig
-    datasets: Mapping[str, Any] = field(default_factory=dict)
-    dataset_config: Any = None
-    preprocessor: Any = None
-    validation: ValidationConfig | None = None
-
-
-class FitRun:
-    """Runs the function of a plan on workers.
-
-    Args:
-        job: What this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that step, and
-            hears when the function is started, and before that why the last attempt failed.
-        plan: What to do.
-    """
-
-    def __init__(self, job: FitJob, plan: FitPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        job: FitJob,
+        function: Callable[[], Any],
+        backend: BackendConfig,
+        scaling: ScalingConfig,
+        datasets: Mapping[str, Any] | None = None,
+        dataset_config: Any = None,
+        preprocessor: Any = None,
+        validation: ValidationConfig | None = None,
+    ) -> None:
+        self._function, self._own_resources = function, scaling.trainer_resources
+        self._shards = DatasetShards(datasets, dataset_config) if datasets else None
         self._facts, self._recorder = job.facts, job.recorder
         self._checkpoints = FitCheckpoints(
             job.facts.folder if job.facts.keeps_files else None,
             job.next_index,
             job.begin_from,
             job.facts.metadata,
-            plan.preprocessor,
+            preprocessor,
             self._begin_attempt,
         )
-        rules = settings.ExecutorRules(
+        rules = ExecutorRules(
             RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing),
             self._checkpoints,
             self._note_failure,
             words=WORDS,
             retry_advice="",
             num_ahead=job.num_ahead,
-            is_elastic=plan.scaling.elastic,
-            num_spares=plan.scaling.spare_workers,
+            is_elastic=scaling.elastic,
+            num_spares=scaling.spare_workers,
         )
-        self._executor = _executor(plan, job.run_config, rules)
+        self._executor = _executor(backend, scaling, job.run_config, rules)
         self._own_room: Reservation | None = None
         self._run: FunctionRun | None = None
-        self._validations = Validations(plan.validation, lambda *settled: self._recorder.settle(*settled))
+        self._validations = Validations(validation, lambda *settled: self._recorder.settle(*settled))
         self._reports: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], CheckpointLanding | None]] = deque()
         self._failure: Exception | None = None
@@ -154,7 +223,7 @@ class FitRun:
             self._hand_over()
             return False
         landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
-        self._reports.append((self._running().decoded_by(0, step), landing))
+        self._reports.append((self._running().decoded(step.data[0]), landing))
         self._hand_over()
         return True
 
@@ -185,12 +254,11 @@ class FitRun:
         if self._run is None:
             self._reserve_own_room()
             self._executor.start()
-            plan, executor = self._plan, self._executor
-            events = executor.history.events
+            events = self._executor.history.events
             self._recorder.watch(lambda: events)
-            self._run = executor.launch(
-                plan.function,
-                DatasetShards(plan.datasets, plan.dataset_config) if plan.datasets else None,
+            self._run = self._executor.launch(
+                self._function,
+                self._shards,
                 partial(FitSession, facts=self._facts),
                 on_wait=self._hand_over,
                 answers={REPORTED: self._reported},
@@ -205,7 +273,7 @@ class FitRun:
 
     def _reserve_own_room(self) -> None:
         """Holds what the trial itself was asked to have, beside the workers; in a trial of Ray Tune, that has it."""
-        own = self._plan.scaling.trainer_resources
+        own = self._own_resources
         if own and any(own.values()):
             ensure_ray()
             custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
@@ -257,10 +325,12 @@ def _is_complete(landing: CheckpointLanding | None) -> bool:
     return landing is None or landing.is_over
 
 
-def _executor(plan: FitPlan, run_config: RunConfig, rules: settings.ExecutorRules) -> BackendExecutor:
-    scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range
+def _executor(
+    backend: BackendConfig, scaling: ScalingConfig, run_config: RunConfig, rules: ExecutorRules
+) -> BackendExecutor:
+    fewest, most = scaling.worker_range
     return BackendExecutor(
-        plan.backend,
+        backend,
         (fewest, most) if fewest < most else most,
         scaling.num_cpus_per_worker,
         scaling.num_gpus_per_worker,

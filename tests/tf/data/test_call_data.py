@@ -1,7 +1,4 @@
-"""Data for one call of a `TFTrainer`, and `predict`, with one worker in this process.
-
-Covers `raysgd.tf.data.predicting`.
-"""
+"""Data for one call of a `TFTrainer`, and `predict`, with one worker in this process."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.worker.state.replica_state import RESUME
 from tests.tf.models import Line

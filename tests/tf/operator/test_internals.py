@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from raysgd.engine.shared.types import World
-from raysgd.tf.operator.internals import OperatorContext
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from tests.helpers.lazily import imported
 

@@ -14,8 +14,7 @@ import pytest
 from raysgd.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.hosting import hosted
-from raysgd.tf.operator.internals import OperatorContext
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import joint_losses, keras_sync
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.parallel.joint_losses import SUM, JointLosses

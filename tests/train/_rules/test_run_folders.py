@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.storage import Folder, StorageError, open_folder
-from raysgd.train._rules.run_folders import RunFolders, check_logdir, fetch_checkpoints, local_run_dir, make_logdir
+from raysgd.train._rules.run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
 
 _numbers = itertools.count()
 
@@ -24,17 +24,10 @@ def fail_after_writing(local: Path) -> None:
     raise KeyError
 
 
-def test_there_is_no_folder_before_the_first_run(tmp_path: Path) -> None:
-    folders = RunFolders(tmp_path)
-    assert (folders.latest, folders.latest_checkpoints) == (None, None)
-
-
 def test_runs_are_numbered_and_leave_out_numbers_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "run_002").mkdir()
-    folders = RunFolders(tmp_path)
-    assert [folders.make_next().name for _ in range(2)] == ["run_001", "run_003"]
-    assert folders.latest == tmp_path / "run_003"
-    assert folders.latest_checkpoints == tmp_path / "run_003" / "checkpoints"
+    assert make_run_dir(tmp_path, 1) == (1, tmp_path / "run_001")
+    assert make_run_dir(tmp_path, 2) == (3, tmp_path / "run_003")
 
 
 def test_a_trainer_has_the_folder_that_it_is_given(tmp_path: Path) -> None:
@@ -57,10 +50,7 @@ def test_runs_in_a_store_are_numbered_too() -> None:
     logdir = make_logdir("memory://run-folders/numbered")
     assert isinstance(logdir, Folder)
     (logdir / "run_002").write("of an earlier program", b"")
-    folders = RunFolders(logdir)
-    assert [folders.make_next().name for _ in range(2)] == ["run_001", "run_003"]
-    assert folders.latest == logdir / "run_003"
-    assert folders.latest_checkpoints == logdir / "run_003" / "checkpoints"
+    assert [make_run_dir(logdir, number) for number in (1, 2)] == [(1, logdir / "run_001"), (3, logdir / "run_003")]
     assert logdir.names() == ["run_001", "run_002", "run_003"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.train._torch.device_loader import DeviceLoader
+from raysgd.train._torch.loaders import DeviceLoader
 
 
 class LoaderWithPosition(DataLoader[Any]):

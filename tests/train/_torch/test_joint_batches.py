@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.connections.torch import end_process_group
 from raysgd.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.train._torch.joint_batches import JointBatches, JointStream
 from raysgd.train._torch.joint_steps import JointSteps
 from raysgd.train._torch.loaders import of_stream, over_joint_batches
-from raysgd.train._torch.repeating_loader import RepeatingLoader
+from raysgd.train._torch.repeating_loader import JointBatches, JointStream, RepeatingLoader
 from raysgd.train._worker.membership import GroupPlace, Membership
 from tests.streams.made import MadeStream
 

@@ -11,10 +11,9 @@ import pytest
 from raysgd.air._running import current_session
 from raysgd.engine.shared.types import StateHandover, World
 from raysgd.train import session
-from raysgd.train._worker.ahead import MessageQueues
+from raysgd.train._function_run import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, RanksMet, TrainingResultType
+from raysgd.train._worker.messages import CheckpointRef, FunctionEnded, FunctionMessage, RanksMet, TrainingResultType
 from tests.train.replicas import begin, user_keys
 
 TWO = {"one": 0, "another": 0}

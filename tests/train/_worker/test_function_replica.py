@@ -10,10 +10,10 @@ from raysgd._state.state_codec import lend
 from raysgd.engine.shared.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
-from raysgd.train._tensorflow.cluster import TensorflowBackend
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
+from raysgd.train._worker.messages import FunctionEnded
 from raysgd.train.backend import Backend
+from tests.helpers.run_if import RunIf
 from tests.train.replicas import begin, spec, user_keys
 
 
@@ -89,7 +89,10 @@ class TestExceptions:
             replica.next()
         assert caught.value.__cause__ is None
 
+    @RunIf(modules=["tensorflow"])
     def test_of_keras_3_under_a_strategy_are_explained(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from raysgd.train.tensorflow import TensorflowBackend
+
         opaque, other = ValueError("Attempt to convert a value (PerReplica:{...})"), ValueError("shapes")
         monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__="3.15.1"))  # importing it takes seconds
         assert "TF_USE_LEGACY_KERAS=1" in str(TensorflowBackend.explain(opaque))

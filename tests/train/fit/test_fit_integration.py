@@ -1,7 +1,7 @@
 """`fit` on real workers, with checkpoints that are kept and runs that fail.
 
 Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer` and
-`raysgd.train.fit.job`: they are short pieces of one way, which only a run goes through whole.
+`raysgd.train.fit.run`: they are short pieces of one way, which only a run goes through whole.
 """
 
 from __future__ import annotations

@@ -23,12 +23,10 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import FunctionMessage, FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.fit_session import FitSession, refuse_tensors
-from raysgd.train.fit.job import facts_of
 from tests.train.fit.notes import make_folder
 
 
@@ -403,9 +401,9 @@ class TestSurroundings:
     ) -> None:
         trial = make_folder(tmp_path)
         trainer = DataParallelTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
-        assert facts_of(trial, trainer).workdir == str(trial.local_path)
+        assert trainer._facts(trial).workdir == str(trial.local_path)
         monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
-        assert facts_of(trial, trainer).workdir is None
+        assert trainer._facts(trial).workdir is None
 
     def test_the_function_works_in_the_folder_of_the_trial(self, start: Start, tmp_path: Path) -> None:
         before, seen = os.getcwd(), []

@@ -10,14 +10,13 @@ import pytest
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air._running import TrialFacts
 from raysgd.engine.policies import Decision, Diagnosis, RetryBudget
+from raysgd.train._function_run import FunctionStep
 from raysgd.train._rules.arrivals import CheckpointLostError
-from raysgd.train._run.function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.checkpoints import CheckpointLanding
-from raysgd.train.fit.job import FitJob
 from raysgd.train.fit.recorder import Recorder
-from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
+from raysgd.train.fit.run import FitJob, FitRun, StopConditionMet
 from tests.train.fit.notes import make_folder
 
 
@@ -38,8 +37,8 @@ class Steps:
         ref: Any = object() if landing is not None else None
         return FunctionStep(TrainingResultType.REPORT, ({"number": number},), ref)
 
-    def decoded_by(self, rank: int, step: FunctionStep) -> Any:
-        return step.data[rank]
+    def decoded(self, data: Any) -> Any:
+        return data
 
 
 class Seen:
@@ -67,7 +66,7 @@ def run_of(place: Path, seen: Seen, *steps: tuple[int, CheckpointLanding | None]
     folder, scaling, recorder = make_folder(place), ScalingConfig(num_workers=1), cast(Recorder, seen)
     facts = TrialFacts(folder.trial, "run", "trial", "1", scaling)
     job = FitJob(folder, recorder, RunConfig(), facts, "TorchTrainer", None)
-    run = FitRun(job, FitPlan(int, BackendConfig(), scaling))
+    run = FitRun(job, int, BackendConfig(), scaling)
     run._run = Steps(run, *steps)  # type: ignore[assignment]
     return run
 

@@ -10,10 +10,9 @@ import pytest
 
 from raysgd import tune
 from raysgd.train import RunConfig, ScalingConfig
-from raysgd.train._fit_trainers import HorovodTrainer
+from raysgd.train._tune import check_space, merged_arguments
 from raysgd.train.base_trainer import BaseTrainer
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.space import check_space, merged_arguments
+from raysgd.train.data_parallel_trainer import DataParallelTrainer, HorovodTrainer
 from raysgd.train.tensorflow import TensorflowTrainer
 from raysgd.train.torch import TorchTrainer
 from tests.helpers.run_if import RunIf

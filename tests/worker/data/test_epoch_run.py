@@ -26,6 +26,7 @@ from raysgd.utils import BATCH_COUNT
 from raysgd.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.worker.data.rank_rows import RankRows, Row
 from raysgd.worker.state.copies import MidCallSnapshots
+from tests.helpers.processes import wait_until
 
 PATIENCE_S = 60.0
 
@@ -100,13 +101,6 @@ def test_a_rank_that_comes_to_a_proposed_step_waits_until_it_is_settled(is_agree
     gate.settle(is_agreed)
     walker.join()
     assert (walker.stopped_at, walker.completed) == ((4, 4) if is_agreed else (None, 10))
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("margin", [1, 3, 1000])

@@ -10,8 +10,8 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
-from raysgd.tf.hosting.loops import FitLoop, OperatorLoop
-from raysgd.tf.operator.settings import TFSettings
+from raysgd.tf.hosting.hosted import FitLoop, OperatorLoop
+from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.tf.models import Line, make_data, make_model
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from raysgd.storage import Folder, open_folder
-from raysgd.train._worker.stored_files import names_in, store_beside, taken_names
+from raysgd.train._function_run import taken_names
+from raysgd.train.fit.fit_session import names_in, store_beside
 
 
 @pytest.fixture

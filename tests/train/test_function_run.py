@@ -1,19 +1,38 @@
+"""The run of a function in the driver: steps, questions, and starts on groups of workers."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from raysgd._state.state_codec import decode
 from raysgd.engine.policies import RetryBudget
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import StepMismatchError
+from raysgd.train._function_run import FunctionRun, answer_to, check_step, questions_in
 from raysgd.train._rules.max_retries import LossCounter
-from raysgd.train._run.function_run import FunctionRun, check_step
-from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.mailbox import FunctionEnded
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, TrainingResultType
+from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
+from raysgd.train._worker.messages import (
+    BROADCAST,
+    PREEMPTION,
+    CheckpointRef,
+    FunctionEnded,
+    FunctionMessage,
+    FunctionSpec,
+    Question,
+    TrainingResultType,
+)
+from raysgd.train._worker.shards import DividedData
+from raysgd.train.checkpoint import CheckpointManager
+from tests.streams.made import MadeStream
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
+SPEC = FunctionSpec(int, dict, "score")
 
 
 def test_reports_of_all_make_a_step() -> None:
@@ -85,38 +104,41 @@ class Group:
     """
 
     num_workers = 2
+    num_changes = 0
+    joined: Mapping[Any, int] = {}
 
     def __init__(self, *attempts: Sequence[list[Answer]]) -> None:
         self.attempts = [[list(answers) for answers in ranks] for ranks in attempts]
-        self.worlds: Any = None
-        self.attempt: int | None = None
-        self.members: dict[int, int] = {}
-        self.is_elastic = self.can_be_joined = False
+        self.num_started = 1
+        self.group = self
+        self.infos = range(len(attempts[0]))
+        self.workers = SimpleNamespace(workers=())
+        self.replicas = FunctionReplicas()
         self.told: list[list[tuple[Any, ...]]] = []
 
-    def __call__(self, worlds: Any) -> list[tuple[Any, ...]]:
-        if worlds is not self.worlds:
-            self.worlds, self.attempt, self.members = (
-                worlds,
-                (self.attempt or 0) + 1,
-                dict.fromkeys(range(len(worlds)), 0),
-            )
-        return [()] * len(worlds)
+    def on_training_start(self) -> None: ...
+
+    def die(self) -> None:
+        del self.attempts[0]
+        self.num_started += 1
 
     def run(self, call: Any, budget: RetryBudget) -> list[Answer]:
         while True:
-            told = call.args_for(self.attempts[0])
+            told = [each[:3] for each in call.args_for(self.attempts[0])]
             self.told.append(told)
             if all(answers for (_, is_needed, _), answers in zip(told, self.attempts[0], strict=True) if is_needed):
                 asked = zip(told, self.attempts[0], strict=True)
                 return [answers.pop(0) if is_needed else [] for (_, is_needed, _), answers in asked]
-            del self.attempts[0]
+            self.die()
 
 
 class Checkpoints:
     """Counts checkpoints."""
 
     next_index = 0
+    restart_point = None
+
+    def begin_attempt(self) -> None: ...
 
     def add(self, score: Any, receive: Callable[[], Any] | None) -> None:
         self.next_index += 1
@@ -126,8 +148,8 @@ class Checkpoints:
 
 
 def run_on(group: Group) -> FunctionRun:
-    made: Any = group, group, lambda data: data, Checkpoints()
-    return FunctionRun(*made, LossCounter(2))
+    made: Any = group, group, SPEC, Checkpoints()
+    return FunctionRun(*made, LossCounter(2), lambda data: data)
 
 
 def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:
@@ -188,8 +210,8 @@ class Storing(Group):
             return super().run(call, budget)
         assert not call.changes_state
         if self.dies:
-            del self.attempts[0]
-        self.stored.append(call.args_for(self.attempts[0]))
+            self.die()
+        self.stored.append([each[:2] for each in call.args_for(self.attempts[0])])
         return [None if self.dies else list(taken) for _, taken in self.stored[-1]]
 
 
@@ -227,3 +249,169 @@ def test_ranks_that_run_ahead_must_report_equally_often() -> None:
     run._controller.kill_group = lambda: None  # type: ignore[method-assign]
     with pytest.raises(StepMismatchError, match="ended on rank 1,"):
         run.next_step()
+
+
+# ------------------------------------------------------------------------------------------------------- questions
+
+REPORTED = FunctionMessage(REPORT, 1)
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_question"),
+    [
+        ([REPORTED, REPORTED], False),
+        ([FunctionEnded(), FunctionEnded()], False),
+        ([Question(PREEMPTION), Question(PREEMPTION)], True),
+    ],
+)
+def test_what_all_functions_do_is_a_question_or_not(messages: Sequence[Any], is_question: bool) -> None:
+    assert questions_in(messages) == (messages if is_question else [])
+
+
+@pytest.mark.parametrize("other", [REPORTED, FunctionEnded(), Question(BROADCAST)])
+def test_functions_that_do_something_else_are_out_of_step(other: Any) -> None:
+    with pytest.raises(StepMismatchError, match=r"out of step.*rank 0: get_preemption_info, rank 1: "):
+        questions_in([Question(PREEMPTION), other])
+
+
+def test_all_ranks_get_what_rank_0_said() -> None:
+    questions = [Question(BROADCAST, pickle.dumps(rank)) for rank in range(3)]
+    assert pickle.loads(answer_to(questions, {})) == 0
+
+
+def test_other_questions_are_answered_by_who_knows_and_with_nothing_where_no_one_does() -> None:
+    assert pickle.loads(answer_to([Question("size")], {"size": lambda: 3})) == 3
+    assert pickle.loads(answer_to([Question("size")], {})) is None
+
+
+# ---------------------------------------------------------------------------------------- starts on a group of workers
+
+
+class FakeGroup:
+    """Shares values by giving them out."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.infos = list(range(size))
+
+    def share(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+class FakeHooks:
+    """Counts the starts of a function, on a group that runs."""
+
+    def __init__(self, size: int) -> None:
+        self.group = FakeGroup(size)
+        self.num_starts = 0
+        self.num_started, self.num_changes, self.joined = 1, 0, dict[Any, int]()
+        self.replicas = FunctionReplicas()
+        self.workers = SimpleNamespace(workers=())
+
+    def store(self, value: Any) -> Any:
+        return value
+
+    def on_training_start(self) -> None:
+        self.num_starts += 1
+
+
+class Numbers:
+    def split(self, n: int, *, equal: bool) -> list[Any]:
+        return [range(10)[rank::n] for rank in range(n)]
+
+
+@pytest.fixture
+def checkpoints() -> CheckpointManager:
+    made = CheckpointManager()
+    made.begin_run(None)
+    return made
+
+
+def run_with(
+    checkpoints: CheckpointManager, size: int = 2, data: Any = None, is_elastic: bool = False
+) -> tuple[FunctionRun, FakeHooks]:
+    hooks: Any = FakeHooks(size)
+    divided, spec, controller = DividedData(data) if data is not None else None, SPEC, cast(Any, None)
+    spec = replace(spec, is_elastic=is_elastic)
+    return FunctionRun(controller, hooks, spec, checkpoints, LossCounter(2), dict, divided), hooks
+
+
+def worlds(size: int) -> list[World]:
+    return [World(rank, size) for rank in range(size)]
+
+
+def test_a_function_is_started_once_on_a_group(checkpoints: CheckpointManager) -> None:
+    made, hooks = run_with(checkpoints)
+    first = worlds(2)
+    assert made._starts(first) == [(SPEC, None, None)] * 2
+    assert made._starts(first) == [(), ()]
+    assert made._members == {0: 0, 1: 0}
+    assert hooks.num_starts == 1
+
+
+def test_others_can_step_in_where_no_part_of_the_data_was_given_away(checkpoints: CheckpointManager) -> None:
+    stream = MadeStream([4, 4]).batch(4)
+    cases = ((None, True), (stream, True), ({"train": stream}, True), (Numbers(), False))
+    for data, can_be_joined in (*cases, ({"train": stream, "other": Numbers()}, False)):
+        made, hooks = run_with(checkpoints, data=data, is_elastic=True)
+        [(spec, *_), _] = made._starts(worlds(2))
+        assert spec.has_parts is not can_be_joined
+        assert made._can_be_joined is can_be_joined
+        assert bool(hooks.replicas.start) is can_be_joined
+
+
+def test_a_function_is_not_started_again_on_those_that_are_left_of_its_group(checkpoints: CheckpointManager) -> None:
+    made, hooks = run_with(checkpoints, size=3)
+    made._starts(worlds(3))
+    hooks.group.infos = [0, 2]
+    assert made._starts(worlds(2)) == [(), ()]
+    assert made._members == {0: 0, 2: 0}
+    assert hooks.num_starts == 1
+
+
+def test_another_group_is_another_start_even_if_it_looks_the_same(checkpoints: CheckpointManager) -> None:
+    made, hooks = run_with(checkpoints)
+    made._starts(worlds(2))
+    hooks.num_started = 2
+    assert not made._is_running
+    assert made._members == {}
+    assert made._starts(worlds(2)) == [(SPEC, None, None)] * 2
+    assert hooks.num_starts == 2
+
+
+def test_a_start_that_fails_is_made_again(checkpoints: CheckpointManager) -> None:
+    class Broken(Numbers):
+        is_broken = True
+
+        def split(self, n: int, *, equal: bool) -> list[Any]:
+            if self.is_broken:
+                raise OSError("no such block")
+            return super().split(n, equal=equal)
+
+    data, group = Broken(), worlds(2)
+    made, _ = run_with(checkpoints, data=data)
+    with pytest.raises(OSError, match="no such block"):
+        made._starts(group)
+    data.is_broken = False
+    assert [shard for _, _, shard in made._starts(group)] == [range(0, 10, 2), range(1, 10, 2)]
+
+
+def test_a_function_starts_from_the_newest_checkpoint(checkpoints: CheckpointManager) -> None:
+    checkpoints.begin_run(None, {"epoch": 1})
+    made, hooks = run_with(checkpoints)
+    assert [decode(packed, copy=True)["epoch"] for _, packed, _ in made._starts(worlds(2))] == [1, 1]
+    checkpoints.add(0, lambda: {"epoch": 2})
+    hooks.num_started = 2
+    assert [decode(packed, copy=True)["epoch"] for _, packed, _ in made._starts(worlds(2))] == [2, 2]
+
+
+def test_a_function_whose_reports_nobody_reads_is_started_so(checkpoints: CheckpointManager) -> None:
+    made, hooks = run_with(checkpoints)
+    made._starts(worlds(2))
+    made._is_muted, hooks.num_started = True, 2
+    assert [spec.is_muted for spec, _, _ in made._starts(worlds(2))] == [True, True]
+
+
+def test_what_all_ranks_get_alike_is_packed_once(checkpoints: CheckpointManager) -> None:
+    first, second = run_with(checkpoints)[0]._starts(worlds(2))
+    assert first is second

@@ -11,10 +11,9 @@ from raysgd.engine.group import GroupHooks
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.policies import Diagnosis
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo
-from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject, describe, make_objects
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import WorkerGroup
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe, make_objects
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class PluginHooks(GroupHooks):
         config: What the plug-in was chosen with.
         resources: What one worker has.
         await_checkpoint: Waits, for so many seconds at most, until no checkpoint is on its way from a worker.
-        worker_object: What every worker makes an object of, as the last step of its start; None for nothing.
+        make_object: Makes the object of every worker, as the last step of its start; None for none.
         tell_failure: Called when a call runs again because of a failure.
     """
 
@@ -46,14 +45,14 @@ class PluginHooks(GroupHooks):
         config: BackendConfig,
         resources: Resources,
         await_checkpoint: Callable[[float], None] = lambda timeout_s: None,
-        worker_object: WorkerObject | None = None,
+        make_object: Callable[[], Any] | None = None,
         tell_failure: Callable[[Diagnosis], None] = lambda diagnosis: None,
     ) -> None:
         self.replicas = FunctionReplicas()
         self._backend, self._config = backend, config
         self._resources = resources
         self._await_checkpoint = await_checkpoint
-        self._worker_object = worker_object
+        self._make_object = make_object
         self._tell_failure = tell_failure
         self._group: EngineGroup | None = None
         self._workers: WorkerGroup | None = None
@@ -83,8 +82,8 @@ class PluginHooks(GroupHooks):
         try:
             workers = WorkerGroup.of(group, self._resources)
             self._backend.on_start(workers, self._config)
-            if self._worker_object is not None:
-                workers.make_objects(self._worker_object)
+            if self._make_object is not None:
+                make_objects(self._make_object, workers.workers)
         except LostDuringCallError as lost:
             return lost.report
         self._group, self._workers, self._may_wait = group, workers, True
@@ -101,8 +100,8 @@ class PluginHooks(GroupHooks):
             self.joined.setdefault(group.infos[rank], self.num_changes)
         try:
             made = describe(group, new)
-            if self._worker_object is not None:
-                make_objects(self._worker_object, made)
+            if self._make_object is not None:
+                make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
         except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
             logger.warning("%s, which stepped in", lost)

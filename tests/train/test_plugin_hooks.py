@@ -9,10 +9,10 @@ import pytest
 from raysgd.engine.group import WorkerGroup as EngineGroup
 from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Resources
 from raysgd.exceptions import WorkerFault
-from raysgd.train._rules.worker_handles import LostDuringCallError, WorkerObject
-from raysgd.train._run import plugin_hooks
-from raysgd.train._run.plugin_hooks import PluginHooks
+from raysgd.train import _plugin_hooks
+from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.worker_group import LostDuringCallError
 
 FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))))
@@ -21,20 +21,16 @@ LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))
 class NotedWorkers:
     """Stands for the workers of a group, as a plug-in sees them."""
 
-    made: list[WorkerObject]
     workers: list[Any]
 
     @classmethod
     def of(cls, group: Any, resources: Resources) -> NotedWorkers:
         workers = cls()
-        workers.made, workers.workers = [], list(group.infos)
+        workers.workers = list(group.infos)
         return workers
 
     def follow(self, workers: list[Any]) -> None:
         self.workers = workers
-
-    def make_objects(self, worker_object: WorkerObject) -> None:
-        self.made.append(worker_object)
 
 
 class NotingBackend(Backend):
@@ -61,13 +57,15 @@ class NotingBackend(Backend):
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
-    monkeypatch.setattr(plugin_hooks, "WorkerGroup", NotedWorkers)
-    return NotingBackend()
+    made = NotingBackend()
+    monkeypatch.setattr(_plugin_hooks, "WorkerGroup", NotedWorkers)
+    monkeypatch.setattr(_plugin_hooks, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
+    return made
 
 
-def hooks(backend: Any, waits: list[float] | None = None, worker_object: WorkerObject | None = None) -> PluginHooks:
+def hooks(backend: Any, waits: list[float] | None = None, make_object: Any = None) -> PluginHooks:
     await_checkpoint = [].append if waits is None else waits.append
-    return PluginHooks(backend, BackendConfig(), Resources(), await_checkpoint, worker_object)
+    return PluginHooks(backend, BackendConfig(), Resources(), await_checkpoint, make_object)
 
 
 def group(*infos: Any) -> EngineGroup:
@@ -75,14 +73,12 @@ def group(*infos: Any) -> EngineGroup:
 
 
 def test_a_plug_in_hears_of_each_moment_and_objects_are_made_last(backend: NotingBackend) -> None:
-    worker_object = WorkerObject(int)
-    made, running = hooks(backend, worker_object=worker_object), group()
+    made, running = hooks(backend, make_object="int"), group("a")
     assert made.on_start(running) is None
     made.on_training_start()
     made.on_stop(running)
-    assert backend.told == ["start", "training start", "shutdown"]
+    assert backend.told == ["start", "int on ['a']", "training start", "shutdown"]
     assert made.group is running
-    assert cast(NotedWorkers, made.workers).made == [worker_object]
 
 
 def test_ranks_of_those_that_are_left_are_followed(backend: NotingBackend) -> None:

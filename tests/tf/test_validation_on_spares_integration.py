@@ -1,7 +1,8 @@
-"""Validation beside the training with TensorFlow, by an operator and by creator functions."""
+"""Validation on a spare with TensorFlow, by an operator and by creator functions."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ CREATORS = {"model_creator": make_model, "data_creator": make_data}
 
 @pytest.mark.keras_in_turns("keras2", "keras3")
 @pytest.mark.parametrize("what", [{"training_operator_cls": Line}, CREATORS], ids=["operator", "creators"])
-def test_the_metrics_are_those_of_the_weights_of_the_last_call(
+def test_a_spare_of_a_single_worker_validates_the_weights_of_the_last_call_and_takes_its_place(
     what: dict[str, Any], ray_cluster: None, keras_here: Any
 ) -> None:
     options: dict[str, Any] = {"num_workers": 1, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
-    with TFTrainer(**what, config={"batch_size": 4}, validation_workers=1, **options) as trainer:
+    with TFTrainer(**what, config={"batch_size": 4}, spare_workers=1, **options) as trainer:
         trainer.train()
         inline = trainer.validate()
         handle = trainer.validate(blocking=False)
@@ -35,6 +36,11 @@ def test_the_metrics_are_those_of_the_weights_of_the_last_call(
         last = {validation_name(name): value for name, value in trainer.validate().items()}
         assert {name: history[-1][name] for name in last} == pytest.approx(last, rel=1e-6, nan_ok=True)
         assert history[-1]["val_seconds"] > 0
+
+        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        testing.kill_worker(trainer, 0)
+        trainer.train()
+        assert trainer.apply_all_workers(os.getpid) == [spare.info.pid]
 
 
 @pytest.mark.soak

@@ -1,1 +1,0 @@
-"""One run of a training function: its launch, its steps, its hooks."""

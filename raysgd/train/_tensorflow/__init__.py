@@ -1,1 +1,0 @@
-"""The parts of `raysgd.train.tensorflow`: the cluster of workers."""

@@ -1,0 +1,184 @@
+"""What an executor makes of its arguments and of the environment, before any worker starts."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from raysgd.engine.shared.connection import NoConnection
+from raysgd.exceptions import UnpicklableError
+from raysgd.messages.placement import Placement
+from raysgd.train.backend import BackendConfig, PlacedConnection
+from raysgd.train.checkpoint import CheckpointStrategy, write_checkpoint
+from raysgd.train.executor import WORDS, BackendExecutor, ExecutorRules, RunPlan, check_elastic, preemption_of
+from raysgd.train.torch import TorchConfig
+
+
+def executor(config: BackendConfig | None = None, **options: Any) -> BackendExecutor:
+    return BackendExecutor(config or BackendConfig(), **{"num_workers": 2, **options})
+
+
+def test_groups_are_started_from_what_the_user_asked_for() -> None:
+    custom = {"disk": 1}
+    made = executor(num_workers=(2, 4), num_cpus_per_worker=0.5, additional_resources_per_worker=custom, heartbeat_s=20)
+    spec = made._group_spec(print)
+    assert (made._scaling.min_workers, made._scaling.max_workers) == (2, 4)
+    assert spec.resources.bundle() == {"CPU": 0.5, "disk": 1}
+    assert (spec.heartbeat_s, spec.initialization_hook, spec.captures, spec.words) == (20, print, False, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("spread", "strategy", "packs"),
+    [("0", None, True), ("1", None, False), ("1", "PACK", True), ("0", "SPREAD", False)],
+)
+def test_an_argument_counts_more_than_the_environment(
+    monkeypatch: pytest.MonkeyPatch, spread: str, strategy: Literal["PACK", "SPREAD"] | None, packs: bool
+) -> None:
+    monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", spread)
+    assert executor(placement=Placement(placement_strategy=strategy))._group_spec(None).packs is packs
+
+
+def test_workers_need_what_both_arguments_say_and_run_in_their_environment() -> None:
+    placement = Placement({"fast": 2}, "A100", runtime_env={"env_vars": {"A": "1"}})
+    resources = executor(additional_resources_per_worker={"disk": 1}, placement=placement)._group_spec(None).resources
+    assert resources.bundle() == {"CPU": 1, "disk": 1, "fast": 2, "accelerator_type:A100": 0.001}
+    assert resources.runtime_env == {"env_vars": {"A": "1"}}
+
+
+@pytest.mark.parametrize(("shares", "num_gpus"), [("0", 1), ("1", 1), ("1", 0)])
+def test_workers_see_the_gpus_of_others_if_they_are_to(
+    monkeypatch: pytest.MonkeyPatch, shares: str, num_gpus: int
+) -> None:
+    monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", shares)
+    alone = executor(num_gpus_per_worker=num_gpus)._group_spec(None).connection
+    if shares == "1" and num_gpus:
+        assert isinstance(alone, PlacedConnection)
+        assert alone.shares_gpus
+    else:
+        assert isinstance(alone, NoConnection)
+    of_torch = executor(TorchConfig(), num_gpus_per_worker=num_gpus)._group_spec(None).connection
+    assert isinstance(of_torch, PlacedConnection)
+    assert of_torch.shares_gpus is (shares == "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_workers": 0}, "num_workers"),
+        ({"num_cpus_per_worker": -1}, "num_cpus_per_worker"),
+        ({"num_gpus_per_worker": -1}, "num_gpus_per_worker"),
+        ({"heartbeat_s": 0}, "heartbeat_s"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}="):
+        executor(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_rules", "expected"), [("9", None, 9), ("9", 64, 64), ("9", 0, 0), ("-1", None, 0)]
+)
+def test_how_far_functions_run_ahead_is_up_to_the_front_end_or_else_the_environment(
+    monkeypatch: pytest.MonkeyPatch, given: str, of_rules: int | None, expected: int
+) -> None:
+    assert executor()._num_ahead == 0
+    monkeypatch.setenv("TRAIN_REPORTS_AHEAD", given)
+    assert executor(rules=ExecutorRules(num_ahead=of_rules))._num_ahead == expected
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "config", "max_retries", "words"),
+    [
+        ((3, 3), TorchConfig(), 3, r"`num_workers=\(2, 3\)`"),
+        ((2, 3), BackendConfig(), 3, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(backend="nccl"), 3, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(), 1, "at least 1 in `fit`"),
+    ],
+)
+def test_functions_can_go_on_with_fewer_workers_where_gloo_connects_them(
+    num_workers: tuple[int, int], config: BackendConfig, max_retries: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_elastic(config, num_workers, 0, max_retries)
+    check_elastic(TorchConfig(), (2, 3), 0, 2)
+
+
+# ------------------------------------------------------------------------------------------------- the plan of a run
+
+
+def nothing() -> None: ...
+
+
+def echo(config: Any) -> Any:
+    return config
+
+
+def test_the_function_gets_its_config() -> None:
+    assert RunPlan.checked(echo, {"lr": 1}).function() == {"lr": 1}
+    assert RunPlan.checked(echo).function() == {}
+    assert RunPlan.checked(nothing, {"lr": 1}).function() is None
+
+
+def test_a_checkpoint_is_read_from_its_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write_checkpoint({"epoch": 3}, path)
+    plan = RunPlan.checked(nothing, checkpoint=path)
+    path.unlink()
+    assert plan.checkpoint == {"epoch": 3}
+
+
+def test_a_checkpoint_of_the_users_is_not_shared() -> None:
+    own = {"epoch": 3}
+    plan = RunPlan.checked(nothing, checkpoint=own)
+    assert plan.checkpoint == own
+    assert plan.checkpoint is not own
+
+
+class Holder:
+    """A function with something that cannot be sent."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"train_func": 3}, TypeError, "`train_func=3`"),
+        ({"train_func": lambda a, b: None}, ValueError, "takes 2 parameters"),
+        ({"dataset": [1]}, TypeError, "`dataset` is, or holds, a list"),
+        ({"checkpoint": 3}, TypeError, "`checkpoint=3`"),
+        ({"checkpoint": "none/such"}, ValueError, "no such file"),
+        (
+            {"checkpoint_strategy": {"num_to_keep": 1}},
+            TypeError,
+            r"`checkpoint_strategy=\{'num_to_keep': 1\}`: need a `CheckpointStrategy`",
+        ),
+        ({"config": threading.Lock()}, UnpicklableError, "`config` cannot be sent to the workers"),
+        ({"train_func": Holder(threading.Lock())}, UnpicklableError, "`train_func` cannot be sent to the workers"),
+    ],
+)
+def test_what_is_wrong_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RunPlan.checked(**{"train_func": nothing, **options})
+
+
+def test_a_plan_has_what_it_was_given() -> None:
+    strategy = CheckpointStrategy(2)
+    assert RunPlan.checked(nothing, None, None, None, strategy) == RunPlan(nothing, checkpoint_strategy=strategy)
+
+
+def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:
+    assert preemption_of(["a", "b"], {}) is None
+    assert preemption_of(["a", "b"], {"c": 5}) is None
+    info = preemption_of(["a", "b", "a", "d"], {"a": 7000, "b": 5000, "c": 1})
+    assert info is not None
+    assert (info.deadline_ms, info.preempted_node_ids, info.preempted_ranks) == (5000, ["a", "b"], [0, 1, 2])
+    without_time = preemption_of(["a"], {"a": 0})
+    assert without_time is not None
+    assert without_time.deadline_ms is None
