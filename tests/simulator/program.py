@@ -63,7 +63,7 @@ class ValidationCalls(EpochCalls):
         unused: Any = None
         super().__init__(SpareRunner, controller, unused, unused, use_local=False, sharing=unused)
 
-    def requests(self, name: str, asked: Any, *parts: Any) -> Any:
+    def requests(self, name: str, asked: Any, *parts: Any, **named: Any) -> Any:
         return [(asked,)]
 
     def validate(self, asked: Any, dataset: Any) -> list[Any]:
