@@ -108,7 +108,7 @@ class Recorder:
         """
         if not self._is_open:
             self._open()
-        self._filler.begin(self._checkpoints.progress)
+        self._filler.begin_attempt(self._checkpoints.progress)
         self._callbacks.start(
             after_failure=self._last_failure is not None,
             restores=self._checkpoints.latest is not None,
@@ -191,7 +191,7 @@ class Recorder:
         if error is None:
             self._trial.last_result[DONE] = True
         try:
-            self._callbacks.end(has_failed=error is not None, error=error)
+            self._callbacks.end_run(has_failed=error is not None, error=error)
         finally:
             self._close(has_failed=error is not None)
         return self._result(error)
