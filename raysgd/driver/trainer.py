@@ -20,10 +20,9 @@ from raysgd.driver.fit_methods import FitMethods
 from raysgd.driver.keeping import FileSaves
 from raysgd.driver.predicting import PredictionRounds, checked_options, usual_batch_size
 from raysgd.driver.progress_listeners import ProgressListeners
-from raysgd.driver.read_only_config import ReadOnlyConfig
 from raysgd.driver.sharing import DataSharing, SharePlacement
 from raysgd.driver.throughput import Throughput
-from raysgd.driver.trainer_views import in_words, show_options
+from raysgd.driver.trainer_views import ReadOnlyConfig, in_words, show_options
 from raysgd.driver.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.background_calls import BackgroundCalls
 from raysgd.engine.controller import ElasticController
@@ -39,8 +38,7 @@ from raysgd.messages import replica_calls
 from raysgd.messages.batching import joint_batch_in_words
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.utils import BATCH_SIZE
 

@@ -1,10 +1,11 @@
-"""Views of a trainer: a line of text, a card in a notebook, its options as attributes."""
+"""Views of a trainer: a line of text, its options as attributes, its config to look at."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
+from raysgd._text.secrets import masked
 from raysgd.history import readable
 from raysgd.history.history import History
 
@@ -31,3 +32,22 @@ def show_options(trainer: object, *settings: Any) -> None:
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})
+
+
+class ReadOnlyConfig(dict[str, Any]):
+    """A copy of a config, as `trainer.config` returns it, which refuses changes. Change `dict(config)` instead."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "`trainer.config` is a copy, so a change to it would not reach the workers. Begin again with the new "
+            "config: `trainer.reset_config(config)`; or change the running operators, and anything that they computed "
+            "from it: `trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __repr__(self) -> str:
+        return repr(masked(dict(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyConfig, (dict(self),)

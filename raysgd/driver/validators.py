@@ -15,8 +15,7 @@ from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
 from raysgd.engine.snapshots import NewestSnapshot
 from raysgd.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import pytest
 from raysgd.driver.validators import ValidatingSpares, Validators, settings_of_validators
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import WorkersLostError
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 
 
 class Lost:
