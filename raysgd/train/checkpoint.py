@@ -60,7 +60,7 @@ class CheckpointStrategy:
 
 
 def check_strategy(strategy: CheckpointStrategy | None) -> None:
-    """Checks what says which checkpoints stay.
+    """Check what says which checkpoints stay.
 
     Raises:
         TypeError: It is neither a strategy nor None.
@@ -73,7 +73,7 @@ def check_strategy(strategy: CheckpointStrategy | None) -> None:
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """The value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
+    """Return the value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
 
     Raises:
         ValueError: It is missing or no number.
@@ -119,7 +119,7 @@ class CheckpointManager(CheckpointTaker):
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
     ) -> None:
-        """Gets ready for a run.
+        """Get ready for a run.
 
         Args:
             run_dir: Where its checkpoints go, in a folder of their own; None to write none.
@@ -141,7 +141,7 @@ class CheckpointManager(CheckpointTaker):
         return self._strategy.checkpoint_score_attribute
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Takes a checkpoint over. Returns at once; `receive` gets it, from a thread.
+        """Take a checkpoint over. Return at once; `receive` gets it, from a thread.
 
         Args:
             score: The value by which it is judged.
@@ -199,7 +199,7 @@ class CheckpointManager(CheckpointTaker):
         return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
-        """The file of a checkpoint, as a path or a URI; None where nothing is written."""
+        """Return the file of a checkpoint, as a path or a URI; None where nothing is written."""
         if self._folder is None:
             return None
         file = self._folder / checkpoint_name(identity)
@@ -211,7 +211,7 @@ class CheckpointManager(CheckpointTaker):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
-    """Writes a file that is whole or not there.
+    """Write a file that is whole or not there.
 
     Raises:
         OSError: It could not be written; a `StorageError` for a URI.
@@ -228,7 +228,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """A checkpoint: as it is if it is a dict, else read from a path or a URI.
+    """Return a checkpoint: unchanged if it is a dict, else read from a path or a URI.
 
     Reading runs what the file says, as any pickle.
 
