@@ -73,7 +73,7 @@ def check_strategy(strategy: CheckpointStrategy | None) -> None:
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """Return the value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
+    """Return the value of a checkpoint's score attribute as a number; None where nothing is kept.
 
     Raises:
         ValueError: It is missing or no number.

@@ -319,7 +319,7 @@ class KeptCheckpoints:
     def add(
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
     ) -> None:
-        """Take a new checkpoint in, and delete those that it replaces: once it is settled, if it is pending."""
+        """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
