@@ -109,7 +109,6 @@ class CheckpointManager(CheckpointTaker):
         self._strategy = strategy
         self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
         self._saved: list[SavedCheckpoint[None]] = []
-        self._written: int | None = None
         self.latest_checkpoint_id = latest_id
 
     def begin_run(
@@ -161,12 +160,12 @@ class CheckpointManager(CheckpointTaker):
         self._latest = checkpoint
         self._note_landing(checkpoint)
         new = SavedCheckpoint(identity, score, None)
-        self._saved, dropped = self._rule.divide([*self._saved, new])
+        kept, dropped = self._rule.divide([*self._saved, new])
         place = self._place_of(identity)
-        if place is None or new not in self._saved:
+        if place is None or new not in kept:
             return
         write_checkpoint(checkpoint, place)
-        self._written = identity
+        self._saved = kept
         for each in dropped:
             self._remove(each.number)
 
@@ -187,8 +186,9 @@ class CheckpointManager(CheckpointTaker):
     def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run that is there; None when there is none."""
         self.flush()
-        if self._folder is not None and self._written is not None and self._folder.has(checkpoint_name(self._written)):
-            return self._place_of(self._written)
+        newest = self._saved[-1].number if self._saved else None
+        if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
+            return self._place_of(newest)
         return self.best_checkpoint_path
 
     @property

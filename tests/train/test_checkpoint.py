@@ -97,6 +97,18 @@ class TestManager:
         assert made.latest_checkpoint_path is None
         assert list(tmp_path.iterdir()) == []
 
+    def test_what_could_not_be_written_is_neither_the_best_nor_the_newest(self, tmp_path: Path) -> None:
+        made = manager(tmp_path, strategy=CheckpointStrategy(1, "loss"))
+        made.add(1, dict)
+        made.flush()
+        (tmp_path / "checkpoints" / "checkpoint_000002").mkdir()  # in the way
+        made.add(2, dict)
+        with pytest.raises(OSError, match="checkpoint_000002"):
+            made.flush()
+        assert made.best_checkpoint_path == tmp_path / "checkpoints" / "checkpoint_000001"
+        assert made.latest_checkpoint_path == made.best_checkpoint_path
+        assert load_checkpoint(made.best_checkpoint_path) == {}
+
     def test_does_not_wait_for_what_is_on_its_way(self, tmp_path: Path) -> None:
         arrives = threading.Event()
 
