@@ -278,11 +278,11 @@ class TestFailures:
     def test_at_the_end_come_after_all_were_called(self, hook: str, trial: FitTrialView) -> None:
         last = Noting()
         with pytest.raises(CallbackError, match=hook):
-            RunCallbacks([Noting(fails_in=hook), last], trial).end(has_failed=False)
+            RunCallbacks([Noting(fails_in=hook), last], trial).end_run(has_failed=False)
         assert [call.split()[0] for call in last.calls] == ["on_trial_complete", "on_experiment_end"]
 
     def test_at_the_end_of_a_failed_run_are_logged(self, trial: FitTrialView, caplog: pytest.LogCaptureFixture) -> None:
-        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end(has_failed=True)
+        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(has_failed=True)
         assert "`Noting` failed in `on_trial_error`" in caplog.text
 
     def test_of_a_training_callback_name_its_class(self, trial: FitTrialView) -> None:
