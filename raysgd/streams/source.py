@@ -327,7 +327,7 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Evaluate where no rank knows how many rows there are: each takes the rows of its own lanes."""
+        """Evaluate where no rank knows how many rows there are: each takes the rows of the lanes that it watches."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in JointReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
