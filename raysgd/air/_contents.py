@@ -51,11 +51,11 @@ class DictContent:
         return "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, in memory."""
+        """Return all of it, in memory."""
         return dict(self._data)
 
     def write(self, target: Path) -> None:
-        """Writes all of it into a folder that is there."""
+        """Write all of it into a folder that is there."""
         write_dict(self._data, target)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
@@ -65,7 +65,7 @@ class DictContent:
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Notes it, instead of what there was."""
+        """Note it, instead of what there was."""
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
@@ -149,7 +149,7 @@ class FolderContent:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
 
     def portable(self) -> Content:
-        """Returns it by value where only this machine can reach it, else as it is."""
+        """Return it by value where only this machine can reach it, else as it is."""
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only else self
 
@@ -198,7 +198,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Writes a dict into a folder, which may have been a folder before.
+    """Write a dict into a folder, which may have been a folder before.
 
     Raises:
         CheckpointCorruptedError: A name or an archive in it leads out of the folder, or the archive is no archive.
@@ -220,7 +220,7 @@ def _is_meta(entry: Path) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The place of an entry of a folder."""
+    """Return the place of an entry of a folder."""
     if len(PurePosixPath(name).parts) != 1 or name in (".", ".."):
         raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which cannot be the name of a file.")
     return folder / name
@@ -235,7 +235,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpacks an archive; the filter refuses absolute names, names and links that lead out of it, and devices."""
+    """Unpack an archive; the filter refuses absolute names, names and links that lead out of it, and devices."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

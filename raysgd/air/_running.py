@@ -93,12 +93,12 @@ _current: RunningSession | None = None
 
 
 def current_session() -> RunningSession | None:
-    """The session of the function that runs in this process; None outside a run."""
+    """Return the session of the function that runs in this process; None outside a run."""
     return _current
 
 
 def running_session(helper: str) -> RunningSession:
-    """The session of the function that runs in this process.
+    """Return the session of the function that runs in this process.
 
     Args:
         helper: What is called, for the error.
@@ -115,13 +115,13 @@ def running_session(helper: str) -> RunningSession:
 
 
 def open_session(session: RunningSession) -> None:
-    """Makes a session the one of this process."""
+    """Make a session the one of this process."""
     global _current
     _current = session
 
 
 def close_session(session: RunningSession | None) -> None:
-    """Leaves this process without a session, if it has this one."""
+    """Leave this process without a session, if it has this one."""
     global _current
     if _current is session:
         _current = None
@@ -131,13 +131,13 @@ _once = Once()
 
 
 def place() -> World:
-    """This worker's place; outside a run, that of a worker alone."""
+    """Return this worker's place; outside a run, that of a worker alone."""
     session = current_session()
     return session.world if session is not None else World(rank=0, size=1, local_size=0)
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
-    """The current session; without one, a warning, once for each function."""
+    """Return the current session; without one, warn, once for each function."""
     session = current_session()
     if session is not None:
         return session

@@ -96,7 +96,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls: type[CheckpointType], data: Mapping[str, Any]) -> CheckpointType:
-        """A checkpoint of a dict.
+        """Return a checkpoint of a dict.
 
         Raises:
             RuntimeError: It is no dict.
@@ -105,17 +105,17 @@ class Checkpoint:
         return cls(data_dict=_checked_dict(data))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as a dict. A folder without a dict comes as one archive, under the key `fs_checkpoint`."""
+        """Return all of it as a dict. A folder without a dict comes as one archive, under the key `fs_checkpoint`."""
         return self._content.as_dict()
 
     @classmethod
     def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
-        """A checkpoint from what `to_bytes` returned, or from a pickle of something else: `{"bytes_data": ...}`."""
+        """Return a checkpoint of what `to_bytes` returned, or of another pickle: `{"bytes_data": ...}`."""
         content = pickle.loads(data)
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
     def to_bytes(self) -> bytes:
-        """All of it, pickled."""
+        """Return all of it, pickled."""
         import cloudpickle
 
         content = self.to_dict()
@@ -124,11 +124,11 @@ class Checkpoint:
 
     @classmethod
     def from_object_ref(cls: type[CheckpointType], obj_ref: ray.ObjectRef[Any]) -> CheckpointType:
-        """A checkpoint of a dict in Ray's object store."""
+        """Return a checkpoint of a dict in Ray's object store."""
         return cls(obj_ref=obj_ref)
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
-        """A reference to all of it, in Ray's object store."""
+        """Return a reference to all of it, in Ray's object store."""
         if isinstance(self._content, ObjectStoreContent):
             return self._content.representation[1]
         import ray
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls: type[CheckpointType], path: str | Path) -> CheckpointType:
-        """A checkpoint of a folder, which is left where it is.
+        """Return a checkpoint of a folder, which is left where it is.
 
         Raises:
             RuntimeError: There is no such folder.
@@ -151,7 +151,7 @@ class Checkpoint:
         return cls(path=folder)
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Writes all of it into a folder, and returns its path.
+        """Write all of it into a folder, and return its path.
 
         Args:
             path: The folder; None for a new one among the temporary files, which you delete yourself.
@@ -173,7 +173,7 @@ class Checkpoint:
 
     @classmethod
     def from_uri(cls: type[CheckpointType], uri: str) -> CheckpointType:
-        """A checkpoint of a folder in a remote storage, such as `s3://bucket/folder`.
+        """Return a checkpoint of a folder in a remote storage, such as `s3://bucket/folder`.
 
         Raises:
             RuntimeError: There is no file system for such a URI.
@@ -181,7 +181,7 @@ class Checkpoint:
         return cls(_storage(uri))
 
     def to_uri(self, uri: str) -> str:
-        """Uploads all of it to a folder in a remote storage, and returns its URI.
+        """Upload all of it to a folder in a remote storage, and return its URI.
 
         Raises:
             RuntimeError: There is no file system for such a URI.
@@ -227,7 +227,7 @@ class Checkpoint:
 
     @classmethod
     def from_checkpoint(cls: type[CheckpointType], other: Checkpoint) -> CheckpointType:
-        """The same checkpoint as one of this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
+        """Return the same checkpoint as one of this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
 
         Raises:
             TypeError: It is no checkpoint.
@@ -239,7 +239,7 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """The same checkpoint, which goes to other processes as the folder that it is, also where that is on a disk."""
+        """Return the same checkpoint, which travels as the folder that it is, also where that is on a disk."""
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
             made._content = FolderReference(self._content.folder)
@@ -250,7 +250,7 @@ class Checkpoint:
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
-        """The preprocessor that was saved with it; None if there is none."""
+        """Return the preprocessor that was saved with it; None if there is none."""
         if not isinstance(self._content, FolderContent):
             return self.to_dict().get(PREPROCESSOR_KEY)
         folder = self._content.folder
@@ -264,7 +264,7 @@ class Checkpoint:
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Notes a dict beside the state, instead of what was noted before. In a folder it is `.metadata.json`.
+        """Note a dict beside the state, instead of what was noted before. In a folder it is `.metadata.json`.
 
         Raises:
             TypeError: It is no dict.
@@ -273,7 +273,7 @@ class Checkpoint:
         self._content.set_metadata(checked_metadata(metadata))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Notes a dict beside the state, over what was noted before.
+        """Note a dict beside the state, over what was noted before.
 
         Raises:
             TypeError: It is no dict.
@@ -306,7 +306,7 @@ def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
 
 
 def _storage(uri: str) -> Folder:
-    """The folder of a URI.
+    """Return the folder of a URI.
 
     Raises:
         RuntimeError: There is no file system for it.
@@ -346,7 +346,7 @@ class TensorflowCheckpoint(Checkpoint):
 
     @classmethod
     def from_model(cls, model: Any, *, preprocessor: Any = None) -> TensorflowCheckpoint:
-        """A checkpoint with the weights of a model.
+        """Return a checkpoint with the weights of a model.
 
         Args:
             model: The Keras model, built.
@@ -360,7 +360,7 @@ class TensorflowCheckpoint(Checkpoint):
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: model.get_weights()})
 
     def get_model_weights(self) -> list[Any]:
-        """The weights that were saved: NumPy arrays, in the order of `model.get_weights()`.
+        """Return the weights that were saved: NumPy arrays, in the order of `model.get_weights()`.
 
         Raises:
             RuntimeError: The checkpoint has no weights, or a model of another framework.
@@ -379,7 +379,7 @@ class TensorflowCheckpoint(Checkpoint):
         return list(weights)
 
     def get_model(self, model: Any | Callable[[], Any]) -> Any:
-        """A model with the weights that were saved.
+        """Return a model with the weights that were saved.
 
         Args:
             model: A Keras model, built; or a function that makes one.

@@ -158,7 +158,7 @@ class LoggingConfig:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Holds raysgd's log at this level for a while."""
+        """Hold raysgd's log at this level for a while."""
         own = logging.getLogger("raysgd")
         before = own.level
         own.setLevel(self.log_level)
@@ -255,12 +255,12 @@ class RunConfig:
         self._check()
 
     def __repr__(self) -> str:
-        """The config without the keys of its storage."""
+        """Return the config without the keys of its storage."""
         shown = {each.name: masked(getattr(self, each.name)) for each in fields(self) if each.repr}
         return masked(f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
 
     def _take_over_place(self) -> None:
-        """Makes one folder of its three names."""
+        """Make one folder of its three names."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
@@ -297,7 +297,7 @@ def _is_name(name: Any) -> bool:
 
 
 def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
-    """A config; a new one where none was given.
+    """Return a config; a new one where none was given.
 
     Raises:
         ValueError: It is of another class.
@@ -364,7 +364,7 @@ class ScalingConfig:
         self.check()
 
     def check(self) -> None:
-        """Checks the values again, for instance after you have changed one. Search spaces are left alone.
+        """Check the values again, for instance after you have changed one. Search spaces are left alone.
 
         Raises:
             ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
@@ -485,7 +485,7 @@ class ScalingConfig:
 
     @classmethod
     def from_placement_group_factory(cls, pgf: PlacementGroupFactory) -> ScalingConfig:
-        """The config for which Ray Tune has made a reservation.
+        """Return the config for which Ray Tune has made a reservation.
 
         Raises:
             ValueError: Its workers have different resources.
@@ -583,17 +583,17 @@ class DatasetConfig:
     randomize_block_order: bool | None = None
 
     def fill_defaults(self) -> DatasetConfig:
-        """A config without None."""
+        """Return a config without None."""
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """A config in which the fields that `other` sets have its values."""
+        """Return a config in which the fields that `other` sets have its values."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:
-        """The configs of a trainer, `a`, with those of a user, `b`, over them, field by field.
+        """Return the configs of a trainer, `a`, with those of a user, `b`, over them, field by field.
 
         Raises:
             ValueError: `b` names a dataset that `a` does not know, and has no "*" for; or is no dict of configs.
@@ -612,7 +612,7 @@ class DatasetConfig:
 
     @staticmethod
     def validated(config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]) -> dict[str, DatasetConfig]:
-        """The configs with their defaults, once it is clear that they fit the datasets.
+        """Return the configs with their defaults, once it is clear that they fit the datasets.
 
         Raises:
             ValueError: They do not.

@@ -261,14 +261,14 @@ class RunProgress:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> RunProgress:
-        """The progress at one report, from its line in `result.json`. What is missing there counts as 0."""
+        """Return the progress at one report, from its line in `result.json`. What is missing there counts as 0."""
         return cls(
             int(_number(result.get(TRAINING_ITERATION))),
             float(_number(result.get(TIME_TOTAL_S))),
         )
 
     def after(self, time_this_iter_s: float) -> RunProgress:
-        """The progress after one more report."""
+        """Return the progress after one more report."""
         return replace(self, iteration=self.iteration + 1, time_total_s=self.time_total_s + time_this_iter_s)
 
 
@@ -300,13 +300,13 @@ class MetricsFiller:
         self._began_at = RunProgress()
         self.progress = RunProgress()
 
-    def begin(self, progress: RunProgress) -> None:
-        """Begins an attempt that continues from `progress`."""
+    def begin_attempt(self, progress: RunProgress) -> None:
+        """Begin an attempt that continues from `progress`."""
         self._began_at = self.progress = progress
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """The whole report. Keys that are filled in replace those of the function, except for the two times."""
+        """Return the whole report. Keys that are filled in replace those of the function, except for the two times."""
         now = self._clock()
         reported = metrics.get(TIME_THIS_ITER_S)
         time_this_iter_s = float(reported) if reported is not None else now - self._last

@@ -96,7 +96,7 @@ class Result:
         return read_reports(self.folder)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
-        """The best of the checkpoints that were kept.
+        """Return the best of the checkpoints that were kept.
 
         Args:
             metric: The metric that was reported with them; slashes lead into nested dicts.
@@ -123,7 +123,7 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
-        """Reads the result of a run from the folder of its trial. Reading an error runs what its pickle says.
+        """Read the result of a run from the folder of its trial. Reading an error runs what its pickle says.
 
         Args:
             path: That folder, or its URI: `Result.path` of the run, inside the folder with the run's name.
@@ -152,7 +152,7 @@ class Result:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """The reports in the `result.json` of a trial, with what the validation of their checkpoints has found.
+    """Return the reports in the `result.json` of a trial, with what the validation of their checkpoints has found.
 
     A line that is not whole, as after a kill, is left out.
     """
@@ -171,20 +171,20 @@ def read_validations(folder: Folder) -> dict[str, dict[str, Any]]:
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The reports that came with a checkpoint, by the name of its folder."""
+    """Return the reports that came with a checkpoint, by the name of its folder."""
     named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
     return {name: dict(report) for name, report in named if isinstance(name, str)}
 
 
 def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
-    """The checkpoints of a trial with the reports that they came with, the oldest first."""
+    """Return the checkpoints of a trial with the reports that they came with, the oldest first."""
     by_name = by_checkpoint(reports)
     names = checkpoints_in(folder.committed())
     return [(Checkpoint(folder / name), by_name.get(name, {})) for name in names]
 
 
 def _read_error(folder: Folder) -> Exception | None:
-    """The error of a trial; in its own words where its class cannot be loaded any more."""
+    """Return the error of a trial; in its own words where its class cannot be loaded any more."""
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))

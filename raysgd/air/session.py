@@ -46,7 +46,7 @@ __all__ = [
 
 
 def report(*args: Any, **kwargs: Any) -> None:
-    """Sends metrics to the driver, and waits until the driver has read them.
+    """Send metrics to the driver, and wait until the driver has read them.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
     In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
@@ -97,7 +97,7 @@ def _arguments_of(
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The checkpoint that was reported last, or the one that the function started from; None if there is none.
+    """Return the checkpoint that was reported last, or the one that the function started from; None if there is none.
 
     A function that is started again after a failure gets the newest checkpoint that was reported before.
     """
@@ -108,7 +108,7 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """This worker's part of a dataset that you passed to the trainer.
+    """Return this worker's part of a dataset that you passed to the trainer.
 
     In a function that `fit` runs, the name says which, and is needed if there are several; None is returned for a name
     that does not exist. In a function that `Trainer.run` runs, a name is needed if you passed a dict of datasets.
@@ -125,35 +125,35 @@ class TrainContext:
     """The place where the function runs: which worker of how many, in which trial. See `get_context`."""
 
     def get_world_size(self) -> int:
-        """The number of workers; 1 outside a run."""
+        """Return the number of workers; 1 outside a run."""
         return _place_or_warning("get_world_size").size
 
     def get_world_rank(self) -> int:
-        """This worker's rank among all; 0 outside a run."""
+        """Return this worker's rank among all; 0 outside a run."""
         return _place_or_warning("get_world_rank").rank
 
     def get_local_rank(self) -> int:
-        """This worker's rank among those on its node; 0 outside a run."""
+        """Return this worker's rank among those on its node; 0 outside a run."""
         return _place_or_warning("get_local_rank").local_rank
 
     def get_local_world_size(self) -> int:
-        """The number of workers on this node; 0 outside a run."""
+        """Return the number of workers on this node; 0 outside a run."""
         return _place_or_warning("get_local_world_size").local_size
 
     def get_node_rank(self) -> int:
-        """The rank of this node among those with workers; 0 outside a run."""
+        """Return the rank of this node among those with workers; 0 outside a run."""
         return _place_or_warning("get_node_rank").node_rank
 
     def get_experiment_name(self) -> str | None:
-        """The name of the run; None where `fit` does not run the function, as with all of the following."""
+        """Return the name of the run; None where `fit` does not run the function, as with all of the following."""
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 
     def get_trial_name(self) -> str | None:
-        """The name of the trial."""
+        """Return the name of the trial."""
         return _of_trial("get_trial_name", lambda facts: facts.name)
 
     def get_trial_id(self) -> str | None:
-        """The identity of the trial."""
+        """Return the identity of the trial."""
         return _of_trial("get_trial_id", lambda facts: facts.id)
 
     def get_trial_resources(self) -> Any:
@@ -161,7 +161,7 @@ class TrainContext:
         return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
 
     def get_trial_dir(self) -> str | None:
-        """The folder of the trial: a path, or a URI."""
+        """Return the folder of the trial: a path, or a URI."""
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
@@ -169,7 +169,7 @@ class TrainContext:
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
-        """The folder of the trial, as a `raysgd.storage.Folder`."""
+        """Return the folder of the trial, as a `raysgd.storage.Folder`."""
         return _of_trial("get_storage", lambda facts: facts.folder)
 
 
@@ -193,13 +193,13 @@ def get_context() -> TrainContext:
 
 
 def _place_or_warning(function: str) -> World:
-    """The same; outside a run, with a warning."""
+    """Return the same; outside a run, with a warning."""
     session_or_warning(function, stacklevel=4)
     return place()
 
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Something of what the function can ask about its trial; None where neither `fit` nor Ray Tune runs it."""
+    """Return something that the function can ask about its trial; None where neither `fit` nor Ray Tune runs it."""
     if (tune := tune_here()) is not None:
         found: T = getattr(tune.get_context(), function)()
         return found

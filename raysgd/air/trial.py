@@ -31,7 +31,7 @@ _TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT
 
 
 def checkpoint_name(index: int) -> str:
-    """The name of a checkpoint's folder.
+    """Return the name of a checkpoint's folder.
 
     >>> checkpoint_name(3)
     'checkpoint_000003'
@@ -40,7 +40,7 @@ def checkpoint_name(index: int) -> str:
 
 
 def checkpoint_index(name: str) -> int | None:
-    """The number of a checkpoint, from the name of its folder; None for any other name.
+    """Return the number of a checkpoint, from the name of its folder; None for any other name.
 
     >>> checkpoint_index("checkpoint_000003"), checkpoint_index("rank_0")
     (3, None)
@@ -107,23 +107,23 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Tries the storage, which has just failed, only once for all that is left to write."""
+        """Try the storage, which has just failed, only once for all that is left to write."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
-        """Makes the folders."""
+        """Make the folders."""
         self.experiment.make()
         self.trial.make()
         self.local_path.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
-        """Removes the temporary folder, if there is one."""
+        """Remove the temporary folder, if there is one."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None
 
     def checkpoint_names(self) -> list[str]:
-        """The names of the checkpoints that are there and complete, oldest first."""
+        """Return the names of the checkpoints that are there and complete, oldest first."""
         return checkpoints_in(self.trial.committed())
 
     @property
@@ -140,7 +140,7 @@ def checkpoints_in(names: Iterable[str]) -> list[str]:
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
-    """Chooses the folders of a new run. Makes that of an experiment without a name, so that it is for this run alone.
+    """Choose the folders of a new run. Make that of an experiment without a name, so that it is for this run alone.
 
     Args:
         run_config: A `RunConfig`: `storage_path`, `storage_filesystem` and `name` count.
@@ -155,7 +155,7 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
 
 
 def new_name(trainer_name: str) -> str:
-    """The name of an experiment that was given none: the trainer's class and the time."""
+    """Return the name of an experiment that was given none: the trainer's class and the time."""
     return f"{trainer_name}_{_now()}"
 
 
@@ -166,7 +166,7 @@ def storage_of(run_config: Any) -> Folder:
 
 
 def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
-    """A new trial in the folder of an experiment. Writes nothing."""
+    """Return a new trial in the folder of an experiment. Write nothing."""
     identity = f"{secrets.token_hex(3)[:5]}_00000"
     return TrialFolder(experiment, f"{trainer_name}_{identity}_{EXPERIMENT_TAG}_{_now()}", is_new=True)
 
@@ -254,11 +254,11 @@ class FitTrialView:
         return str(self.temporary_state.location.hostname)
 
     def get_ray_actor_ip(self) -> str:
-        """The same, by its former name."""
+        """Return the same, by its former name."""
         return self.node_ip
 
     def init_local_path(self) -> None:
-        """Makes `local_path`."""
+        """Make `local_path`."""
         Path(self.local_path).mkdir(parents=True, exist_ok=True)
 
     init_logdir = init_local_path
@@ -293,16 +293,16 @@ class FitTrialView:
         return self.status in (self.TERMINATED, self.ERROR)
 
     def set_status(self, status: str) -> None:
-        """Sets `status`."""
+        """Set `status`."""
         self.status = status
 
     def update_last_result(self, result: dict[str, Any]) -> None:
-        """Sets `last_result`."""
+        """Set `last_result`."""
         self.last_result = result
         self.temporary_state.location = _Location(result.get("node_ip", ""), result.get("pid", ""))
 
     def count_failure(self) -> None:
-        """Counts an attempt that failed."""
+        """Count an attempt that failed."""
         self.run_metadata.num_failures += 1
         self.run_metadata.error_filename = ERROR_FILE
         self.run_metadata.pickled_error_filename = ERROR_PICKLE_FILE

@@ -44,7 +44,7 @@ AnyCallback: TypeAlias = "Callback | WorkerCallback | FunctionCallback | TuneCal
 
 
 def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
-    """The callbacks that a user gave, in the order in which they are called.
+    """Return the callbacks that a user gave, in the order in which they are called.
 
     Raises:
         TypeError: They are no list, or one of them is no callback.
@@ -81,7 +81,7 @@ def _one(callback: Any, argument: str) -> Callback:
 
 
 def adapted(callback: Any) -> Callback | None:
-    """One of our callbacks that calls `callback`; None if it is of no kind that we know."""
+    """Return one of our callbacks that calls `callback`; None if it is of no kind that we know."""
     own = as_own(callback)
     if own is None and not isinstance(callback, type) and any(hasattr(callback, hook) for hook in TUNE_HOOKS):
         return TuneAdapter(callback)
@@ -89,7 +89,7 @@ def adapted(callback: Any) -> Callback | None:
 
 
 def as_own(callback: Any) -> Callback | None:
-    """One of our callbacks as it is, or around one of `raysgd.train.Trainer`; None if it is neither."""
+    """Return one of our callbacks as it is, or around one of `raysgd.train.Trainer`; None if it is neither."""
     if isinstance(callback, Callback):
         return callback
     is_of_trainer = hasattr(callback, "start_training") and hasattr(callback, "process_results")
@@ -161,7 +161,7 @@ class TuneAdapter(Callback):
         if self._calls is not None:
             self._trial.set_status(self._trial.ERROR if error is not None else self._trial.TERMINATED)
             calls, self._calls = self._calls, None
-            calls.end(has_failed=error is not None)
+            calls.end_run(has_failed=error is not None)
 
 
 class WorkerCallbackEntry(Callback):
@@ -227,18 +227,18 @@ class FunctionCalls(CallbackCalls):
         """True if a callback has called `run.stop`."""
         return self._run.is_stopping
 
-    def begin(self, num_reports: int = 0) -> None:
-        """The function is started; when it is started again, nothing happens.
+    def begin_run(self, num_reports: int = 0) -> None:
+        """Tell callbacks that the function starts; when it starts again, do nothing.
 
         Args:
             num_reports: How many reports the checkpoint has from which it continues.
         """
         if not self._begun:
             self._run.epoch = num_reports
-            super().begin()
+            super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """The function has reported. `events` are all that happened to the workers so far."""
+        """Tell callbacks of a report. `events` are all that happened to the workers so far."""
         run = self._run
         for event in events[len(run.history.events) :]:
             run.history.events.append(event)
@@ -251,7 +251,7 @@ class FunctionCalls(CallbackCalls):
     # ------------------------------------------------------------------------------------ as a callback of Ray Tune
 
     def on_trial_start(self, num_reports: int) -> None:
-        self.begin(num_reports)
+        self.begin_run(num_reports)
 
     def on_trial_result(self, result: Mapping[str, Any], events: Sequence[GroupEvent]) -> None:
         self.report(result, events)
@@ -260,10 +260,10 @@ class FunctionCalls(CallbackCalls):
         self.checkpoint(str(checkpoint.path))
 
     def on_trial_complete(self) -> None:
-        self.end(None)
+        self.end_run(None)
 
     def on_trial_error(self, error: BaseException | None) -> None:
-        self.end(error or RuntimeError("the run has failed"))
+        self.end_run(error or RuntimeError("the run has failed"))
 
     def get_state(self) -> list[dict[str, Any]]:
         return [each for each in self.states() if each["state"] is not None]
@@ -306,7 +306,7 @@ class RunCallbacks(TrialCalls):
 
 
 def _checked(callback: Any) -> Any:
-    """A callback with hooks of Ray Tune.
+    """Return a callback with hooks of Ray Tune.
 
     Raises:
         TypeError: It is not a callback.

@@ -36,10 +36,10 @@ class AveragedWeights(Callback):
 
     @abstractmethod
     def worker_callback(self) -> Averager:
-        """Keeps the averages in the workers. A second run of the same trainer continues them."""
+        """Keep the averages in the workers. A second run of the same trainer continues them."""
 
     def get_model(self, trainer: Any) -> Any:
-        """A copy of the model with the averaged weights, on the CPU, or a list of models.
+        """Return a copy of the model with the averaged weights, on the CPU, or a list of models.
 
         Raises:
             RuntimeError: Nothing was averaged yet.
@@ -279,12 +279,12 @@ def _copied(model: Any) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Gives a tensor at least 32 bits: an average in fewer would not move."""
+    """Give a tensor at least 32 bits: an average in fewer would not move."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
-    """Moves averages towards tensors of the same names; `share` is how much of these goes in."""
+    """Move averages towards tensors of the same names; `share` is how much of these goes in."""
     import torch
 
     with torch.no_grad():

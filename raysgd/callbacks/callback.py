@@ -46,7 +46,7 @@ class Callback:
     runs_last: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warns of methods that look like events but would never be called."""
+        """Warn of methods that look like events but would never be called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, Callback)
 
@@ -90,7 +90,7 @@ class Callback:
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Path or URI of the newest checkpoint that this callback wrote; `resume_from="auto"` asks for it."""
+        """Return the path or URI of the newest checkpoint of this callback; `resume_from="auto"` asks for it."""
         return None
 
     def state_dict(self) -> Any:
@@ -98,14 +98,14 @@ class Callback:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Takes over what `state_dict` returned."""
+        """Take over what `state_dict` returned."""
 
     def _check_run(self, run: Run) -> None:
-        """Refuses a run that this callback cannot be part of; nothing has begun."""
+        """Refuse a run that this callback cannot be part of; nothing has begun."""
 
 
 def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
-    """Refuses a run in which another callback of the class writes to the same place, which `_given` says.
+    """Refuse a run in which another callback of the class writes to the same place, which `_given` says.
 
     Raises:
         ValueError: There is one.
@@ -176,7 +176,7 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the epoch that is running.
+        """End the run after the epoch that is running.
 
         Args:
             reason: Why; `history.stop_reason` keeps it.
@@ -194,7 +194,7 @@ class Run:
         return self.history.stop_reason is not None
 
     def save(self, location: str | Path) -> None:
-        """Saves the state of the trainer, and beside it the history and the callbacks' states, for `resume_from`.
+        """Save the state of the trainer, and beside it the history and the callbacks' states, for `resume_from`.
 
         Args:
             location: A path, or the URI of a file, as for `trainer.save`.

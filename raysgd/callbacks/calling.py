@@ -159,7 +159,7 @@ class CallbackCalls(Dispatcher):
         return found
 
     def check(self) -> None:
-        """Refuses a run that a callback cannot be part of; nothing has begun.
+        """Refuse a run that a callback cannot be part of; nothing has begun.
 
         Raises:
             ValueError: There is one.
@@ -167,18 +167,18 @@ class CallbackCalls(Dispatcher):
         for callback in self.callbacks:
             callback._check_run(self._run)
 
-    def begin(self) -> None:
-        """The run begins."""
+    def begin_run(self) -> None:
+        """Tell callbacks that the run begins."""
         for callback in self.callbacks:
             self._begun.append(callback)
             self.call(callback, "on_run_begin", self._run)
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
+        """Tell callbacks that an epoch begins."""
         self.on("on_epoch_begin", self._run)
 
     def epoch_trained(self) -> None:
-        """An epoch was trained."""
+        """Tell callbacks that an epoch was trained."""
         self.on("on_epoch_trained", self._run)
 
     @property
@@ -191,7 +191,7 @@ class CallbackCalls(Dispatcher):
         return [each for each in self.callbacks if overrides(each, "on_progress")]
 
     def progress(self, progress: CallProgress) -> None:
-        """There is news of a running epoch. An error is kept until that is over, which `check_progress` raises."""
+        """Tell callbacks how far a running epoch is. An error is kept until `check_progress` raises it."""
         if self._failed_in_progress is not None:
             return
         try:
@@ -201,24 +201,24 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """Raises what a callback raised while an epoch was running."""
+        """Raise what a callback raised while an epoch was running."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 
     def result(self, result: dict[str, Any]) -> None:
-        """There is a result."""
+        """Tell callbacks a result."""
         self.on("on_result", self._run, result)
 
     def checkpoint(self, checkpoint: str) -> None:
-        """A checkpoint was saved."""
+        """Tell callbacks that a checkpoint was saved."""
         self.on("on_checkpoint", self._run, checkpoint)
 
     def event(self, event: GroupEvent) -> None:
-        """Something happened to the workers."""
+        """Tell callbacks what happened to the workers."""
         self.on("on_event", self._run, event)
 
-    def end(self, error: BaseException | None) -> None:
-        """The run has ended. All callbacks whose `on_run_begin` was called are called, also when one fails.
+    def end_run(self, error: BaseException | None) -> None:
+        """Tell each callback whose `on_run_begin` was called that the run has ended, also when one fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
@@ -231,7 +231,7 @@ class CallbackCalls(Dispatcher):
         return [{"name": name_of(callback), "state": self.call(callback, "state_dict")} for callback in self.callbacks]
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Gives callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
+        """Give callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
             found = next((entry for entry in left if entry.get("name") == name_of(callback)), None)
@@ -263,15 +263,15 @@ class TrialCalls:
         self._has_failed = False
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Lets callbacks see what happens to the workers."""
+        """Let callbacks see what happens to the workers."""
         self._events = events
 
     def setup(self, stop: Any) -> None:
-        """Called once, before the first attempt."""
+        """Tell callbacks of the run, once, before the first attempt."""
         self._on("setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
-        """An attempt starts.
+        """Tell callbacks that an attempt starts.
 
         Args:
             after_failure: Whether one has failed before it.
@@ -285,25 +285,25 @@ class TrialCalls:
             self._on_trial("on_trial_restore")
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """There is a report. `trial.last_result` is still the one before."""
+        """Tell callbacks of a report, while `trial.last_result` is still the one before."""
         self._on_step("on_step_begin")
         self._on_trial("on_trial_result", result=dict(result), events=self._events())
 
     def save(self, checkpoint: Any) -> None:
-        """There is a checkpoint. `trial.checkpoint` is still the one before."""
+        """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the one before."""
         self._on_trial("on_checkpoint", checkpoint=checkpoint)
 
     def saved(self) -> None:
-        """`trial.checkpoint` is the new one."""
+        """Tell callbacks that `trial.checkpoint` is the new one."""
         self._on_trial("on_trial_save")
 
     def end_step(self) -> None:
-        """The report is done with."""
+        """Tell callbacks that the report is done with."""
         self._iteration += 1
         self._on_step("on_step_end")
 
-    def end(self, *, has_failed: bool, error: BaseException | None = None) -> None:
-        """The run has ended, maybe with `error`. Every callback is called, also when one of them fails.
+    def end_run(self, *, has_failed: bool, error: BaseException | None = None) -> None:
+        """Tell every callback that the run has ended, maybe with `error`, also when one of them fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
@@ -323,7 +323,7 @@ class TrialCalls:
         return {index: state for index, state in found.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
-        """Gives callbacks back what `states` found."""
+        """Give callbacks back what `states` found."""
         for index, callback in enumerate(self._dispatcher.callbacks):
             if index in states:
                 self._dispatcher.call(callback, "set_state", states[index])

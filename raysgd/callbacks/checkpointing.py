@@ -135,7 +135,7 @@ class Checkpointing(Callback):
             self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Finds the folder, and what an earlier run has left there.
+        """Find the folder, and what an earlier run has left there.
 
         Raises:
             NotImplementedError: The run is that of a function.
@@ -158,12 +158,12 @@ class Checkpointing(Callback):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Saves before the result of this epoch is known, where it comes only when the state is that of the next."""
+        """Save before the result of this epoch is known, where it comes only when the state is that of the next."""
         if run.validates_beside:
             self._save_if_due(run, None)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Saves, if this epoch is to be saved, or an earlier one could not be; or rates what is saved already."""
+        """Save, if this epoch is to be saved, or an earlier one could not be; or rate what is saved already."""
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
             self._rate(run, score)
@@ -191,7 +191,7 @@ class Checkpointing(Callback):
                 self._delete(each)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Saves the last epoch, and loads the best one if it is to."""
+        """Save the last epoch, and load the best one if it is to."""
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
         best = self.best
@@ -241,7 +241,7 @@ class Checkpointing(Callback):
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
 
     def _remove(self, name: str) -> None:
-        """Deletes a checkpoint, which is a folder where models are divided over the workers."""
+        """Delete a checkpoint, which is a folder where models are divided over the workers."""
         assert self._folder is not None
         as_folder = self._folder / name
         if as_folder.is_local and as_folder.local_path.is_dir():
@@ -266,7 +266,7 @@ class Checkpointing(Callback):
         return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the checkpoints of another run in the same folder."""
+        """Go on with the checkpoints of another run in the same folder."""
         self._saved = _read(state)
 
     # ------------------------------------------------------------------------------------------------ the folder
@@ -294,7 +294,7 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Forgets what is no longer there, and warns of what another run has left; the list of that stays as it is."""
+        """Forget what is no longer there, and warn of what another run has left; the list of that stays as it is."""
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]

@@ -43,7 +43,7 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """Refuses a run that is never validated, if only a validation could measure the metric.
+        """Refuse a run that is never validated, if only a validation could measure the metric.
 
         Raises:
             ValueError: It is one.
@@ -55,7 +55,7 @@ class WatchedMetric:
             )
 
     def value_in(self, result: Mapping[str, Any]) -> float | None:
-        """Its value; None in an epoch without validation, if it is a metric of validation.
+        """Return its value; None in an epoch without validation, if it is a metric of validation.
 
         Raises:
             ValueError: There is no such metric, or it is no number.
@@ -171,7 +171,7 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Begins to count; if a checkpoint has brought the counts of its run, stops at once where that one stopped."""
+        """Begin to count; if a checkpoint has brought the counts of its run, stop at once where that one stopped."""
         if not self._is_loaded:
             self._begin()
         elif len(run.history) and value_at(run.history[-1], self._metric.name) is not None:
@@ -179,7 +179,7 @@ class EarlyStopping(Callback):
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Looks at a result."""
+        """Look at a result."""
         value = self._metric.value_in(result)
         if value is None:
             return
@@ -187,7 +187,7 @@ class EarlyStopping(Callback):
         self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Warns if the metric was never there."""
+        """Warn if the metric was never there."""
         if error is None and run.epoch and not self._metric.was_found:
             logger.warning(
                 "EarlyStopping: no epoch had `%s`, because there was no validation; nothing was decided by it",
@@ -217,7 +217,7 @@ class EarlyStopping(Callback):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -225,7 +225,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the counts of another run."""
+        """Go on with the counts of another run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement = int(state["num_without_improvement"])
         self._is_loaded = True

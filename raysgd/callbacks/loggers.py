@@ -28,16 +28,16 @@ class MetricsLogger(Callback):
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Notes where the run begins, and opens the sink."""
+        """Note where the run begins, and open the sink."""
         with self._sink.failures.instead():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Writes one result."""
+        """Write one result."""
         self._sink.write(result, run.epoch)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Closes the sink."""
+        """Close the sink."""
         self._sink.close(has_failed=error is not None)
 
 
@@ -63,7 +63,7 @@ class _FileLogger(MetricsLogger):
         refuse_one_place(self, "path", run)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Writes one result with its epoch."""
+        """Write one result with its epoch."""
         super().on_result(run, {"epoch": run.epoch, **result})
 
 
@@ -130,11 +130,11 @@ class _ServiceLogger(MetricsLogger):
         return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run."""
+        """Return the id of the run."""
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with that run."""
+        """Go on with that run."""
         self._service.run_id = state["run_id"]
 
 

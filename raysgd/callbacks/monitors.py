@@ -25,7 +25,7 @@ class LearningRateMonitor(Callback):
     """
 
     def worker_callback(self) -> WorkerCallback:
-        """Reads the rates in the workers."""
+        """Read the rates in the workers."""
         return LearningRatesInWorker()
 
 
@@ -62,7 +62,7 @@ class ThroughputMonitor(Callback):
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Adds the rates."""
+        """Add the rates."""
         seconds = _seconds_of(result)
         for name, counted in (("samples_per_s", "num_samples"), ("batches_per_s", "batch_count")):
             if counted in result and seconds > 0:
@@ -88,7 +88,7 @@ class GoodputMonitor(Callback):
         self._num_events = len(run.history.events)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Adds the numbers."""
+        """Add the numbers."""
         if run.trainer is None:
             self._of_function(run, result)
             return
@@ -123,7 +123,7 @@ class GradientNorms(Callback):
     """
 
     def worker_callback(self) -> WorkerCallback:
-        """Measures in the workers."""
+        """Measure in the workers."""
         return GradientNormsInWorker()
 
 
@@ -173,7 +173,7 @@ def _norm_of(operator: Any, optimizer: Any) -> Any:
 
 
 def _like(value: Any, tensor: Any) -> Any:
-    """A number that may come out of a state, as a tensor beside another one."""
+    """Return a number that may come out of a state, as a tensor beside another one."""
     import torch
 
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
@@ -207,7 +207,7 @@ class ProfilerTrace(Callback):
         self.ranks = None if ranks is None else _checked_ranks(ranks)
 
     def worker_callback(self) -> WorkerCallback:
-        """Records in the workers."""
+        """Record in the workers."""
         return ProfilerInWorker(self._folder, self.steps, self.ranks)
 
 

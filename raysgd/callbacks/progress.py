@@ -95,7 +95,7 @@ class ProgressBar(Callback):
 
     @contextlib.contextmanager
     def around(self, trainer: Any) -> Iterator[ProgressBar]:
-        """Shows the calls of `train`, `validate`, `test` and `predict` that you make until the end of the block.
+        """Show the calls of `train`, `validate`, `test` and `predict` that you make until the end of the block.
 
         Args:
             trainer: A class-based trainer.
@@ -120,7 +120,7 @@ class ProgressBar(Callback):
                 self._bar.clear()
 
     def _show(self, progress: CallProgress, label: str) -> None:
-        """Draws how far a call is; one that is done is taken away."""
+        """Draw how far a call is; one that is done is taken away."""
         if progress.is_done:
             self._bar.clear()
             return
@@ -170,7 +170,7 @@ class ProgressBar(Callback):
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Names and values as a terminal can show them: a name may hold anything, also what moves the cursor."""
+    """Return names and values as a terminal can show them: a name may hold anything, also what moves the cursor."""
     return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
 
 
@@ -235,27 +235,27 @@ class LineBar:
         self._last_line = time.monotonic()
 
     def draw(self, view: BarView) -> None:
-        """Draws, or draws again."""
+        """Draw, or draw again."""
         if time.monotonic() - self._last_line >= _QUIET_S:
             of = f"/{view.total}" if view.total is not None else ""
             self.line(f"{view.title} {view.done}{of} batches  {view.text}".rstrip())
 
     def clear(self) -> None:
-        """Takes away what was drawn."""
+        """Take away what was drawn."""
 
     def row(self, label: str, values: Mapping[str, str]) -> None:
-        """Writes a result, which stays."""
+        """Write a result, which stays."""
         self.line(self._in_columns(label, values))
 
     def line(self, text: str) -> None:
-        """Writes a line, which stays."""
+        """Write a line, which stays."""
         self._last_line = time.monotonic()
         with _while_there_is_a_reader():
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
     def _in_columns(self, label: str, values: Mapping[str, str]) -> str:
-        """A row whose values stand below those of the rows before."""
+        """Return a row whose values stand below those of the rows before."""
         cells = [_name_before(name) + self._padded(name, value) for name, value in values.items()]
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
@@ -334,13 +334,13 @@ def is_terminal(stream: Any) -> bool:
 
 
 def _name_before(name: str) -> str:
-    """A name as it stands before its value in a line; nothing before values that have a unit."""
+    """Return a name as it stands before its value in a line; nothing before values that have a unit."""
     return "" if name in _SPEAK_FOR_THEMSELVES else f"{name} "
 
 
 @contextlib.contextmanager
 def _while_there_is_a_reader() -> Iterator[None]:
-    """Lets a training go on whose terminal was closed, or whose log file cannot be written."""
+    """Let a training go on whose terminal was closed, or whose log file cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:  # a closed stream is a ValueError
@@ -382,8 +382,8 @@ class _Above(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return getattr(self._stream, "encoding", None) or "utf-8"
 
-    def end(self) -> None:
-        """From now on texts pass unchanged, for those who keep this object."""
+    def pass_through(self) -> None:
+        """Let texts pass unchanged from now on, for those who keep this object."""
         self._bar = None
         if self._begun:
             self._stream.write(self._begun)
@@ -402,7 +402,7 @@ def lines_above(bar: Any, stream: Any) -> Iterator[None]:
             before = getattr(sys, name)
             if before is stream or (before is not None and before.isatty()):
                 above = _Above(before, bar)
-                stack.callback(above.end)
+                stack.callback(above.pass_through)
                 stack.enter_context(redirect(above))
                 for handler in _handlers_of(before):  # which keep the stream that they were made with
                     stack.callback(handler.setStream, before)

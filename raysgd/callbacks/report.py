@@ -141,7 +141,7 @@ def _options_of(trainer: Any) -> dict[str, str]:
 
 
 def _flat(config: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """The entries of a config and of the dicts in it, with dots between their names."""
+    """Yield the entries of a config and of the dicts in it, with dots between their names."""
     for number, (key, value) in enumerate(config.items()):
         name = f"{above}{key}"
         if number >= _MOST_ENTRIES:
@@ -162,7 +162,7 @@ def _shortened(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of what is imported already: nothing is imported for this."""
+    """Return the versions of what is imported already: nothing is imported for this."""
     found = {"raysgd": __version__, "Python": platform.python_version()}
     for package in _PACKAGES:
         if package in sys.modules:
@@ -215,7 +215,7 @@ class RunFacts:
 
 
 def page_of(facts: RunFacts, history: History) -> str:
-    """The page. It refreshes itself as long as the run goes on."""
+    """Return the page. It refreshes itself as long as the run goes on."""
     refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts.state == "running" else ""
     sections = [
         _header(facts),
@@ -282,7 +282,7 @@ def _tiles(facts: RunFacts, history: History) -> str:
 
 
 def _sizes(history: History) -> str:
-    """The numbers of workers that there were, in their order."""
+    """Return the numbers of workers that there were, in their order."""
     changes = [event for event in shown_events(history.events) if event.is_loss or event.old_size != event.new_size]
     if not changes:
         return "all the time"
@@ -295,7 +295,7 @@ def _sizes(history: History) -> str:
 
 
 def _headline_metrics(history: History) -> list[str]:
-    """The metrics that say most: those of validation if there are any."""
+    """Return the metrics that say most: those of validation if there are any."""
     names = readable.metrics_of(history)
     validation = [name for name in names if name.startswith("val_")]
     return (validation or [name for name in names if name != "lr"])[:3]
@@ -372,12 +372,12 @@ def _lost_span(event: GroupEvent, zero: float) -> Span:
 
 
 def _began(event: GroupEvent, zero: float) -> float:
-    """The second in which an event began; it may have done so before the first call that is shown."""
+    """Return the second in which an event began; it may have done so before the first call that is shown."""
     return max(0.0, event.began_at - zero)
 
 
 def _workers_over_time(history: History, zero: float) -> list[tuple[float, int]]:
-    """From which second on how many workers were at work: none in a recovery."""
+    """Return how many workers were at work from which second on: none in a recovery."""
     changes = [event for event in shown_events(history.events) if event.at >= zero]
     first = changes[0].old_size if changes else history.records[0].num_workers
     steps = [(0.0, first)]
@@ -408,7 +408,7 @@ def _events(events: Sequence[GroupEvent], zero: float) -> str:
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """The ledger of all ranks together: a bar with a part for each bin, and a table of them."""
+    """Return the ledger of all ranks together: a bar with a part for each bin, and a table of them."""
     total, goodput = sum(ledger.values()), goodput_of(ledger)
     if not total:
         return ""

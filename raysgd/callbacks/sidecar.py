@@ -57,7 +57,7 @@ class Sidecars:
         self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
-        """Writes what is to stand beside a checkpoint.
+        """Write what is to stand beside a checkpoint.
 
         Raises:
             OSError: It could not be written.

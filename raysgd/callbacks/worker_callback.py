@@ -22,7 +22,7 @@ class WorkerCallback:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warns of methods that look like events but would never be called."""
+        """Warn of methods that look like events but would never be called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, WorkerCallback)
 
@@ -65,15 +65,15 @@ class WorkerCallback:
         return type(self).__name__
 
     def state_dict(self) -> Any:
-        """State that survives losses, and that `save` writes: tensors and plain data. Rank 0 answers for all."""
+        """Return state that survives losses, and that `save` writes: tensors and plain data. Rank 0 answers for all."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Takes over what `state_dict` returned."""
+        """Take over what `state_dict` returned."""
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
-    """Refuses callbacks whose states could not be told apart.
+    """Refuse callbacks whose states could not be told apart.
 
     Raises:
         ValueError: Two of them have one `state_key`.
@@ -113,7 +113,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warns of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
+    """Warn of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
@@ -122,12 +122,12 @@ def warn_of_unknown_events(owner: type, events_of: type) -> None:
 
 
 def optimizers_of(operator: Any) -> list[Any]:
-    """The registered optimizers."""
+    """Return the registered optimizers."""
     return list(operator._raysgd.registered.optimizers)
 
 
 def models_of(operator: Any) -> list[Any]:
-    """The registered models, without wrappers."""
+    """Return the registered models, without wrappers."""
     return list(operator._raysgd.registered.original_models)
 
 
@@ -137,7 +137,7 @@ def state_of(operator: Any, key: str) -> Any:
 
 
 def rank_of(operator: Any) -> int:
-    """Its rank among all workers."""
+    """Return its rank among all workers."""
     return int(operator._raysgd.world.rank)
 
 
@@ -152,5 +152,5 @@ def index_of(operator: Any, optimizer: Any) -> int:
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """A metric of one optimizer: the plain name if there is only one."""
+    """Return a metric of one optimizer: the plain name if there is only one."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

@@ -10,8 +10,7 @@ from raysgd.engine.placement import draining_nodes
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.shared.connection import Connection
 from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker
 
 WORDS = FrontEndWords(
     when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",

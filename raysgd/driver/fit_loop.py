@@ -220,7 +220,7 @@ class Fit:
     def _told_of_the_run(self) -> Iterator[None]:
         error: BaseException | None = None
         try:
-            self._calls.begin()
+            self._calls.begin_run()
             yield
         except GeneratorExit:
             if self._run.epoch < self._last_epoch:
@@ -230,7 +230,7 @@ class Fit:
             error = raised
             raise
         finally:
-            self._calls.end(error)
+            self._calls.end_run(error)
 
     @property
     def _last_epoch(self) -> int:

@@ -31,8 +31,7 @@ from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import NoDataError, UnpicklableError
 from raysgd.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,7 @@ from raysgd.messages import replica_calls
 from raysgd.messages.batching import joint_batch_in_words
 from raysgd.messages.prediction_data import BatchRequest, PredictionSource
 from raysgd.messages.recovery import Recovery
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings, ReplicaSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.utils import BATCH_SIZE
 

@@ -69,7 +69,7 @@ class CallLog:
         self._interruptible: tuple[str, int] | None = None
         self._interrupted: set[str] = set()
 
-    def begin(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
+    def enqueue(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
         """Let a call take its turn. One that is logged already is not repeated."""
         with self._lock:
             if call.token in self._calls:
@@ -100,7 +100,7 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """From here on no Ctrl-C is passed on: one that was sent has been raised when this returns or raises."""
+        """Pass no Ctrl-C on from here on: one that was sent has been raised when this returns or raises."""
         with self._lock:
             self._interruptible = None
 
@@ -219,7 +219,7 @@ class Journal:
             os.truncate(self._path, end)
             return found
 
-    def end(self) -> None:
+    def discard(self) -> None:
         """Remove the file; from now on nothing is kept."""
         with self._lock:
             self._is_ended = True

@@ -380,7 +380,7 @@ def _this_program() -> str:
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Tells the host that a handle is gone, also at the end of a program: what it said before has then arrived."""
+    """Tell the host that a handle is gone, also at the end of a program: what it said before has then arrived."""
     import ray
 
     if session() == made_in:

@@ -125,14 +125,14 @@ class TrainerHost:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Only Ray says that a program is gone: its answer is lost then. Runs in a thread of Ray's."""
+        """Note that a program is gone, as Ray says: its answer is lost then. Runs in a thread of Ray's."""
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})
         self._needed_at = time.monotonic()
         for token, (owner, _) in list(self._iterators.items()):
             if owner == program:
-                self._log.begin(LoggedCall(f"{token}-end", "close", program, "the host"), partial(self._close, token))
+                self._log.enqueue(LoggedCall(f"{token}-end", "close", program, "the host"), partial(self._close, token))
         self._log.leave(program)
 
     async def detach(self, program: str) -> None:
@@ -179,7 +179,7 @@ class TrainerHost:
             logger.exception("the trainer of host `%s` could not be saved", self._settings.name)
         with suppress(Exception):
             self._end_trainer()
-        self._journal.end()
+        self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -194,7 +194,7 @@ class TrainerHost:
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
-            self._log.begin(_logged(asked), partial(self._do, asked))
+            self._log.enqueue(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
         """Keep what the next process needs. Where that fails, none follows, and the training goes on."""
@@ -204,7 +204,7 @@ class TrainerHost:
             self._journal.put(entries())
         except Exception as error:
             self._is_lasting = False
-            self._journal.end()
+            self._journal.discard()
             words = "host `%s` could not write down what it does, so its trainer ends if its process dies: %s"
             logger.warning(words, self._settings.name, error)
 
@@ -243,7 +243,7 @@ class TrainerHost:
         running: CallRequest | None = next((asked for asked, answer in calls if answer is None), None)
         num_deaths = 0 if running is None else self._num_deaths(running, kept)
         self._taken_up = None if running is None else running.token
-        self._log.begin(LoggedCall("restart", "start", "", "the host"), partial(self._restore, start, kept))
+        self._log.enqueue(LoggedCall("restart", "start", "", "the host"), partial(self._restore, start, kept))
         for asked, answer in calls:
             call = _logged(asked)
             if (taken := kept.get(f"{_TAKEN}{call.token}")) is not None:
@@ -252,11 +252,11 @@ class TrainerHost:
                 call.answer.set_result(answer)
                 self._log.add(call)
             elif call.method in _NOT_TAKEN_UP:
-                self._log.begin(call, partial(self._refuse, call.method, "which cannot be taken up: call it again"))
+                self._log.enqueue(call, partial(self._refuse, call.method, "which cannot be taken up: call it again"))
             elif asked is running and num_deaths >= _MOST_DEATHS:
-                self._log.begin(call, partial(self._refuse, call.method, _FATAL.format(num_deaths)))
+                self._log.enqueue(call, partial(self._refuse, call.method, _FATAL.format(num_deaths)))
             else:
-                self._log.begin(call, partial(self._do, asked))
+                self._log.enqueue(call, partial(self._do, asked))
         programs = {name.removeprefix(_PROGRAM): name for name in kept if name.startswith(_PROGRAM)}
         for program in self._log.programs() - set(programs):
             self._log.leave(program)
@@ -431,7 +431,7 @@ class TrainerHost:
             self._end_trainer(force)
         finally:
             self._log.await_all(_END_S)
-            self._journal.end()
+            self._journal.discard()
 
 
 def _entry(token: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from raysgd import _arguments as checks
 from raysgd.engine.policies import AUTO, ResizeCheck
+from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidCountError
 from raysgd.messages.batch_options import BatchOptions
 from raysgd.messages.placement import Placement
@@ -157,3 +158,19 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         checks.check_kind("recovery_options", self.recovery_options, Recovery)
+
+
+@dataclass
+class ReplicaMaker:
+    """Makes the replicas of a trainer, now and later, from the settings that it has at the time.
+
+    Attributes:
+        runner_cls: Their class.
+        settings: What they are made from.
+    """
+
+    runner_cls: Any
+    settings: Any = None
+
+    def __call__(self, world: World) -> Any:
+        return self.runner_cls(self.settings, world)

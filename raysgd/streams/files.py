@@ -120,7 +120,7 @@ class FileStream(Stream):
 
     @abstractmethod
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """The rows of a file from one on; anything in the place of those that are not needed."""
+        """Return the rows of a file from one on; anything in the place of those that are not needed."""
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -145,7 +145,7 @@ class FileStream(Stream):
 
 
 def _divided(path: str) -> tuple[str, str]:
-    """Returns what a path is in, and its last part, which is empty for a path that ends with a slash."""
+    """Return what a path is in, and its last part, which is empty for a path that ends with a slash."""
     if is_local(path):
         parent, slash, name = path.rpartition("/")
         return parent or slash or ".", name
@@ -354,7 +354,7 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Returns how many rows to make at a time: each of many lanes keeps them."""
+    """Return how many rows to make at a time: each of many lanes keeps them."""
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
 
 

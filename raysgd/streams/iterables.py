@@ -123,7 +123,7 @@ class HuggingFaceStream(Stream):
         return from_row(self._rows(part, at, states.append), start, at)
 
     def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
-        """The rows from number `at` on; now and then notes the number of the next one, and how to get there."""
+        """Yield the rows from number `at` on; now and then note the number of the next one, and how to get there."""
         for block in self._blocks(part):
             at, before = at + len(block), at
             if at // _NOTE_EVERY > before // _NOTE_EVERY:
@@ -136,7 +136,7 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """The rows of a table, as the dataset yields them. One by one they take it several times as long."""
+        """Return the rows of a table, as the dataset yields them. One by one they take it several times as long."""
         assert self._formatter is not None, "there are tables"
         if any(map(_has_nulls, table.columns)):  # which change the type of a column, and not that of other rows
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
@@ -149,7 +149,7 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """Makes rows of tables as the dataset does; None where it has no tables of plain values."""
+        """Make rows of tables as the dataset does; None where it has no tables of plain values."""
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
         except AttributeError:  # another version of the library
@@ -171,7 +171,7 @@ def _is_in_shards(rows: Any) -> bool:
 
 
 def _is_plain(column_type: Any) -> bool:
-    """Tells whether values are numbers, text, bytes or lists of such, which are not decoded."""
+    """Tell whether values are numbers, text, bytes or lists of such, which are not decoded."""
     from pyarrow import BaseExtensionType, types
 
     of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)

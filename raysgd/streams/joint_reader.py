@@ -107,7 +107,7 @@ class LaneEnds:
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
     def deal(self, num_rows: int, look: Callable[[int], LaneView]) -> DealtRows:
-        """DealtRows so many rows, or fewer at the end of the pass.
+        """Deal so many rows, or fewer at the end of the pass.
 
         Args:
             num_rows: How many.
@@ -255,7 +255,7 @@ class JointReader:
         return self._shares.joint_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """BatchOrder the next joint batch, if there is one."""
+        """Order the next joint batch, if there is one."""
         stream, most, places = self._stream, self._shares.joint_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
@@ -272,7 +272,7 @@ class JointReader:
         self._ordered.append(_JointBatch(dealt, parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Tells whether no joint batch follows the one that was dealt last, as far as that is known."""
+        """Tell whether no joint batch follows the one that was dealt last, as far as that is known."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
@@ -280,7 +280,7 @@ class JointReader:
         return num_left is not None and num_left < (self._shares.joint_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_joint: int) -> list[LaneSlice]:
-        """The rows of a batch; some to show where the worker has none, and never had any."""
+        """Return the rows of a batch; some to show where the worker has none, and never had any."""
         if start == stop:
             if self._has_rows or not self._pad:
                 return []

@@ -169,11 +169,11 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Tells whether a row is of one of these lanes."""
+        """Tell whether a row is of one of these lanes."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:
-        """Tells whether this reading comes to the row `at` soon, or has kept it."""
+        """Tell whether this reading comes to the row `at` soon, or has kept it."""
         waiting = self._waiting.get(first)
         if waiting and waiting[0][0] <= at <= waiting[-1][0]:
             return True

@@ -183,7 +183,7 @@ class LoaderInThread:
         return self._maker.make(self._orders.popleft())
 
     def close(self) -> None:
-        """Nothing is open that does not close by itself."""
+        """Do nothing: all that is open closes by itself."""
 
 
 class LoaderProcesses:
@@ -331,11 +331,11 @@ class ArrayCollate:
         return batches[0] if len(batches) == 1 else _built(batches, np.concatenate)
 
     def begin_process(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
-    """The same structure as that of each part, with a leaf made of theirs."""
+    """Return the same structure as that of each part, with a leaf made of theirs."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _built([part[name] for part in parts], leaf) for name in first}

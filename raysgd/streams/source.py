@@ -327,7 +327,7 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """An evaluation where ranks would have to tell each other how many rows there are: each takes its own lanes."""
+        """Evaluate where no rank knows how many rows there are: each takes the rows of the lanes that it watches."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in JointReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
@@ -340,7 +340,7 @@ class StreamSource:
             self.row_bytes = ((self.row_bytes or 0.0) * before + num_bytes(batch.batch)) / self._num_rows_seen
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Seeds of a logical shard, which begins with its first row, and of what follows the last one."""
+        """Return the seeds of a logical shard, which begins with its first row, and of what follows the last one."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
@@ -362,11 +362,11 @@ class StreamSource:
         return self._end
 
     def num_steps(self) -> int | None:
-        """Steps of the pass since it was opened, if known."""
+        """Return the steps of the pass since it was opened, if known."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Rows of the pass that all ranks have used after that many steps since it was opened."""
+        """Return the rows of the pass that all ranks have used after that many steps since it was opened."""
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 

@@ -35,7 +35,7 @@ class CreatorOperator(TrainingOperator):
     _data_creator: Callable[[dict[str, Any]], Any]
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Calls the creators and registers what they return."""
+        """Call the creators and register what they return."""
         train_dataset, test_dataset = self._create_data(config)
         with self._raysgd.scope():
             self.model = self._model_creator(config)
@@ -55,7 +55,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Also those that are attributes of the model, which it may be compiled with only now."""
+        """Register the optimizers among the attributes of the model, which it may be compiled with only now."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -81,7 +81,7 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """One `fit` with the options under `fit_config`; the last value of each entry of its history.
+        """Run one `fit` with the options under `fit_config`; return the last value of each entry of its history.
 
         Each is there as Keras names it and with `train_`: `loss` and `train_loss`.
         """
@@ -110,14 +110,14 @@ class CreatorOperator(TrainingOperator):
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
-        """A `fit` together with other ranks, from its beginning or from where it broke off."""
+        """Run a `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
         synchronizer.watch_model(model)  # each time, because it may have been compiled again
         self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
         stream.steps_per_execution = registration.steps_per_execution(model)
-        is_resumed = stream.begin(options.get("initial_epoch", 0))
+        is_resumed = stream.begin_fit(options.get("initial_epoch", 0))
         if is_resumed:
             self._agree()
             model.stop_training = False
@@ -129,7 +129,7 @@ class CreatorOperator(TrainingOperator):
         return stream.place.logs
 
     def _fit_rest(self, options: dict[str, Any]) -> None:
-        """First the rest of an epoch, if one broke off, and then the epochs that are left."""
+        """Train the rest of an epoch, if one broke off, and then the epochs that are left."""
         num_epochs, stream = options.get("epochs", 1), self._raysgd.fit
         assert stream.place is not None
         if stream.place.is_over:
@@ -181,7 +181,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Options of a `fit` that evaluates this rank's part; whether all ranks evaluate parts of the same batches."""
+        """Return options of a `fit` that evaluates this rank's part, and whether all ranks divide the same batches."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -193,7 +193,7 @@ class CreatorOperator(TrainingOperator):
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
-        """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
+        """Let all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
         told = np.array([float(bool(model.stop_training)), rate or 0.0])
@@ -205,7 +205,7 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """One `evaluate` with the options under `evaluate_config`; every sample counts once."""
+        """Run one `evaluate` with the options under `evaluate_config`; every sample counts once."""
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -227,7 +227,7 @@ class CreatorOperator(TrainingOperator):
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
-        """This rank's part of what `fit` is to be given."""
+        """Return this rank's part of what `fit` is to be given."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
@@ -237,13 +237,13 @@ class CreatorOperator(TrainingOperator):
         return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
-        """Trains on zeros, so that everything that happens for the first time has happened."""
+        """Train on zeros, so that everything that happens for the first time has happened."""
         part = self._part(self.train_dataset)
         self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """This rank's part of a dataset, or of so many batches of it."""
+        """Return this rank's part of a dataset, or of so many batches of it."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
@@ -274,7 +274,7 @@ class CreatorOperator(TrainingOperator):
 def make_operator(
     model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
 ) -> type[TrainingOperator]:
-    """The operator class of two creator functions.
+    """Return the operator class of two creator functions.
 
     Raises:
         ValueError: One of them is not callable.
@@ -287,6 +287,6 @@ def make_operator(
 
 
 def _last(values: Any) -> Any:
-    """The value of the last epoch, as a plain number where it is one."""
+    """Return the value of the last epoch, as a plain number where it is one."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

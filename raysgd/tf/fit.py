@@ -44,7 +44,7 @@ class FitPlace:
 
 
 def check_state(state: Any) -> None:
-    """Refuses what `FitStream.resume` could not continue from.
+    """Refuse what `FitStream.resume` could not continue from.
 
     Raises:
         ValueError: It is not what `FitStream.state` returned.
@@ -107,7 +107,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def ledger(self) -> DataLedger | None:
-        """The joint batches of the epoch of Keras, running or last. May be called from a second thread."""
+        """Return the joint batches of the epoch of Keras, running or last. May be called from a second thread."""
         if self._num_exchanges_before is None or self.place is None:
             return self._last_ledger
         place, due = self._present_place(), self._num_due
@@ -127,30 +127,30 @@ class FitStream:
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Nothing: Keras draws its batches itself."""
+        """Return nothing: Keras draws its batches itself."""
         return iter(())
 
     def settle(self) -> None:
-        """Says that Keras is done; what all ranks do together after that may still break off."""
+        """Say that Keras is done; what all ranks do together after that may still break off."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """Says that the call is over: the next one begins a `fit`."""
+        """Say that the call is over: the next one begins a `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """Forgets the step that broke off; it will be taken again."""
+        """Forget the step that broke off; it will be taken again."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another rank is, or was when a snapshot was taken."""
+        """Go on where another rank is, or was when a snapshot was taken."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
@@ -160,8 +160,8 @@ class FitStream:
     def _close(self) -> None:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
-    def begin(self, first_epoch: int) -> bool:
-        """Gets ready for a `fit`; whether it continues one that broke off."""
+    def begin_fit(self, first_epoch: int) -> bool:
+        """Get ready for a `fit`; return whether it continues one that broke off."""
         if self.place is None:
             if self._num_passes_elsewhere is not None:
                 self.passes.go_to(self._num_passes_elsewhere)
@@ -172,13 +172,13 @@ class FitStream:
         return True
 
     def data(self) -> Any:
-        """The dataset from here on, not divided."""
+        """Return the dataset from here on, not divided."""
         assert self.place is not None
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
 
     def begin_epoch(self, epoch: int, steps_per_epoch: int | None = None) -> None:
-        """Notes that Keras begins an epoch."""
+        """Note that Keras begins an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
@@ -189,7 +189,7 @@ class FitStream:
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Notes that Keras is done with it."""
+        """Note that Keras is done with it."""
         place = self._present_place()
         if self._num_due is None:  # the end of the data has told
             self._num_due = self._num_steps_seen = place.num_steps
@@ -215,18 +215,18 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Between two steps: what is to be done at a boundary."""
+        """Do what is to be done at a boundary, between two steps."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
 
 def _plain(value: Any) -> Any:
-    """A number of Keras's as one of Python."""
+    """Return a number of Keras's as one of Python."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
-    """A callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
+    """Return a callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
     callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
     class Tracker(callback_cls):
@@ -241,7 +241,7 @@ def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: C
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """A callback for the first place: it merges what the ranks have apart before others use the model.
+    """Return a callback for the first place: it merges what the ranks have apart before others use the model.
 
     At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
     of the user, which may evaluate by themselves.
@@ -274,7 +274,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """A callback for the last place: after each step it stops all ranks if one of them is to stop."""
+    """Return a callback for the last place: after each step it stops all ranks if one of them is to stop."""
     callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
     class Stopper(callback_cls):
@@ -321,4 +321,4 @@ def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Seq
 
 
 def _nothing(logs: Any = None) -> None:
-    """Stands for a method of a callback."""
+    """Stand for a method of a callback."""

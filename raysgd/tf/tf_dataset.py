@@ -43,7 +43,7 @@ class TFMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> Any:
-        """The rows of one shard; a negative index stands for all shards.
+        """Yield the rows of one shard; a negative index stands for all shards.
 
         Args:
             shard_index: Which one.
@@ -89,7 +89,7 @@ class _Column:
         return tf.TensorSpec([None, *self._shape], self._kind)
 
     def of(self, frame: Any) -> Any:
-        """Its values in a frame."""
+        """Return its values in a frame."""
         values = frame[self._name].to_numpy()
         if values.dtype == object and self._kind.name != "string":
             values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)

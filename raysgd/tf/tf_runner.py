@@ -33,7 +33,7 @@ class TFRunner(ClassRunner):
         return self._hosted.operator
 
     def restore_former(self, state: Mapping[str, Any]) -> str:
-        """Takes over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
+        """Take over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
 
         Returns:
             Why the optimizer was left as it is; nothing if it was not.
@@ -46,7 +46,7 @@ class TFRunner(ClassRunner):
         return obstacle
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Runs the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
+        """Run the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
         if request.shard_key is None:
             self._hosted.feed.align_validation()
         if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
@@ -62,7 +62,7 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def architecture(self) -> list[str]:
-        """The registered models without their weights, as JSON; a single one with what it can be compiled with."""
+        """Return the registered models without weights, as JSON; a single one with what it can be compiled with."""
         registered = self.operator._raysgd.registered
         models, loss = registered.models, registered.loss
         if len(models) != 1 or len(registered.optimizers) != 1 or loss is None:

@@ -19,7 +19,7 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
-        """A bundle for each worker; the trial itself only drives."""
+        """Return a bundle for each worker; the trial itself only drives."""
         bundle = {"CPU": config.get("num_cpus_per_worker", 1), "GPU": int(config["use_gpu"])}
         return tune_trial.reservation([{}, *[bundle] * config["num_replicas"]])
 
@@ -40,14 +40,14 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
         return True
 
     def step(self) -> dict[str, Any]:
-        """Trains, then evaluates; the results of both."""
+        """Train, then evaluate; return the results of both."""
         trained: dict[str, Any] = self._trainer.train()
         validated: dict[str, Any] = self._trainer.validate()
         return {**trained, **validated}
 
 
 def _resources(tune_config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that say what the workers need."""
+    """Return the arguments that say what the workers need."""
     return {
         "num_replicas": tune_config["num_replicas"],
         "num_cpus_per_worker": tune_config.get("num_cpus_per_worker", 1),

@@ -201,7 +201,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             return super().__new__(cls) if host is None else start(cls, host, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
+        """Return the settings with the dataset that `fit` is to validate on in a form for other processes."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -239,7 +239,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
             check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
-        """Does what `reset_config` does, with other creator functions, too."""
+        """Do what `reset_config` does, with other creator functions, too."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
         self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
@@ -280,7 +280,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return config
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
-        """The trained model, or a list of models: a copy in the driver, with weights.
+        """Return the trained model, or a list of models: a copy in the driver, with weights.
 
         With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
         the models are made from their configuration. They are compiled if the operator's are; and so is a single model
@@ -322,7 +322,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
+        """Return a copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
         state = self._snapshot().shared_state
         return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
@@ -330,7 +330,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         self._load(state, ())
 
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
-        """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
+        """Write the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last`.
@@ -355,7 +355,7 @@ class TFTrainer(ChangingTrainer[OperatorT]):
         return checkpoint
 
     def load(self, checkpoint: str | PathLike[str]) -> None:
-        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
+        """Load a file that `save` wrote, or that the old library wrote, into all workers.
 
         Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
         the optimizer stays as it is, and a warning says why.

@@ -94,7 +94,7 @@ class TrainingOperator(BaseOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Trains on all batches of `iterator` and returns the averaged metrics.
+        """Train on all batches of `iterator` and return the averaged metrics.
 
         Args:
             iterator: This worker's batches. Draw one, train on it, draw the next.
@@ -125,7 +125,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Counts the steps that other workers had samples for, and this one had none; returns how many were new."""
+        """Count the steps that other workers had samples for, and this one had none; return how many were new."""
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
         self.global_step += number
@@ -133,7 +133,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Takes one optimizer step on one batch.
+        """Take one optimizer step on one batch.
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
@@ -151,7 +151,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """The step itself, as a graph: gradients of the loss, then `optimizer_step`. Returns metrics as tensors."""
+        """Take the step itself, as a graph: gradients of the loss, then `optimizer_step`. Return metrics as tensors."""
         import tensorflow as tf
 
         model, optimizer = required(self, "model"), required(self, "optimizer")
@@ -165,7 +165,7 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Returns the output of the model and the loss, the mean over the samples. For training and validation.
+        """Return the output of the model and the loss, the mean over the samples. For training and validation.
 
         Where the loss is the mean over something else, such as tokens, return how much that is as a third thing:
         gradients and metrics are then averaged by it over all workers.
@@ -180,20 +180,20 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Steps the optimizer, which takes the mean of the gradients of all workers by samples first."""
+        """Step the optimizer, which takes the mean of the gradients of all workers by samples first."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def update_metrics(self, target: Any, output: Any, sample_weight: Any = None) -> None:
-        """Tells every registered Keras metric about a batch."""
+        """Tell every registered Keras metric about a batch."""
         for metric in self._raysgd.registered.metrics:
             metric.update_state(target, output, sample_weight=sample_weight)
 
     @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
+        """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
         Ranks may have different numbers of batches, so nothing in the loop may wait for other ranks.
         """
@@ -209,7 +209,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, weight, and `val_accuracy` where the largest output is a class."""
+        """Evaluate one batch: `val_loss`, weight, and `val_accuracy` where the largest output is a class."""
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -218,7 +218,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """The evaluation of a batch, as a graph. Returns metrics as tensors."""
+        """Evaluate a batch, as a graph. Return metrics as tensors."""
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
@@ -230,7 +230,7 @@ class TrainingOperator(BaseOperator):
         "datasets go into `self.register_data(train_dataset=..., validation_dataset=...)`"
     )
     def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
-        """Hands models, optimizers, loss and metrics to the library.
+        """Hand models, optimizers, loss and metrics to the library.
 
         Optimizers average the gradients of all workers from now on, wherever they are used.
 
@@ -278,7 +278,7 @@ class TrainingOperator(BaseOperator):
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding = "worker"
     ) -> None:
-        """Hands the datasets to the library, which divides them over the workers.
+        """Hand the datasets to the library, which divides them over the workers.
 
         Args:
             train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
@@ -316,11 +316,11 @@ class TrainingOperator(BaseOperator):
         self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
     def average_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """The mean of all workers' gradients by samples, for optimizers that are not registered."""
+        """Return the mean of all workers' gradients by samples, for optimizers that are not registered."""
         return self._raysgd.context.synchronizer.average(gradients)
 
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
-        """A loss that is the mean over so many tokens, say, made ready for its gradient; all workers have to call it.
+        """Make a loss that is the mean over, say, so many tokens ready for its gradient; all workers have to call it.
 
         For a `train_step` of your own, which reports `loss` itself and the weight under `raysgd.utils.BATCH_WEIGHT`.
         """
@@ -341,7 +341,7 @@ class TrainingOperator(BaseOperator):
     def from_creators(
         cls, model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
     ) -> type[TrainingOperator]:
-        """Makes an operator class out of creator functions; see `raysgd.tf.creator_operator`.
+        """Make an operator class out of creator functions; see `raysgd.tf.creator_operator`.
 
         Args:
             model_creator: `config` -> compiled Keras model.
@@ -355,7 +355,7 @@ class TrainingOperator(BaseOperator):
         return make_operator(model_creator, data_creator)
 
     def warm_up(self) -> None:
-        """Takes steps on zeros, so that everything that happens for the first time has happened."""
+        """Take steps on zeros, so that everything that happens for the first time has happened."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
@@ -369,7 +369,7 @@ class TrainingOperator(BaseOperator):
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """Features, target and weights of a batch, as `fit` takes them apart."""
+    """Return features, target and weights of a batch, as `fit` takes them apart."""
     if not isinstance(batch, list | tuple):
         return batch, None, None
     features, target, sample_weight = (*batch, None, None)[:3]
@@ -377,7 +377,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _three(returned: Sequence[Any]) -> Sequence[Any]:
-    """Output, loss and weight; None for a weight that was not given."""
+    """Return output, loss and weight; None for a weight that was not given."""
     return returned if len(returned) == 3 else [*returned, None]
 
 
@@ -397,7 +397,7 @@ def _unscaled(optimizer: Any, gradients: Sequence[Any]) -> Any:
 
 
 def _accuracy(output: Any, target: Any) -> Any:
-    """Share of samples whose largest output is the target, a class or one-hot; None where that means nothing."""
+    """Return the share of samples whose largest output is the target, a class or one-hot; None if there is none."""
     import tensorflow as tf
 
     if not tf.is_tensor(output) or target is None or output.shape.rank is None or output.shape.rank < 2:

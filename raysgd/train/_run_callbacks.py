@@ -61,7 +61,7 @@ class TrainerCallbacks:
             self._calls = FunctionCalls(self._own, "train", config, local, _OBSTACLE)
             try:
                 self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
-                self._calls.begin()
+                self._calls.begin_run()
                 yield
             except BaseException as error:
                 failure = error
@@ -93,7 +93,7 @@ class TrainerCallbacks:
         try:
             self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
         finally:
-            calls.end(failure)
+            calls.end_run(failure)
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class CheckpointStrategy:
 
 
 def check_strategy(strategy: CheckpointStrategy | None) -> None:
-    """Checks what says which checkpoints stay.
+    """Check what says which checkpoints stay.
 
     Raises:
         TypeError: It is neither a strategy nor None.
@@ -73,7 +73,7 @@ def check_strategy(strategy: CheckpointStrategy | None) -> None:
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """The value of a checkpoint's score attribute as a number; None where nothing is kept, so that none is needed.
+    """Return the value of a checkpoint's score attribute as a number; None where nothing is kept.
 
     Raises:
         ValueError: It is missing or no number.
@@ -109,7 +109,6 @@ class CheckpointManager(CheckpointTaker):
         self._strategy = strategy
         self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
         self._saved: list[SavedCheckpoint[None]] = []
-        self._written: int | None = None
         self.latest_checkpoint_id = latest_id
 
     def begin_run(
@@ -119,7 +118,7 @@ class CheckpointManager(CheckpointTaker):
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
     ) -> None:
-        """Gets ready for a run.
+        """Get ready for a run.
 
         Args:
             run_dir: Where its checkpoints go, in a folder of their own; None to write none.
@@ -141,7 +140,7 @@ class CheckpointManager(CheckpointTaker):
         return self._strategy.checkpoint_score_attribute
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Takes a checkpoint over. Returns at once; `receive` gets it, from a thread.
+        """Take a checkpoint over. Return at once; `receive` gets it, from a thread.
 
         Args:
             score: The value by which it is judged.
@@ -161,12 +160,12 @@ class CheckpointManager(CheckpointTaker):
         self._latest = checkpoint
         self._note_landing(checkpoint)
         new = SavedCheckpoint(identity, score, None)
-        self._saved, dropped = self._rule.divide([*self._saved, new])
+        kept, dropped = self._rule.divide([*self._saved, new])
         place = self._place_of(identity)
-        if place is None or new not in self._saved:
+        if place is None or new not in kept:
             return
         write_checkpoint(checkpoint, place)
-        self._written = identity
+        self._saved = kept
         for each in dropped:
             self._remove(each.number)
 
@@ -187,8 +186,9 @@ class CheckpointManager(CheckpointTaker):
     def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run that is there; None when there is none."""
         self.flush()
-        if self._folder is not None and self._written is not None and self._folder.has(checkpoint_name(self._written)):
-            return self._place_of(self._written)
+        newest = self._saved[-1].number if self._saved else None
+        if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
+            return self._place_of(newest)
         return self.best_checkpoint_path
 
     @property
@@ -199,7 +199,7 @@ class CheckpointManager(CheckpointTaker):
         return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
-        """The file of a checkpoint, as a path or a URI; None where nothing is written."""
+        """Return the file of a checkpoint, as a path or a URI; None where nothing is written."""
         if self._folder is None:
             return None
         file = self._folder / checkpoint_name(identity)
@@ -211,7 +211,7 @@ class CheckpointManager(CheckpointTaker):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
-    """Writes a file that is whole or not there.
+    """Write a file that is whole or not there.
 
     Raises:
         OSError: It could not be written; a `StorageError` for a URI.
@@ -228,7 +228,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """A checkpoint: as it is if it is a dict, else read from a path or a URI.
+    """Return a checkpoint: unchanged if it is a dict, else read from a path or a URI.
 
     Reading runs what the file says, as any pickle.
 

@@ -346,7 +346,7 @@ class CallsInTrials:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
             self._of_trial[trial.trial_id] = calls
-        self._of_trial[trial.trial_id].begin()
+        self._of_trial[trial.trial_id].begin_run()
 
     def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
         """A trial has reported."""
@@ -375,7 +375,7 @@ class CallsInTrials:
     def _end(self, trial: Any, error: BaseException | None) -> None:
         calls = self._of_trial.pop(trial.trial_id, None)
         if calls is not None:
-            calls.end(error)
+            calls.end_run(error)
 
     def _make(self, name: str, config: Any, folder: str) -> FunctionCalls:
         return FunctionCalls(deepcopy(self._callbacks), name, config, folder, _CANNOT_STOP)

@@ -57,7 +57,7 @@ class Clock:
 
 def make_filler() -> MetricsFiller:
     filler = MetricsFiller("1a2b3_00000", {"train_loop_config": {"lr": 1}}, "0", Clock())
-    filler.begin(RunProgress())
+    filler.begin_attempt(RunProgress())
     return filler
 
 
@@ -98,7 +98,7 @@ def test_an_attempt_counts_on_from_its_checkpoint() -> None:
         filler.fill({}, None)
     at_checkpoint = filler.progress
     filler.fill({}, None)
-    filler.begin(at_checkpoint)
+    filler.begin_attempt(at_checkpoint)
     filler.fill({}, None)
     filled = filler.fill({}, None)
     assert (filled["training_iteration"], filled["iterations_since_restore"]) == (4, 2)

@@ -122,7 +122,7 @@ class TestInRunConfig:
         callbacks.watch(lambda: [LOSS])
         callbacks.start(after_failure=True, restores=False)
         callbacks.report({"loss": 0.5, "training_iteration": 2})
-        callbacks.end(has_failed=False)
+        callbacks.end_run(has_failed=False)
         begin = ("begin", trial.trainable_name, {"lr": 0.1}, Path(trial.local_path))
         results = [("result", 1.0, 1), ("event", "rejoined"), ("result", 0.5, 2)]
         assert notes.calls == [begin, *results, ("end", None)]
@@ -138,7 +138,7 @@ class TestInRunConfig:
             CallbackError, match=r"^The callback `Notes` failed in `on_result`: OSError: disk full"
         ) as info:
             callbacks.report({"loss": 1.0, "training_iteration": 1})
-        callbacks.end(has_failed=True, error=info.value)
+        callbacks.end_run(has_failed=True, error=info.value)
         assert first.calls[-1] == last.calls[-1] == ("end", info.value)
 
     def test_their_state_is_kept_beside_checkpoints(self, trial: FitTrialView) -> None:
@@ -247,7 +247,7 @@ class TestWhatIsACallback:
         callbacks.setup(None)
         callbacks.start(after_failure=False, restores=False)
         callbacks.report(filled(loss=1.5))
-        callbacks.end(has_failed=False)
+        callbacks.end_run(has_failed=False)
         assert OnlyResults.seen == [1.5]
 
 
@@ -278,11 +278,11 @@ class TestFailures:
     def test_at_the_end_come_after_all_were_called(self, hook: str, trial: FitTrialView) -> None:
         last = Noting()
         with pytest.raises(CallbackError, match=hook):
-            RunCallbacks([Noting(fails_in=hook), last], trial).end(has_failed=False)
+            RunCallbacks([Noting(fails_in=hook), last], trial).end_run(has_failed=False)
         assert [call.split()[0] for call in last.calls] == ["on_trial_complete", "on_experiment_end"]
 
     def test_at_the_end_of_a_failed_run_are_logged(self, trial: FitTrialView, caplog: pytest.LogCaptureFixture) -> None:
-        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end(has_failed=True)
+        RunCallbacks([Noting(fails_in="on_trial_error")], trial).end_run(has_failed=True)
         assert "`Noting` failed in `on_trial_error`" in caplog.text
 
     def test_of_a_training_callback_name_its_class(self, trial: FitTrialView) -> None:
@@ -312,7 +312,7 @@ class TestTrainingCallbacks:
         for _ in range(2):
             callbacks.start(after_failure=False, restores=False)
         callbacks.report(filled(loss=1))
-        callbacks.end(has_failed=True)
+        callbacks.end_run(has_failed=True)
         [started, [report], has_failed] = seen
         assert started == (trial.local_path, {"lr": 0.1})
         assert report["loss"] == 1
@@ -323,7 +323,7 @@ class TestTrainingCallbacks:
         callbacks = RunCallbacks([JsonLoggerCallback()], trial)
         callbacks.start(after_failure=False, restores=False)
         callbacks.report(filled(loss=1))
-        callbacks.end(has_failed=False)
+        callbacks.end_run(has_failed=False)
         assert '"loss": 1' in Path(trial.local_path, "results.json").read_text()
 
 

@@ -142,24 +142,24 @@ class TestTheEnd:
         noted: list[tuple[Any, ...]] = []
         calls = calls_of(Noting(noted, "a"), Noting(noted, "b", fails_in="begin"), Noting(noted, "c"))
         with pytest.raises(CallbackError):
-            calls.begin()
+            calls.begin_run()
         error = RuntimeError("the run")
-        calls.end(error)
+        calls.end_run(error)
         assert noted == [("a", "begin"), ("b", "begin"), ("a", "end", error), ("b", "end", error)]
 
     def test_raises_the_first_failure_after_all_were_called(self, caplog: pytest.LogCaptureFixture) -> None:
         noted: list[tuple[Any, ...]] = []
         calls = calls_of(Noting(noted, "a", "end"), Noting(noted, "b", "end"))
-        calls.begin()
+        calls.begin_run()
         with pytest.raises(CallbackError, match="on_run_end"):
-            calls.end(None)
+            calls.end_run(None)
         assert [call[:2] for call in noted[2:]] == [("a", "end"), ("b", "end")]
         assert "`Noting` failed in `on_run_end`" in caplog.text
 
     def test_hides_no_error_of_the_run(self, caplog: pytest.LogCaptureFixture) -> None:
         calls = calls_of(Noting([], fails_in="end"))
-        calls.begin()
-        calls.end(RuntimeError("the run"))
+        calls.begin_run()
+        calls.end_run(RuntimeError("the run"))
         assert "`Noting` failed in `on_run_end`" in caplog.text
 
 

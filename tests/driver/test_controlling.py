@@ -14,8 +14,7 @@ from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.placement import Placement
 from raysgd.messages.recovery import Recovery
-from raysgd.messages.replica_maker import ReplicaMaker
-from raysgd.messages.settings import GroupSettings
+from raysgd.messages.settings import GroupSettings, ReplicaMaker
 
 
 def made_by(use_gpu: bool, **options: Any) -> Any:

@@ -23,8 +23,8 @@ def result_of(call: LoggedCall) -> object:
 
 def test_calls_take_turns_in_their_order() -> None:
     log, order, gate = CallLog(), [], threading.Event()
-    first = log.begin(logged("1"), lambda: (gate.wait(10), order.append(1)))
-    second = log.begin(logged("2"), lambda: order.append(2))
+    first = log.enqueue(logged("1"), lambda: (gate.wait(10), order.append(1)))
+    second = log.enqueue(logged("2"), lambda: order.append(2))
     assert log.running() is first
     gate.set()
     result_of(second)
@@ -33,8 +33,8 @@ def test_calls_take_turns_in_their_order() -> None:
 
 def test_a_call_that_comes_twice_happens_once() -> None:
     log, times = CallLog(), []
-    first = log.begin(logged("1"), lambda: times.append(1))
-    assert log.begin(logged("1"), lambda: times.append(1)) is first
+    first = log.enqueue(logged("1"), lambda: times.append(1))
+    assert log.enqueue(logged("1"), lambda: times.append(1)) is first
     result_of(first)
     log.await_all(10)
     assert times == [1]
@@ -42,7 +42,7 @@ def test_a_call_that_comes_twice_happens_once() -> None:
 
 def test_an_answer_stays_until_it_is_confirmed() -> None:
     log = CallLog()
-    call = log.begin(logged("1"), lambda: 5)
+    call = log.enqueue(logged("1"), lambda: 5)
     assert result_of(call) == 5
     assert log.find("1") is call
     log.confirm("1")
@@ -50,7 +50,7 @@ def test_an_answer_stays_until_it_is_confirmed() -> None:
 
 
 def test_what_a_call_raises_is_its_answer() -> None:
-    call = CallLog().begin(logged("1"), lambda: {}["missing"])
+    call = CallLog().enqueue(logged("1"), lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         result_of(call)
 
@@ -63,8 +63,8 @@ def test_ctrl_c_is_raised_in_the_call_that_runs_and_in_no_other() -> None:
         while True:
             time.sleep(0.001)
 
-    running, waiting = log.begin(logged("1"), forever), log.begin(logged("2"), lambda: 2)
-    last = log.begin(logged("3"), lambda: 3)
+    running, waiting = log.enqueue(logged("1"), forever), log.enqueue(logged("2"), lambda: 2)
+    last = log.enqueue(logged("3"), lambda: 3)
     began.wait(10)
     log.interrupt("2")
     log.interrupt("1")
@@ -73,22 +73,22 @@ def test_ctrl_c_is_raised_in_the_call_that_runs_and_in_no_other() -> None:
             result_of(call)
     assert result_of(last) == 3
     log.interrupt("3")  # it has ended
-    assert result_of(log.begin(logged("4"), lambda: 4)) == 4
+    assert result_of(log.enqueue(logged("4"), lambda: 4)) == 4
 
 
 def test_ctrl_c_is_raised_in_a_call_that_has_yet_to_arrive() -> None:
     log = CallLog()
     log.interrupt("1")
     with pytest.raises(KeyboardInterrupt):
-        result_of(log.begin(logged("1"), lambda: 1))
+        result_of(log.enqueue(logged("1"), lambda: 1))
     log.confirm("1")
     assert not log.is_interrupted("1")
 
 
 def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
     log, gate = CallLog(), threading.Event()
-    call = log.begin(logged("1", "gone"), lambda: gate.wait(10))
-    log.begin(logged("2", "here"), lambda: None)
+    call = log.enqueue(logged("1", "gone"), lambda: gate.wait(10))
+    log.enqueue(logged("2", "here"), lambda: None)
     assert log.take_over("next") is None
     assert log.has_others("next")
     log.leave("gone")
@@ -103,19 +103,19 @@ def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
 
 def test_what_a_program_that_is_gone_draws_from_an_iterator_goes_to_no_other() -> None:
     log, gate = CallLog(), threading.Event()
-    running = log.begin(LoggedCall("1", "draw", "gone", "a program"), lambda: gate.wait(10))
+    running = log.enqueue(LoggedCall("1", "draw", "gone", "a program"), lambda: gate.wait(10))
     log.leave("gone")
     assert log.running() is running
     assert log.take_over("next") is None
     gate.set()
-    result_of(log.begin(logged("2"), lambda: None))
+    result_of(log.enqueue(logged("2"), lambda: None))
     assert log.find("1") is None
 
 
 def test_answers_to_programs_that_are_gone_are_not_kept_for_ever() -> None:
     log = CallLog()
     for number in range(40):
-        result_of(log.begin(logged(str(number), f"program {number}"), lambda: None))
+        result_of(log.enqueue(logged(str(number), f"program {number}"), lambda: None))
         log.leave(f"program {number}")
     given: list[str] = []
     while (call := log.take_over("next", given)) is not None:
@@ -165,7 +165,7 @@ def test_only_the_user_can_read_it_and_nothing_is_left_of_it(path: Path) -> None
     assert path.parent.stat().st_mode & 0o77 == 0
     assert written.read() == {"a": b"1"}
     assert path.stat().st_mode & 0o77 == 0
-    written.end()
+    written.discard()
     written.put({"a": b"2"})
     assert list(path.parent.iterdir()) == []
     assert written.read() == {}

@@ -33,7 +33,7 @@ class Keras:
         return number
 
     def fit(self) -> None:
-        self.stream.begin(0)
+        self.stream.begin_fit(0)
         self.batches = iter(self.stream.data())
 
     def epoch(self, index: int, num_steps: int) -> list[int]:
@@ -119,7 +119,7 @@ def test_an_epoch_that_broke_off_goes_on_with_what_was_not_used(is_elsewhere: bo
     if is_elsewhere:
         keras = Keras()
         keras.stream.resume(state)
-    assert keras.stream.begin(0)
+    assert keras.stream.begin_fit(0)
     keras.batches = iter(keras.stream.data())
     rest = keras.epoch(1, 6)
     assert sorted(used + rest) == list(range(10))
@@ -146,7 +146,7 @@ def test_what_is_over_says_how_many_passes_there_were() -> None:
     keras.fit()
     keras.epoch(0, 10)
     keras.stream.settle()
-    assert (keras.stream.is_mid_pass, keras.stream.begin(0)) == (True, True), "what follows may break off"
+    assert (keras.stream.is_mid_pass, keras.stream.begin_fit(0)) == (True, True), "what follows may break off"
     keras.stream.end()
     assert keras.stream.state() == {"num_passes": 1, "logs": {"loss": 0.0}}
     assert not keras.stream.is_mid_pass

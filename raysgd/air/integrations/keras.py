@@ -123,7 +123,7 @@ def _several(names: str | Sequence[str]) -> list[str]:
 
 
 def _chosen(metrics: Metrics, logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics to report.
+    """Return the metrics to report.
 
     Raises:
         KeyError: Keras has no metric of that name.

@@ -34,7 +34,7 @@ class NoLogging:
 
 
 def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Starts an MLflow run in a training function and returns the module `mlflow`.
+    """Start an MLflow run in a training function and return the module `mlflow`.
 
     Args:
         config: Logged as parameters of the run.

@@ -18,7 +18,7 @@ __all__ = ["WandbLoggerCallback", "setup_wandb"]
 
 
 def setup_wandb(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Starts a run of Weights & Biases in a training function and returns it.
+    """Start a run of Weights & Biases in a training function and return it.
 
     Args:
         config: Logged as the config of the run.

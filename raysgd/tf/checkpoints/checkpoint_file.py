@@ -46,7 +46,7 @@ _LEGACY_KEYS = ("epoch", "weights", "optimizer_weights")
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+    """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
     Raises:
         ValueError: Something in `state` could not be given back; the message says where it is.
@@ -67,7 +67,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Refuses a state that a file could not give back.
+    """Refuse a state that a file could not give back.
 
     Raises:
         ValueError: The message says where in it.
@@ -77,7 +77,7 @@ def check(state: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-    """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
+    """Read a checkpoint, make sure that it is undamaged, and return the state that was written.
 
     Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
     has `FORMER_OPTIMIZER` in place of `optimizers`.
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
-    """`value` as JSON takes it; arrays go into `arrays` under their path."""
+    """Return `value` as JSON takes it; arrays go into `arrays` under their path."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):
@@ -172,13 +172,13 @@ def _unused(name: str, arrays: dict[str, Any]) -> str:
 
 
 def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in a kind of number that NumPy's format knows; bfloat16 and the like go as the integers they are."""
+    """Return the array in a kind of number that NumPy's format knows; bfloat16 and the like go as integers."""
     array = np.ascontiguousarray(array) if array.ndim else array
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
 def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
-    """The array in a `.npy` member, if it is what the index says, and that is no larger than the member."""
+    """Return the array in a `.npy` member, if it is what the index says, and that is no larger than the member."""
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)
     array = np.lib.format.read_array(member, allow_pickle=False)
@@ -188,7 +188,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
 
 
 def _small_float(name: str) -> np.dtype[Any]:
-    """A dtype that NumPy alone does not know; it is stored as the integers that it is."""
+    """Return a dtype that NumPy alone does not know; it is stored as the integers that it is."""
     import ml_dtypes  # noqa: F401 - it tells NumPy
 
     dtype = np.dtype(name)

@@ -27,7 +27,7 @@ _SLOTS = {
 
 
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
-    """The value of each variable of `optimizer`: from `weights` where they have it, else what it is now.
+    """Return the value of each variable of `optimizer`: from `weights` where they have it, else what it is now.
 
     Raises:
         ValueError: It is not known where they belong; the message says why, to follow "because".
@@ -48,7 +48,7 @@ def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
 
 
 def _homes(optimizer: Any) -> list[Any] | None:
-    """The variables that the weights of a file belong to, in their order; None where that is not known."""
+    """Return the variables that the weights of a file belong to, in their order; None where that is not known."""
     if hasattr(optimizer, "_create_all_weights"):  # of the same kind as in the old library
         return registration.variables_of_optimizer(optimizer)
     kind = type(optimizer)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: Sequence[Any] = ()) -> str:
-    """A model, and what it is to be compiled with if it was not."""
+    """Return a model, and what it is to be compiled with if it was not."""
     keras = registration.keras_of(model)
     parts = {"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)}
     if type(model).__name__ == "Sequential":
@@ -35,7 +35,7 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
 
 
 def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
-    """Fills in the sizes of inputs that tf_keras leaves out where a layer was adapted ahead of its model."""
+    """Fill in the sizes of inputs that tf_keras leaves out where a layer was adapted ahead of its model."""
     known: Sequence[Any] = ()
     for layer in reversed(layers):
         known = (layer.get("build_config") or {}).get("input_shape") or known
@@ -45,7 +45,7 @@ def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
 
 
 def model_from_json(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """The model, with new weights; compiled if it can be."""
+    """Return the model, with new weights; compiled if it can be."""
     parts, custom = json.loads(text), dict(custom_objects or {})
     keras = importlib.import_module(parts["keras"])
     model = keras.saving.deserialize_keras_object(parts["model"], custom_objects=custom)

@@ -56,8 +56,8 @@ class Passes:
         self.num_samples: int | None = None  # of a pass; known when one came to its end
         self.is_shuffled = datasets.is_shuffled(dataset)
 
-    def begin(self) -> None:
-        """Notes that a pass is begun."""
+    def begin_pass(self) -> None:
+        """Note that a pass is begun."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
@@ -67,7 +67,7 @@ class Passes:
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Makes the next pass that of `index`, by drawing what earlier ones drew for their order; False if it cannot.
+        """Make the next pass that of `index`, by drawing what earlier ones drew for their order; False if it cannot.
 
         Without a shuffle all passes are alike.
         """
@@ -83,10 +83,10 @@ class Passes:
         return True
 
     def counted(self, skipped: int) -> Any:
-        """The dataset without its first batches, for loops of others: it notes by itself when a pass is begun."""
+        """Return the dataset without its first batches, for loops of others: it notes itself when a pass is begun."""
         if not self.is_shuffled:
             return self.dataset.skip(skipped) if skipped else self.dataset
-        return datasets.noting_passes(self.dataset, skipped, self.begin)
+        return datasets.noting_passes(self.dataset, skipped, self.begin_pass)
 
 
 class TFDividedSource:
@@ -116,10 +116,10 @@ class TFDividedSource:
         self._num_joint = world.size if num_joint is None else num_joint
 
     def join(self, ranks: Any) -> None:
-        """All of them divide alike, without a word."""
+        """Do nothing: all of them divide alike, without a word."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        self._passes.begin()
+        self._passes.begin_pass()
         joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
             item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
@@ -141,7 +141,7 @@ class TFDividedSource:
         return datasets.joint(dataset, self._sharding, self._num_joint)
 
     def go_to_pass(self, index: int) -> bool:
-        """Makes the next pass that of `index`; False where that cannot be done."""
+        """Make the next pass that of `index`; False where that cannot be done."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class OwnSource:
         """Called ahead of a call, with the group that it is in, whose votes these are."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        """Starts a pass."""
+        """Start a pass."""
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
@@ -222,7 +222,7 @@ class TFOncePerCall:
         self._is_used = False
 
     def join(self, ranks: Any) -> None:
-        """Each rank goes through it by itself."""
+        """Do nothing: each rank goes through it by itself."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         if self._is_used:
@@ -235,7 +235,7 @@ class TFOncePerCall:
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
-    """The items of this rank, then None until all ranks have run out."""
+    """Yield the items of this rank, then None until all ranks have run out."""
     coming = next(items, None)
     vote = votes.ask(coming is not None)
     while vote():
@@ -245,7 +245,7 @@ def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
 
 
 def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
-    """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
+    """Return a dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
 
     Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
     """
@@ -320,7 +320,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _begin_step(self, item: StreamItem, is_last: bool) -> Any:
-        self._step.begin(item.num_samples, item.num_joint, item.weights)
+        self._step.begin_batch(item.num_samples, item.num_joint, item.weights)
         self.consumed += item.num_joint
         return item.batch
 

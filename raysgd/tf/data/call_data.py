@@ -44,7 +44,7 @@ class ArrayDataset:
     seed: int
 
     def make(self) -> Any:
-        """The dataset."""
+        """Return the dataset."""
         import tensorflow as tf
 
         rows = tf.data.Dataset.from_tensor_slices(self.batches)
@@ -54,7 +54,7 @@ class ArrayDataset:
 
 
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
-    """Refuses what cannot be used for one call.
+    """Refuse what cannot be used for one call.
 
     Args:
         dataset: What the call was given.
@@ -129,7 +129,7 @@ def _of_arrays(data: Arrays, config: Mapping[str, Any], seed: int) -> ArrayDatas
 
 
 def made(data: Any, is_distributed: bool) -> Any:
-    """The dataset of batches that such data make.
+    """Return the dataset of batches that such data make.
 
     Raises:
         TypeError, ValueError: A creator returned something else.
@@ -164,12 +164,12 @@ class PlainBatches:
         return map(_in_arrays, self._share)
 
     def cardinality(self) -> int:
-        """Unknown."""
+        """Return -2, which says to `tf.data` that it is unknown."""
         return -2
 
 
 def _in_arrays(batch: Any) -> Any:
-    """Lists of tuples of numbers or arrays become one array for each place."""
+    """Make one array for each place of lists of tuples of numbers or arrays."""
     if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
         return tuple(_joined([np.asarray(part) for part in parts]) for parts in zip(*batch, strict=True))
     return tuple(batch) if isinstance(batch, list) else batch
@@ -221,12 +221,12 @@ def _of_dataset(dataset: Any) -> BatchSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """A batch of any iterable, with arrays for tensors: those of another framework cannot be taken here."""
+    """Return a batch of any iterable, with arrays for tensors: those of another framework cannot be taken here."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
-    """The batches of a round, and the rows of each."""
+    """Yield the batches of a round, and the rows of each."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
     if isinstance(work, RowSlice):
         yield from ((as_batch(arrays, work.form), size) for arrays, size in work.batches())
@@ -238,7 +238,7 @@ def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
 
 
 def plain(data: Any) -> Any:
-    """The same with arrays for tensors."""
+    """Return the same with arrays for tensors."""
     is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
     return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
 

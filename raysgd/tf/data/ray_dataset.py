@@ -24,7 +24,7 @@ def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> R
 
 
 def dataset_over(loader: RayLoader) -> Any:
-    """A `tf.data.Dataset` of the batches that a loader has when somebody iterates; it is not divided again.
+    """Return a `tf.data.Dataset` of the batches that a loader has when somebody iterates; it is not divided again.
 
     Looks at the first row of the dataset, to know what batches are like.
     """
@@ -52,7 +52,7 @@ def array_collate() -> ArrayCollate:
 
 
 def _joined(columns: list[Any]) -> Any:
-    """Columns side by side; one of single numbers is one wide."""
+    """Put columns side by side; one of single numbers is one wide."""
     return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 

@@ -19,7 +19,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
-    """The number of workers, under whichever name it was given."""
+    """Return the number of workers, under whichever name it was given."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
             f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
@@ -31,7 +31,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
-    """The operator class that was passed, or one made of the creators."""
+    """Return the operator class that was passed, or one made of the creators."""
     if operator_cls is None:
         missing = [
             name
@@ -52,7 +52,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
-    """The function that an operator of creators makes its model with."""
+    """Return the function that an operator of creators makes its model with."""
     creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
     return creator
 
@@ -69,7 +69,7 @@ _INSTEAD = {
 
 
 def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
-    """Refuses what Keras, or several workers, cannot be given."""
+    """Refuse what Keras, or several workers, cannot be given."""
     config, options = settings.config, settings.batch_options
     options.refuse_with(
         [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="sockets"`, or omit it')]
@@ -85,7 +85,7 @@ def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
-    """Refuses data of a call that cannot be divided by samples, where a joint batch is constant.
+    """Refuse data of a call that cannot be divided by samples, where a joint batch is constant.
 
     Raises:
         ValueError: They cannot.
@@ -99,7 +99,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
 
 
 def _check_options_for_keras(config: Mapping[str, Any]) -> None:
-    """Refuses options for Keras of the wrong kind."""
+    """Refuse options for Keras of the wrong kind."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
@@ -109,14 +109,14 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
 
 
 def _check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
-    """Refuses what `fit` is to validate on, if it cannot be divided over several workers."""
+    """Refuse what `fit` is to validate on, if it cannot be divided over several workers."""
     if num_workers > 1 and backend == "sockets":
         data = (config.get("fit_config") or {}).get("validation_data")
         datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
 
 
 def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
-    """Refuses callbacks of Keras that several workers cannot have."""
+    """Refuse callbacks of Keras that several workers cannot have."""
     given = (config.get("fit_config") or {}).get("callbacks") or ()
     callbacks = given if isinstance(given, list | tuple) else [given]
     is_there = any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks)
@@ -129,7 +129,7 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) 
 
 
 def check_backend(backend: Any, trains_with_fit: bool) -> Literal["sockets", "mwms"]:
-    """Refuses an unknown backend, and one that the operator cannot use; returns its name."""
+    """Refuse an unknown backend, and one that the operator cannot use; return its name."""
     if backend == "gloo":  # as "sockets" was called first, after the backend of PyTorch that does the same
         return "sockets"
     if backend not in ("sockets", "mwms"):
@@ -151,7 +151,7 @@ def check_spares(group: GroupSettings) -> None:
 
 
 def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
-    """Refuses snapshots that no group could go on from."""
+    """Refuse snapshots that no group could go on from."""
     if snapshot_every_n_steps is not None and backend == "mwms":
         raise ValueError(
             f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
@@ -160,16 +160,16 @@ def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> 
 
 
 def check_undo(undo: Any) -> None:
-    """Refuses copies that a Keras model does not take."""
+    """Refuse copies that a Keras model does not take."""
     if undo is True:
         raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
 
 
 def check_installed() -> None:
-    """Refuses to start without the packages that the workers will need."""
+    """Refuse to start without the packages that the workers will need."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
 
 
 def reservation_timeout_s() -> float:
-    """Seconds that the start of the workers waits for their resources."""
+    """Return the seconds that the start of the workers waits for their resources."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

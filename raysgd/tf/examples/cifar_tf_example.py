@@ -19,7 +19,7 @@ _SHAPE = (32, 32, 3)
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    """A compiled network: two blocks of convolutions and a dense layer."""
+    """Return a compiled network: two blocks of convolutions and a dense layer."""
     layers = tf.keras.layers
     blocks = [
         [
@@ -40,7 +40,7 @@ def model_creator(config: dict[str, Any]) -> Any:
 
 
 def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Images to train on, shuffled, and images to test on, scaled to 0..1."""
+    """Return images to train on, shuffled, and images to test on, scaled to 0..1."""
     train, test = _noise() if config["smoke_test"] else tf.keras.datasets.cifar10.load_data()
     train_dataset, test_dataset = (
         tf.data.Dataset.from_tensor_slices((images, labels.astype("int32"))) for images, labels in (train, test)

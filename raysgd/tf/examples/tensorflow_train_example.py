@@ -17,13 +17,13 @@ _NUM_EPOCHS = 2
 
 
 def linear_dataset(size: int) -> Any:
-    """Points on the line, x drawn between 0 and 1."""
+    """Return points on the line, x drawn between 0 and 1."""
     x = np.random.default_rng(size).random((size, 1), dtype="float32")
     return tf.data.Dataset.from_tensor_slices((x, x / 2))
 
 
 def simple_model(config: dict[str, Any]) -> Any:
-    """A compiled model of two dense layers."""
+    """Return a compiled model of two dense layers."""
     model = tf.keras.Sequential([tf.keras.layers.Input([1]), tf.keras.layers.Dense(10), tf.keras.layers.Dense(1)])
     optimizer = tf.keras.optimizers.SGD(0.1)
     model.compile(optimizer=optimizer, loss="mean_squared_error", metrics=["mean_squared_error"])
@@ -38,7 +38,7 @@ def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """The config for these creators: as many steps as cover the points once."""
+    """Return the config for these creators: as many steps as cover the points once."""
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},

@@ -75,7 +75,7 @@ class TFFeed(feed.Feed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """A step of other ranks, for which this one has no samples: it is not the user's to see.
+        """Take a step of other ranks, for which this one has no samples: it is not the user's to see.
 
         Raises:
             IncompatibleModelError: It is not known what the user's code would do in it.
@@ -149,13 +149,13 @@ class TFFeed(feed.Feed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Divides the data again, for a place in another group."""
+        """Divide the data again, for a place in another group."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Lets a shuffled validation dataset begin with its first order: a new worker has drawn none before.
+        """Let a shuffled validation dataset begin with its first order: a new worker has drawn none before.
 
         It draws its orders apart from the train dataset, whose passes are counted.
         """
@@ -167,7 +167,7 @@ class TFFeed(feed.Feed):
         if not is_regrouped and (trained is None or not datasets.share_a_shuffle(dataset, trained)):
             return
         passes = self._passes_of("validation")
-        passes.begin()
+        passes.begin_pass()
         if passes.go_to(0):
             internals.data = replace(data, validation_dataset=passes.dataset)
         else:

@@ -82,7 +82,7 @@ class TFHosted(hosted.Hosted):
         return 1.0 if tf.config.get_visible_devices("GPU") else super().growth
 
     def build(self) -> RunnerFacts:
-        """Gives all ranks rank 0's weights, too."""
+        """Give all ranks rank 0's weights, too."""
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
@@ -101,7 +101,7 @@ class TFHosted(hosted.Hosted):
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
-        """Runs the user's `setup`, or creator functions, alike on all ranks."""
+        """Run the user's `setup`, or creator functions, alike on all ranks."""
         settings = self.settings
         if self._strategy is not None and not makes_fit:
             raise IncompatibleModelError(
@@ -179,7 +179,7 @@ class TFHosted(hosted.Hosted):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """The steps are on zeros."""
+        """Take steps on zeros."""
         operator = self.operator
         if not operator.warms_up_standby or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
@@ -203,7 +203,7 @@ class TFHosted(hosted.Hosted):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Nothing: models know no group."""
+        """Do nothing: models know no group."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -226,7 +226,7 @@ class TFHosted(hosted.Hosted):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Random states are given back, so that training goes on as if nothing had happened."""
+        """Give random states back, so that training goes on as if nothing had happened."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -258,7 +258,7 @@ class TFHosted(hosted.Hosted):
 
 
 def check_batches(operator: TrainingOperator) -> None:
-    """Refuses datasets whose batches a single model cannot take.
+    """Refuse datasets whose batches a single model cannot take.
 
     Raises:
         InvalidRegistrationError: A dataset has others.
@@ -272,7 +272,7 @@ def check_batches(operator: TrainingOperator) -> None:
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
-    """Refuses recurrent layers that carry a state from batch to batch.
+    """Refuse recurrent layers that carry a state from batch to batch.
 
     Raises:
         IncompatibleModelError: There is one.
@@ -287,7 +287,7 @@ def refuse_stateful(models: Iterable[Any]) -> None:
 
 
 def _make_variables(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchronizer: Synchronizer) -> None:
-    """Makes all variables where that is possible.
+    """Make all variables where that is possible.
 
     Args:
         operator: Has registered models and optimizers.
@@ -310,7 +310,7 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, may_trace: bool,
 
 
 def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
-    """Refuses a loss that is no mean over the samples where the user's `forward` computes with it.
+    """Refuse a loss that is no mean over the samples where the user's `forward` computes with it.
 
     Raises:
         IncompatibleModelError: The library could not scale it.
@@ -367,7 +367,7 @@ class OperatorLoop(Loop):
         self.step = synchronizer.step
 
     def plain(self, value: Any) -> Any:
-        """Tensors as numbers where they have one element, and as arrays in any case."""
+        """Return tensors as numbers where they have one element, and as arrays in any case."""
         value = value.numpy() if hasattr(value, "numpy") else value
         return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 

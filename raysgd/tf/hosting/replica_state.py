@@ -112,7 +112,7 @@ class KerasState(ReplicaState):
         return targets
 
     def from_former(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """A file of the old library as a state: the weights, the epoch, and what is known of the optimizer's variables.
+        """Return a file of the old library as a state: weights, epoch, and what is known of the optimizer's variables.
 
         Returns:
             The state, and why the optimizer in it is the present one; nothing if it is that of the file.
@@ -130,7 +130,7 @@ class KerasState(ReplicaState):
 
 
 def _array(variable: Any) -> Any:
-    """A copy of a variable's value."""
+    """Return a copy of a variable's value."""
     return np.array(variable.numpy())
 
 
@@ -157,14 +157,14 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def seed_alike(seed: int) -> None:
-    """Seeds all ranks alike, so that models begin equal and shuffled datasets come in one order."""
+    """Seed all ranks alike, so that models begin equal and shuffled datasets come in one order."""
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(seed)  # of TensorFlow, NumPy and `random`, and what this Keras draws seeds from
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Makes what is drawn while training, for dropout for example, each rank's own."""
+    """Make what is drawn while training, for dropout for example, each rank's own."""
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)
@@ -173,12 +173,12 @@ def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
 
 
 def random_states() -> Any:
-    """The states of the generators of NumPy and `random`."""
+    """Return the states of the generators of NumPy and `random`."""
     return np.random.get_state(), random.getstate()
 
 
 def restore_random_states(states: Any) -> None:
-    """Goes on where they were."""
+    """Go on where they were."""
     of_numpy, of_python = states
     np.random.set_state(of_numpy)
     random.setstate(of_python)

@@ -62,7 +62,7 @@ def is_divided(dataset: Any) -> bool:
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """A `tf.data.Dataset` that is a worker's part already, marked so that it is not divided again."""
+    """Return a `tf.data.Dataset` that is a worker's part already, marked so that it is not divided again."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -86,7 +86,7 @@ def _shuffles_of(dataset: Any) -> set[int]:
 
 
 def unused_copy(dataset: Any) -> Any:
-    """The same dataset as if no pass over it had been begun yet, so that its shuffles start over; None if impossible.
+    """Return the same dataset as if no pass over it had begun, so that its shuffles start over; None if impossible.
 
     A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
     the name is another one. Arrays in the dataset are copied, too.
@@ -101,7 +101,7 @@ def unused_copy(dataset: Any) -> Any:
 
 
 def in_first_order(dataset: Any) -> Any:
-    """The dataset, whose shuffles begin with their first order, as they do in a new worker."""
+    """Return the dataset, whose shuffles begin with their first order, as they do in a new worker."""
     copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
     if copy is None:
         logger.warning(NO_FIRST_ORDER)
@@ -131,13 +131,13 @@ class PackedDataset:
     is_divided: bool
 
     def make(self) -> Any:
-        """The dataset, as if no pass over it had been begun."""
+        """Return the dataset, as if no pass over it had been begun."""
         dataset = _dataset_of(self.graph, self.element_spec)
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
 
 
 def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
-    """Makes a dataset ready to travel.
+    """Make a dataset ready to travel.
 
     Args:
         name: What it is called, for errors.
@@ -162,7 +162,7 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
-    """Refuses what workers cannot divide; needs no TensorFlow.
+    """Refuse what workers cannot divide; needs no TensorFlow.
 
     Raises:
         TypeError: It is neither a dataset nor made of arrays.
@@ -215,7 +215,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Gives every shuffle in the graph its own generator: one that does not exist is made."""
+    """Give every shuffle in the graph its own generator: one that does not exist is made."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -227,7 +227,7 @@ def _rename_generators(graph: Any) -> None:
 
 
 def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
-    """The dataset without its first batches, which calls `note` whenever somebody begins to draw from it."""
+    """Return the dataset without its first batches, which calls `note` whenever somebody begins to draw from it."""
     import tensorflow as tf
 
     def begin(_: Any) -> Any:
@@ -244,7 +244,7 @@ def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
 
 
 def check_dataset(name: str, dataset: Any) -> None:
-    """Refuses what is no batched `tf.data.Dataset`.
+    """Refuse what is no batched `tf.data.Dataset`.
 
     Raises:
         TypeError: It is not a dataset.
@@ -269,7 +269,7 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 
 def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> None:
-    """Refuses a dataset of single samples, as far as the model says what it takes.
+    """Refuse a dataset of single samples, as far as the model says what it takes.
 
     Raises:
         ValueError: All inputs are as the model takes them, but without the dimension of the batch.
@@ -297,7 +297,7 @@ def _is_batched_somewhere(dataset: Any) -> bool:
 
 
 def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
-    """The dataset of the batches of all workers together: those it has, or each of so many of them."""
+    """Return the dataset of the batches of all workers together: those it has, or each of so many of them."""
     if sharding == "global" or num_batches == 1:
         return dataset
     grouped = dataset.ragged_batch(num_batches)
@@ -305,12 +305,12 @@ def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
 
 
 def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Of a dataset of joint batches, this rank's part of each; empty where there are fewer samples than workers."""
+    """Return this rank's part of each of the joint batches; empty where there are fewer samples than workers."""
     return dataset.map(_on_element(dataset, lambda batch: _part(batch, rank, num_workers))).prefetch(2)
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """The same with numbers: `(part, samples in it, samples in the joint batch, and the weights of both)`.
+    """Return the same with numbers: `(part, samples in it, samples in the joint batch, and the weights of both)`.
 
     A rank without samples gets one that another rank has, and the number 0, so that it can take part in the step.
     """
@@ -327,12 +327,12 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def without_empty(dataset: Any) -> Any:
-    """Leaves out batches without samples: for evaluation, where ranks may have different numbers of batches."""
+    """Leave out batches without samples: for evaluation, where ranks may have different numbers of batches."""
     return dataset.filter(_on_element(dataset, lambda batch: num_samples(batch) > 0))
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """A dataset that is not divided, with its batches cut to the size that a strategy would give each worker."""
+    """Return a dataset that is not divided, with its batches cut to the size that a strategy would give each worker."""
 
     def pieces(batch: Any) -> Any:
         import tensorflow as tf
@@ -343,7 +343,7 @@ def own_part_of(dataset: Any, num_workers: int) -> Any:
 
 
 def after_samples(dataset: Any, consumed: int) -> Any:
-    """The rest of a dataset of batches after so many samples; the first batch may be a piece of one."""
+    """Return the rest of a dataset of batches after so many samples; the first batch may be a piece of one."""
     import tensorflow as tf
 
     def cut(seen: Any, batch: Any) -> Any:
@@ -356,7 +356,7 @@ def after_samples(dataset: Any, consumed: int) -> Any:
 
 
 def num_samples(batch: Any) -> Any:
-    """The number of samples in a batch, as a tensor: the first dimension of its first tensor."""
+    """Return the number of samples in a batch, as a tensor: the first dimension of its first tensor."""
     import tensorflow as tf
 
     first = tf.nest.flatten(batch)[0]
@@ -368,7 +368,7 @@ def num_samples(batch: Any) -> Any:
 
 
 def sum_of_weights(batch: Any) -> Any:
-    """The sum of the weights that a batch has in its third place, as `fit` takes it apart; else 0."""
+    """Return the sum of the weights that a batch has in its third place, as `fit` takes it apart; else 0."""
     import tensorflow as tf
 
     weights = batch[2] if isinstance(batch, tuple) and len(batch) > 2 else None
@@ -376,7 +376,7 @@ def sum_of_weights(batch: Any) -> Any:
 
 
 def zeros_like(dataset: Any) -> Any:
-    """A dataset of the same kind with one batch of zeros."""
+    """Return a dataset of the same kind with one batch of zeros."""
     import tensorflow as tf
 
     batch = zeros(dataset.element_spec, 1)
@@ -385,7 +385,7 @@ def zeros_like(dataset: Any) -> Any:
 
 
 def zeros(element_spec: Any, num_samples: int) -> Any:
-    """A batch of zeros, or of empty texts, with so many samples where the number is not fixed."""
+    """Return a batch of zeros, or of empty texts, with so many samples where the number is not fixed."""
     import tensorflow as tf
 
     def of(part: Any) -> Any:
@@ -396,7 +396,7 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`function` as a dataset's methods want it: they hand over the parts of a tuple one by one.
+    """Return `function` as a dataset's methods want it: they hand over the parts of a tuple one by one.
 
     Nothing in here needs AutoGraph, which would write a file for each function.
     """
@@ -425,7 +425,7 @@ def _part(batch: Any, rank: Any, num_workers: int) -> Any:
 
 
 def _joined(batches: Any) -> Any:
-    """Several batches as one, in order."""
+    """Return several batches as one, in order."""
     import tensorflow as tf
 
     def join(tensor: Any) -> Any:

@@ -10,7 +10,7 @@ Rates = Sequence[float | None]
 
 
 def read(optimizers: Iterable[Any]) -> list[float | None]:
-    """The rates that optimizers have now."""
+    """Return the rates that optimizers have now."""
     return [_read(optimizer) for optimizer in optimizers]
 
 
@@ -22,14 +22,14 @@ def _read(optimizer: Any) -> float | None:
 
 
 def apply(rates: Rates, optimizers: Iterable[Any]) -> None:
-    """Sets optimizers to rates; None leaves one as it is."""
+    """Set optimizers to rates; None leaves one as it is."""
     for rate, optimizer in zip(rates, optimizers, strict=True):
         if rate is not None:
             optimizer.learning_rate.assign(rate)
 
 
 def differing(before: Rates, after: Rates) -> list[float | None]:
-    """Only the rates of `after` that are other ones than before, for `apply`; an empty list if there are none."""
+    """Return only the rates of `after` that differ from those before, for `apply`; an empty list if none does."""
     found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
     return found if any(rate is not None for rate in found) else []
 

@@ -14,7 +14,7 @@ from raysgd.worker.parts import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """One Keras model or several."""
+    """Return one Keras model or several."""
     parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
@@ -22,12 +22,12 @@ def models_of(given: Any) -> RegisteredParts:
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """One Keras optimizer or several."""
+    """Return one Keras optimizer or several."""
     return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
 
 
 def metrics_of(given: Any) -> RegisteredParts:
-    """One Keras metric or several."""
+    """Return one Keras metric or several."""
     return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
 
 
@@ -36,7 +36,7 @@ def _has(name: str, item: Any) -> bool:
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """The optimizers that a model or a part of it has as attributes, each once; the one it is compiled with is first.
+    """Return the optimizers among the attributes of a model and its parts, first the one that it is compiled with.
 
     One inside a loss scale is left out: what is around it stands for it.
     """
@@ -54,7 +54,7 @@ def _optimizers_of_parts(model: Any) -> Iterator[Any]:
 
 
 def replace_method(owner: Any, name: str, function: Any) -> None:
-    """Puts ours in the place of a method of a model or an optimizer, past Keras, which tracks what it is given."""
+    """Put ours in the place of a method of a model or an optimizer, past Keras, which tracks what it is given."""
     function._is_of_raysgd = True
     object.__setattr__(owner, name, function)
 
@@ -70,12 +70,12 @@ def is_legacy(keras_object: Any) -> bool:
 
 
 def keras_of(keras_object: Any) -> Any:
-    """The module that an object is of: Keras 3 or tf_keras."""
+    """Return the module that an object is of: Keras 3 or tf_keras."""
     return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
 
 
 def class_names(keras_object: Any) -> set[str]:
-    """The names of an object's class and of those that it is derived from."""
+    """Return the names of an object's class and of those that it is derived from."""
     return {base.__name__ for base in type(keras_object).__mro__}
 
 
@@ -86,7 +86,7 @@ def steps_per_execution(model: Any) -> int:
 
 
 def check_framework(model: Any) -> None:
-    """Refuses a Keras that does not run on TensorFlow.
+    """Refuse a Keras that does not run on TensorFlow.
 
     Raises:
         IncompatibleModelError: It is Keras 3 on another framework.
@@ -103,7 +103,7 @@ def check_framework(model: Any) -> None:
 
 
 def require_compiled(model: Any, where: str) -> None:
-    """Refuses a model that was not compiled.
+    """Refuse a model that was not compiled.
 
     Raises:
         IncompatibleModelError: It was not.
@@ -116,7 +116,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """The optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is not one yet."""
+    """Return the optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is not one yet."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -132,12 +132,12 @@ def _policy_of(model: Any) -> str:
 
 
 def weights_of(model: Any) -> list[Any]:
-    """The weights of a model; an empty list for one that has not seen its input yet."""
+    """Return the weights of a model; an empty list for one that has not seen its input yet."""
     return list(model.weights) if model.built else []
 
 
 def take_weights_in(model: Any) -> None:
-    """Lets layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
+    """Let layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
     for layer in model._flatten_layers():
         finalize = getattr(layer, "finalize_state", None)
         if layer is not model and finalize is not None and layer.built and layer.weights:
@@ -145,25 +145,25 @@ def take_weights_in(model: Any) -> None:
 
 
 def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
-    """The names of those variables that no model has."""
+    """Return the names of those variables that no model has."""
     known = {id(variable) for model in models for variable in model.variables}
     return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
-    """The state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
+    """Return the state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def input_shapes_of(model: Any) -> list[Any]:
-    """The shapes of a model's inputs, with the dimension of the batch; empty where it does not know them yet."""
+    """Return the shapes of a model's inputs, with the dimension of the batch; empty where it does not know them yet."""
     inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
     return [tuple(one.shape) for one in inputs or ()]
 
 
 def build_model(model: Any, element_spec: Any) -> None:
-    """Makes the variables of a model that knows its input only when it sees one, by showing it zeros."""
+    """Make the variables of a model that knows its input only when it sees one, by showing it zeros."""
     if model.built and model.weights:
         return
     model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
@@ -180,7 +180,7 @@ def is_stock(part: Any) -> bool:
 
 
 def refuse_unreduced_loss(model: Any) -> None:
-    """Refuses a compiled loss that stays a number for each sample: there is no rule for joining it across ranks.
+    """Refuse a compiled loss that stays a number for each sample: there is no rule for joining it across ranks.
 
     Raises:
         IncompatibleModelError: Keras's own step would add such a loss up.
@@ -197,14 +197,14 @@ def refuse_unreduced_loss(model: Any) -> None:
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:
-    """Makes the variables of all optimizers that a `train_step` uses, by tracing it; nothing is computed."""
+    """Make the variables of all optimizers that a `train_step` uses, by tracing it; nothing is computed."""
     import tensorflow as tf
 
     tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes the slots of an optimizer."""
+    """Make the slots of an optimizer."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

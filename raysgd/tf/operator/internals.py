@@ -108,7 +108,7 @@ class TFInternals(Internals):
         self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A step as a graph, unless the user wants to look into it."""
+        """Return a step as a graph, unless the user wants to look into it."""
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
@@ -124,7 +124,7 @@ class TFInternals(Internals):
             learning_rates.apply(before, optimizers)
 
     def forget_stale_steps(self) -> None:
-        """Lets the steps be traced again if variables or optimizers have changed since."""
+        """Let the steps be traced again if variables or optimizers have changed since."""
         models = self.registered.models
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
@@ -157,12 +157,12 @@ class TFInternals(Internals):
         return int(num_samples(batch)) if known is None else known
 
     def reset_metrics(self) -> None:
-        """Lets the registered metrics forget what they have seen."""
+        """Let the registered metrics forget what they have seen."""
         for metric in self.registered.metrics:
             metric.reset_state()
 
     def metric_results(self, prefix: str) -> dict[str, float]:
-        """The results of the registered metrics over all workers."""
+        """Return the results of the registered metrics over all workers."""
         metrics = self.registered.metrics
         with merged(self.context.synchronizer.group, metrics):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
@@ -179,5 +179,5 @@ class TFInternals(Internals):
 
 
 def _number(value: Any) -> Any:
-    """A tensor of one element as a number."""
+    """Return a tensor of one element as a number."""
     return value.numpy() if hasattr(value, "numpy") else value

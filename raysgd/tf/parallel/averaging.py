@@ -48,7 +48,7 @@ class ExchangeRecord:
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Forgets what was measured."""
+        """Forget what was measured."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager
@@ -80,7 +80,7 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Raises what an exchange raised, instead of the words that TensorFlow makes of it."""
+        """Raise what an exchange raised, instead of the words that TensorFlow makes of it."""
         self._error = None
         try:
             yield
@@ -90,17 +90,17 @@ class ExchangeRecord:
                 raise
             raise cause from error
 
-    def note(self, error: BaseException) -> None:
-        """Remembers what an exchange raised on its way through TensorFlow."""
+    def note_error(self, error: BaseException) -> None:
+        """Remember what an exchange raised on its way through TensorFlow."""
         self._error = self._error or error
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Remembers what is refused inside: TensorFlow turns an error in a step that is traced into another one."""
+        """Remember what is refused inside: TensorFlow turns an error in a step that is traced into another one."""
         try:
             yield
         except (IncompatibleModelError, InvalidRegistrationError) as error:
-            self.note(error)
+            self.note_error(error)
             raise
 
 
@@ -123,12 +123,12 @@ class GradientLayout:
         self._num_numbers = end + 1
         self._buffers = HostBuffers()
 
-    def take(self) -> Array:
-        """A buffer without views."""
+    def free_buffer(self) -> Array:
+        """Return a buffer without views."""
         return self._buffers.take(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
-        """Copies the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
+        """Copy the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
         if not weight:
             buffer[:] = 0
             return
@@ -137,7 +137,7 @@ class GradientLayout:
         buffer[-1] = weight
 
     def split(self, buffer: Array) -> list[Array]:
-        """The gradients: views of the buffer where their kind of number is the buffer's."""
+        """Return the gradients: views of the buffer where their kind of number is the buffer's."""
         return [
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
@@ -166,11 +166,11 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Takes the next step for a full one: the ranks of a new group have none in common."""
+        """Take the next step for a full one: the ranks of a new group have none in common."""
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
-        """The mean of all ranks' gradients, as tensors; None stays None.
+        """Return the mean of all ranks' gradients, as tensors; None stays None.
 
         Args:
             gradients: Those of this rank.
@@ -194,7 +194,7 @@ class GradientAverager:
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """Runs whenever the graph does, in one of TensorFlow's threads."""
+        """Run whenever the graph does, in one of TensorFlow's threads."""
         try:
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
@@ -202,7 +202,7 @@ class GradientAverager:
             with self._exchanges.exchanging(num_samples):
                 return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
         except BaseException as error:
-            self._exchanges.note(error)
+            self._exchanges.note_error(error)
             raise
 
     def _averaged(self, num_samples: float, gradients: Sequence[Array], sparse: Sequence[Array]) -> list[Array]:
@@ -211,7 +211,7 @@ class GradientAverager:
             self._full_step = max(1.0, group.largest(num_samples))
         key = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
         layout = self._layouts.get(key) or self._layouts.setdefault(key, GradientLayout(gradients))
-        buffer = layout.take()
+        buffer = layout.free_buffer()
         weight = num_samples / (self._full_step * group.size)
         layout.fill(buffer, gradients, weight)
         group.add_up(buffer)
@@ -222,7 +222,7 @@ class GradientAverager:
         return [*layout.split(buffer), *joined]
 
     def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
-        """The rows of all ranks one behind the other, as one process would have them: values and indices in turns."""
+        """Return the rows of all ranks in a row, as one process would have them: values and indices in turns."""
         group = self._exchanges.group
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
@@ -234,7 +234,7 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """The average in the form that the gradient had. A sparse one has the rows of all ranks, also those twice.
+    """Return the average in the form that the gradient had. A sparse one has the rows of all ranks, also those twice.
 
     It makes a difference: optimizers treat rows that come twice, or not at all, in ways of their own.
     """

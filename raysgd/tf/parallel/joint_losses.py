@@ -141,11 +141,11 @@ class JointLosses:
     def factor(self, divisor: Any) -> Any:
         """Return what a loss is to be multiplied by that was divided by so much, a tensor or `SUM`."""
         is_sum = divisor is SUM
-        self._traced.note(partial(self._compared, is_sum, 0.0))
+        self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
         return self._compared(is_sum, 0.0 if is_sum else divisor)
 
     def _compared(self, is_sum: bool, divisor: Any) -> Any:
-        """The same factor, after the exchange of what the ranks' losses were divided by."""
+        """Return the same factor, after the exchange of what the ranks' losses were divided by."""
         import tensorflow as tf
 
         compare = partial(self._compare, self._traced.is_test, is_sum)
@@ -155,7 +155,7 @@ class JointLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """Runs whenever the graph does. What a rank without samples computes does not count."""
+        """Run whenever the graph does. What a rank without samples computes does not count."""
         if is_test and not self.evaluates_together:
             return _ONE
         try:
@@ -165,7 +165,7 @@ class JointLosses:
             repeat = partial(self._compared, is_sum, 0.0)
             return np.float64(self._factor_over_ranks(self.num_samples_of(int(count), repeat), own))
         except BaseException as error:
-            self._exchanges.note(error)
+            self._exchanges.note_error(error)
             raise
 
     def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
@@ -179,7 +179,7 @@ class JointLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Refuses gradients that were clipped, or whose loss was divided, as if this rank were all of them.
+    """Refuse gradients that were clipped, or whose loss was divided, as if this rank were all of them.
 
     Raises:
         IncompatibleModelError: They were, in the graph that is being traced.
@@ -244,7 +244,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """A loss of these values."""
+    """Return a loss of these values."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -254,7 +254,7 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
 
 
 def _refuse_scalar(keras: Any, loss: Any, target: Any, output: Any) -> None:
-    """Refuses a loss of the user's that does not say what it has for each sample."""
+    """Refuse a loss of the user's that does not say what it has for each sample."""
     if loss is None or isinstance(loss, str) or registration.is_stock(loss):
         return
     inner, found = getattr(loss, "call", loss), []

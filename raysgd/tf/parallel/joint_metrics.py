@@ -30,13 +30,13 @@ class JointMetrics:
         self._returned: dict[bool, dict[str, Any]] = {}  # of training and evaluation: variables with the last numbers
 
     def note_batch(self, count: Any) -> None:
-        """Notes how many samples the batch of the step that is traced has."""
+        """Note how many samples the batch of the step that is traced has."""
         import tensorflow as tf
 
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Notes what a step returned that the user wrote."""
+        """Note what a step returned that the user wrote."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -110,7 +110,7 @@ def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def check_aggregation(metrics: Sequence[Any]) -> None:
-    """Refuses metrics whose variables do not say how those of several workers become one.
+    """Refuse metrics whose variables do not say how those of several workers become one.
 
     Raises:
         IncompatibleModelError: There is one.
@@ -128,14 +128,14 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Averages what is not trained but changes in training, such as the moving averages of BatchNorm."""
+    """Average what is not trained but changes in training, such as the moving averages of BatchNorm."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
 
 def share_first(group: Group, variables: Sequence[Any]) -> None:
-    """Gives every rank rank 0's values."""
+    """Give every rank rank 0's values."""
     if group.size == 1:
         return
     for variable in variables:
@@ -154,7 +154,7 @@ def _aggregation_of(variable: Any) -> str:
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """The variable with a value, which is made here if there is none of this shape."""
+    """Return the variable with a value, which is made here if there is none of this shape."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:
@@ -165,7 +165,7 @@ def _assigned(variable: Any, value: Any) -> Any:
 
 
 def _variables_of(metrics: Sequence[Any]) -> list[Any]:
-    """The state of metrics, each variable once."""
+    """Return the state of metrics, each variable once."""
     return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
 
 
@@ -174,7 +174,7 @@ def _values(variables: Sequence[Any]) -> list[Array]:
 
 
 def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], shares: Sequence[float]) -> None:
-    """Assigns the sums over all ranks of what each has of its values."""
+    """Assign the sums over all ranks of what each has of its values."""
     flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
     group.add_up(flat)
     start = 0

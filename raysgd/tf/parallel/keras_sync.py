@@ -70,18 +70,18 @@ class Synchronizer:
         return self.exchanges.group
 
     def rejoin(self, world: World) -> None:
-        """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
+        """Go on with another group, which all its ranks have joined already; what is watched stays watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
             for averager in self._averagers:
                 averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
-        """Refuses, from now on, optimizers that train variables of other models than those."""
+        """Refuse, from now on, optimizers that train variables of other models than those."""
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
-        """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
+        """Make an optimizer average the gradients of all ranks; once, however often it is called."""
         name = _name_of_apply(optimizer)
         if not self.watches or registration.is_replaced(optimizer, name):
             return
@@ -94,7 +94,7 @@ class Synchronizer:
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
-        """Refuses an optimizer that would step with this rank's gradients alone.
+        """Refuse an optimizer that would step with this rank's gradients alone.
 
         Raises:
             InvalidRegistrationError: It was not registered.
@@ -109,7 +109,7 @@ class Synchronizer:
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuses to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
+        """Refuse to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
         if self.exchanges.group.size == 1 or self._registered is None:
             return
         strangers = registration.variables_outside(self._registered(), variables)
@@ -121,7 +121,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Keras 3."""
+        """Return what takes the place of `apply` of an optimizer of Keras 3."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -137,7 +137,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """tf_keras."""
+        """Return the same for `apply_gradients` of tf_keras."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -151,17 +151,17 @@ class Synchronizer:
     def _averaged(
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
-        """The gradients of all ranks. What is applied is noted of the step that is traced."""
+        """Return the gradients of all ranks. What is applied is noted of the step that is traced."""
         with self.exchanges.noting_refusals():
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
                 refuse_by_name(gradients)
         applied = AppliedOptimizer(optimizer, variables, gradients)
-        self._traced.note(applied)
+        self._traced.note_exchange(applied)
         return averager.average(gradients, applied)
 
     def watch_model(self, model: Any) -> None:
-        """Makes a compiled model train and evaluate together with those of the other ranks.
+        """Make a compiled model train and evaluate together with those of the other ranks.
 
         Args:
             model: The optimizers among its attributes are watched, its `train_step` tells how many samples a batch
@@ -190,7 +190,7 @@ class Synchronizer:
             registration.replace_method(model, name, function)
 
     def _training_step(self, model: Any) -> Callable[[Any], Any]:
-        """The `train_step` of a model, which is refused if it would train without the other ranks."""
+        """Return the `train_step` of a model, which is refused if it would train without the other ranks."""
         inner = model.train_step
 
         def train_step(data: Any) -> Any:
@@ -207,7 +207,7 @@ class Synchronizer:
         return train_step
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
-        """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
+        """Return a step of a model with the number of samples noted, and with nothing to learn where there are none."""
         usual_step = UsualStep()
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
 
@@ -230,7 +230,7 @@ class Synchronizer:
 
                 def usual() -> Any:
                     result = inner(data)
-                    usual_step.note(self._traced.exchanges, result)
+                    usual_step.remember(self._traced.exchanges, result)
                     return tf.nest.map_structure(tf.convert_to_tensor, result)
 
                 if tf.executing_eagerly():
@@ -240,11 +240,11 @@ class Synchronizer:
         return step
 
     def average(self, gradients: Sequence[Any]) -> list[Any]:
-        """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
+        """Return the mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
         return self._averager.average(gradients, _refuse_to_repeat) if self.watches else list(gradients)
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Does without samples what this rank did with its last batch, or would do in a step on this one."""
+        """Do without samples what this rank did with its last batch, or would do in a step on this one."""
         import tensorflow as tf
 
         repeats = self.step.usual
@@ -280,7 +280,7 @@ class Synchronizer:
 
 
 def refuse_xla(model: Any) -> None:
-    """Refuses a model that was compiled with XLA, whose code cannot call out; "auto" does not count.
+    """Refuse a model that was compiled with XLA, whose code cannot call out; "auto" does not count.
 
     Raises:
         IncompatibleModelError: It was.
@@ -295,7 +295,7 @@ def refuse_xla(model: Any) -> None:
 
 
 def _refuse_to_repeat() -> None:
-    """Refuses a step without samples whose optimizer the library does not know.
+    """Refuse a step without samples whose optimizer the library does not know.
 
     Raises:
         RuntimeError: Always.

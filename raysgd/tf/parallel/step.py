@@ -37,8 +37,8 @@ class TFStep:
     _waiting: list[tuple[int, int]] = field(default_factory=list)
     _is_last_waiting: bool = False
 
-    def begin(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
-        """Begins a batch, which is about to be handed out."""
+    def begin_batch(self, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
+        """Begin a batch, which is about to be handed out."""
         self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -46,19 +46,19 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """Ends the step: no batch is in use any more, if what was handed out was trained on."""
+        """End the step: no batch is in use any more, if what was handed out was trained on."""
         if not self._waiting:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Says that no batch follows."""
+        """Say that no batch follows."""
 
     def forget(self) -> None:
-        """Ends a call: what user code does between two of them is no step over the data."""
+        """End a call: what user code does between two of them is no step over the data."""
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
-        """Notes that a batch is trained on, and how to repeat that; returns this rank's samples in it.
+        """Note that a batch is trained on, and how to repeat that; return this rank's samples in it.
 
         Raises:
             RuntimeError: Batches that count differently wait, and it is unknown which one it is.
@@ -76,7 +76,7 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Says that no training follows for the batch that was drawn last; once, however often it is said."""
+        """Say that no training follows for the batch that was drawn last; once, however often it is said."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
@@ -134,8 +134,8 @@ class TracedStep:
         finally:
             self.num_samples, self.exchanges, self.is_test = None, [], False
 
-    def note(self, exchange: Exchange) -> None:
-        """Notes an exchange; only ranks whose Keras draws the batches may have to repeat it."""
+    def note_exchange(self, exchange: Exchange) -> None:
+        """Note an exchange; only ranks whose Keras draws the batches may have to repeat it."""
         if self.num_samples is not None:
             self.exchanges.append(exchange)
 
@@ -145,7 +145,7 @@ class TracedStep:
         return sum(isinstance(exchange, AppliedOptimizer) for exchange in self.exchanges)
 
     def num_samples_or_unknown(self) -> Any:
-        """A tensor, also where no step is being traced: -1."""
+        """Return a tensor, also where no step is being traced: -1."""
         import tensorflow as tf
 
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
@@ -158,12 +158,12 @@ class UsualStep:
         self._exchanges: Sequence[Exchange] = ()
         self._result: Any = None
 
-    def note(self, exchanges: Sequence[Exchange], result: Any) -> None:
-        """Notes the exchanges of the step, and what it returned."""
+    def remember(self, exchanges: Sequence[Exchange], result: Any) -> None:
+        """Remember the exchanges of the step, and what it returned."""
         self._exchanges, self._result = tuple(exchanges), result
 
     def repeat_with_zeros(self) -> Any:
-        """A step without samples: as many exchanges and updates as the usual one, with gradients of zero."""
+        """Return a step without samples: as many exchanges and updates as the usual one, with gradients of zero."""
         import tensorflow as tf
 
         if self._result is None:
@@ -176,7 +176,7 @@ class UsualStep:
 
 
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
-    """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph.
+    """Make a gradient of the same kind, of zero; later, because it may be needed in another graph.
 
     Its shape is the variable's: a graph may know less of that of the gradient.
     """

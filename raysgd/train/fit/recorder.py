@@ -108,7 +108,7 @@ class Recorder:
         """
         if not self._is_open:
             self._open()
-        self._filler.begin(self._checkpoints.progress)
+        self._filler.begin_attempt(self._checkpoints.progress)
         self._callbacks.start(
             after_failure=self._last_failure is not None,
             restores=self._checkpoints.latest is not None,
@@ -191,7 +191,7 @@ class Recorder:
         if error is None:
             self._trial.last_result[DONE] = True
         try:
-            self._callbacks.end(has_failed=error is not None, error=error)
+            self._callbacks.end_run(has_failed=error is not None, error=error)
         finally:
             self._close(has_failed=error is not None)
         return self._result(error)
@@ -310,7 +310,7 @@ class KeptCheckpoints:
         self.progress = RunProgress()
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over what a run that this one continues has left, with its reports."""
+        """Take over what a run that this one continues has left, with its reports."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             report = by_name.get(name)
@@ -319,7 +319,7 @@ class KeptCheckpoints:
     def add(
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any], progress: RunProgress, is_pending: bool = False
     ) -> None:
-        """Takes a new checkpoint in, and deletes those that it replaces: once it is settled, if it is pending."""
+        """Take a new checkpoint in, and delete those that need not stay. A pending one is judged once it is settled."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
@@ -330,7 +330,7 @@ class KeptCheckpoints:
         self._judge(number, reported)
 
     def settle(self, checkpoint: Checkpoint, metrics: Mapping[str, Any], status: ReportedCheckpointStatus) -> None:
-        """Adds what the validation of a checkpoint has found, and deletes what it replaces."""
+        """Add what the validation of a checkpoint has found, and delete what it replaces."""
         settled = next(each for each in self._saved if each.content.checkpoint is checkpoint)
         settled.content.metrics.update(metrics)
         settled.content.status = status
@@ -358,7 +358,7 @@ class KeptCheckpoints:
         return [replace(each, checkpoint=each.checkpoint.by_place(), metrics=dict(each.metrics)) for each in reported]
 
     def end(self) -> None:
-        """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""
+        """Move the latest one into memory where none is to stay on disk: the run has ended well."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
             for each in self._saved:
@@ -392,12 +392,12 @@ def _is_pending(reported: ReportedCheckpoint) -> bool:
 
 
 def name_of(checkpoint: Checkpoint) -> str | None:
-    """The name of a checkpoint's folder; None for one in memory."""
+    """Return the name of a checkpoint's folder; None for one in memory."""
     return PurePosixPath(checkpoint.path).name if checkpoint.uri is not None else None
 
 
 def number_of(checkpoint: Checkpoint) -> int:
-    """The number that a checkpoint has in its run, by the name of its folder or its content; 0 for any other one."""
+    """Return the number of a checkpoint in its run, by the name of its folder or its content; 0 for any other one."""
     name = name_of(checkpoint)
     number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
     return number if is_integer(number) and number >= 0 else 0

@@ -19,7 +19,7 @@ GRADIENTS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(5, np.float32
 
 def test_gradients_come_back_in_their_shapes_times_the_weight() -> None:
     layout = GradientLayout(GRADIENTS)
-    buffer = layout.take()
+    buffer = layout.free_buffer()
     layout.fill(buffer, GRADIENTS, 0.5)
     assert buffer[-1] == 0.5
     for before, after in zip(GRADIENTS, layout.split(buffer), strict=True):
@@ -29,28 +29,28 @@ def test_gradients_come_back_in_their_shapes_times_the_weight() -> None:
 
 def test_every_gradient_begins_where_tensorflow_can_use_it_without_a_copy() -> None:
     layout = GradientLayout(GRADIENTS)
-    assert [part.ctypes.data % 64 for part in layout.split(layout.take())] == [0, 0, 0]
+    assert [part.ctypes.data % 64 for part in layout.split(layout.free_buffer())] == [0, 0, 0]
 
 
 def test_what_has_no_weight_may_be_anything() -> None:
     layout = GradientLayout(GRADIENTS)
-    buffer = layout.take()
+    buffer = layout.free_buffer()
     layout.fill(buffer, [np.full_like(gradient, np.nan) for gradient in GRADIENTS], 0)
     assert not buffer.any()
 
 
 def test_small_numbers_travel_as_larger_ones_and_large_ones_stay() -> None:
     half = [np.ones(3, np.float16)]
-    assert GradientLayout(half).take().dtype == np.float32
-    assert GradientLayout(half).split(GradientLayout(half).take())[0].dtype == np.float16
-    assert GradientLayout([*half, np.ones(3)]).take().dtype == np.float64
+    assert GradientLayout(half).free_buffer().dtype == np.float32
+    assert GradientLayout(half).split(GradientLayout(half).free_buffer())[0].dtype == np.float16
+    assert GradientLayout([*half, np.ones(3)]).free_buffer().dtype == np.float64
 
 
 def test_numbers_that_numpy_does_not_know_travel_too() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     gradients = [np.array([1.5, -2.0], ml_dtypes.bfloat16)]
     layout = GradientLayout(gradients)
-    buffer = layout.take()
+    buffer = layout.free_buffer()
     layout.fill(buffer, gradients, 1.0)
     [back] = layout.split(buffer)
     assert back.dtype == gradients[0].dtype
@@ -59,18 +59,18 @@ def test_numbers_that_numpy_does_not_know_travel_too() -> None:
 
 def test_a_buffer_is_used_again_only_when_nobody_looks_into_it() -> None:
     layout = GradientLayout(GRADIENTS)
-    first = layout.take()
+    first = layout.free_buffer()
     address = first.ctypes.data
     views = layout.split(first)
     del first
-    other = layout.take().ctypes.data
+    other = layout.free_buffer().ctypes.data
     assert other != address
     last = views[1][1:3]
     del views
     gc.collect()
-    assert layout.take().ctypes.data == other
+    assert layout.free_buffer().ctypes.data == other
     del last
-    kept = [layout.take() for _ in range(2)]
+    kept = [layout.free_buffer() for _ in range(2)]
     assert {buffer.ctypes.data for buffer in kept} == {address, other}
 
 
@@ -107,8 +107,8 @@ def test_the_first_error_of_an_exchange_is_raised_instead_of_what_tensorflow_mak
     record: ExchangeRecord,
 ) -> None:
     def exchange() -> None:
-        record.note(ConnectionError("lost"))
-        record.note(RuntimeError("what followed"))
+        record.note_error(ConnectionError("lost"))
+        record.note_error(RuntimeError("what followed"))
         raise ValueError("TensorFlow's")
 
     with pytest.raises(ConnectionError, match="lost") as raised, record.surfacing_errors():
@@ -133,7 +133,7 @@ def test_the_mean_of_ranks_that_are_alike_is_what_each_has(num_samples: int) -> 
 
     average, exchanges, step = averager()
     for samples in (4, num_samples):
-        step.begin(samples, 2 * samples, (0.0, 0.0))
+        step.begin_batch(samples, 2 * samples, (0.0, 0.0))
         first, nothing, second = average.average([tf.constant([1.0, -2.0]), None, tf.constant(3.0)], print)
         step.confirm()
     assert nothing is None
@@ -145,7 +145,7 @@ def test_a_single_gradient_is_averaged_outside_of_a_graph_too() -> None:
     import tensorflow as tf
 
     average, _, step = averager()
-    step.begin(4, 8, (0.0, 0.0))
+    step.begin_batch(4, 8, (0.0, 0.0))
     [mean] = average.average([tf.constant([1.0, -2.0])], print)
     assert mean.numpy().tolist() == [1.0, -2.0]
 

@@ -38,7 +38,7 @@ class Replica:
 def test_samples_are_those_of_our_loop_or_those_counted_or_one() -> None:
     replica = Replica()
     assert [replica.losses.num_samples_of(counted, print) for counted in (-1, 0, 5)] == [1, 0, 5]
-    replica.step.begin(3, 6, (0.0, 0.0))
+    replica.step.begin_batch(3, 6, (0.0, 0.0))
     assert replica.losses.num_samples_of(5, print) == 3
 
 
@@ -65,7 +65,7 @@ def test_a_rank_without_samples_repeats_the_exchanges_of_its_usual_step() -> Non
         usual.repeat_with_zeros()
     with replica.traced.tracing(4, is_test=False):
         replica.losses.factor(SUM)
-        usual.note(replica.traced.exchanges, {"loss": tf.constant([2.0])})
+        usual.remember(replica.traced.exchanges, {"loss": tf.constant([2.0])})
     assert usual.repeat_with_zeros()["loss"].numpy().tolist() == [0.0]
 
 
@@ -176,9 +176,9 @@ def test_a_step_without_samples_is_refused_where_its_optimizer_is_not_registered
 ) -> None:
     monkeypatch.setattr(keras_sync, "group_of", lambda world: TwoAlike())
     synchronizer = Synchronizer(World(0, 2))
-    synchronizer.step.begin(2, 4, (0.0, 0.0))
+    synchronizer.step.begin_batch(2, 4, (0.0, 0.0))
     synchronizer.average([tf.constant([1.0])])
-    synchronizer.step.begin(0, 1, (0.0, 0.0))
+    synchronizer.step.begin_batch(0, 1, (0.0, 0.0))
     with pytest.raises(RuntimeError, match=r"Register the optimizer .* or batch with `drop_remainder=True`"):
         synchronizer.take_part(print, None)
 
