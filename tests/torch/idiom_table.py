@@ -166,8 +166,10 @@ def deaths(name: str, num_workers: int, counts: Counter[str], places: Sequence[s
     chosen = []
     for number, place in enumerate(places):
         chance = random.Random(f"{seed} {name} {num_workers} {place}")
-        batches = [int(key.split()[0]) for key in counts if key.endswith(f" {place}")] or range(NUM_STEPS)
-        batch = chance.choice(batches)
+        batches = [int(key.split()[0]) for key in counts if key.endswith(f" {place}")]
+        if counts and not batches:
+            continue
+        batch = chance.choice(batches or range(NUM_STEPS))
         times = max(1, counts[f"{batch} {place}"])
         chosen.append(Death(batch, place, chance.randint(1, times), (number + seed) % num_workers))
     return chosen
