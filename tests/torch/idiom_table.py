@@ -200,8 +200,9 @@ def laboratory(num_workers: int) -> Iterator[Laboratory]:
 
 
 def run_idiom(lab: Laboratory, name: str, places: Sequence[str], seed: int, dtype: str = "float64") -> list[Outcome]:
-    """Run an idiom calm, and with a death at each place."""
+    """Run an idiom calm, and with a death at each place; with two if it is refused calm."""
     calm = lab.run(name, dtype=dtype)
+    places = places[:2] if calm.error else places  # then all workers start again each time
     return [calm, *(lab.run(name, death, dtype) for death in deaths(name, lab.num_workers, calm.counts, places, seed))]
 
 

@@ -380,6 +380,15 @@ class ScheduledFirst(Scheduled):
         Own.step_on(self, batch)
 
 
+class OwnRate(Own):
+    words = "learning rate by hand, before the backward pass"
+
+    def step_on(self, batch: Batch) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        super().step_on(batch)
+
+
 class ScheduledByLoss(Scheduled):
     words = "`ReduceLROnPlateau` by hand, by this worker's loss"
     refused = "random numbers or learning rates that differ between workers"
