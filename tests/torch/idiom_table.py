@@ -180,8 +180,10 @@ def cell(outcomes: Sequence[Outcome], idiom: type[Idiom], dtype: str) -> str:
     faults = [each.fault(idiom, dtype) for each in outcomes]
     if any(faults):
         return "; ".join(filter(None, faults))
-    if any(each.error for each in outcomes):
-        return "refused" if all(each.error for each in outcomes) else "refused or equal"
+    refusals = [each.error for each in outcomes if each.error]
+    if refusals:
+        found = re.search(idiom.refused, refusals[0])
+        return f"{'' if len(refusals) == len(outcomes) else 'equal or '}refused: {found and found[0]}"
     if any(each.apart > MOST_APART[dtype] for each in outcomes):
         return "not seen"
     kinds = Counter(kind for each in outcomes for kind in each.recovery)

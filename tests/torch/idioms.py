@@ -732,6 +732,7 @@ class Recurrent(Own):
 
 class RecurrentAttribute(Recurrent):
     words = "LSTM state between batches, in an attribute"
+    refused = "doesn't match hidden0 batch size"
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
