@@ -555,8 +555,8 @@ class ModelLoss(Labels):
     def make_model(self) -> nn.Module:
         return _OwnLoss(super().make_model())
 
-    def prepare_batch(self, batch: Any) -> Any:
-        return {"features": batch[0], "labels": batch[1]}, batch[1]
+    def forward(self, features: Any, target: Any) -> Any:
+        return self.model(*features, target)["loss"]
 
 
 class PenalizedLabels(OwnLabels):
