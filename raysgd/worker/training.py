@@ -188,7 +188,7 @@ class Training:
         obstacle = hosted.group_obstacle
         if run is None or run.is_finished:
             num_steps = run.num_completed + 1 if run is not None else 0
-            return ReplicaProgress(num_steps, True, obstacle or loop.order_obstacle)
+            return ReplicaProgress(num_steps, loop.is_whole, obstacle or loop.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
         obstacle = obstacle or hosted.feed.obstacle_of_call(run.stream)
         words, growth = loop.progress_text(), hosted.growth

@@ -166,8 +166,10 @@ def deaths(name: str, num_workers: int, counts: Counter[str], places: Sequence[s
     chosen = []
     for number, place in enumerate(places):
         chance = random.Random(f"{seed} {name} {num_workers} {place}")
-        batches = [int(key.split()[0]) for key in counts if key.endswith(f" {place}")] or range(NUM_STEPS)
-        batch = chance.choice(batches)
+        batches = [int(key.split()[0]) for key in counts if key.endswith(f" {place}")]
+        if counts and not batches:
+            continue
+        batch = chance.choice(batches or range(NUM_STEPS))
         times = max(1, counts[f"{batch} {place}"])
         chosen.append(Death(batch, place, chance.randint(1, times), (number + seed) % num_workers))
     return chosen
@@ -178,8 +180,10 @@ def cell(outcomes: Sequence[Outcome], idiom: type[Idiom], dtype: str) -> str:
     faults = [each.fault(idiom, dtype) for each in outcomes]
     if any(faults):
         return "; ".join(filter(None, faults))
-    if any(each.error for each in outcomes):
-        return "refused" if all(each.error for each in outcomes) else "refused or equal"
+    refusals = [each.error for each in outcomes if each.error]
+    if refusals:
+        found = re.search(idiom.refused, refusals[0])
+        return f"{'' if len(refusals) == len(outcomes) else 'equal or '}refused: {found and found[0]}"
     if any(each.apart > MOST_APART[dtype] for each in outcomes):
         return "not seen"
     kinds = Counter(kind for each in outcomes for kind in each.recovery)
@@ -198,8 +202,9 @@ def laboratory(num_workers: int) -> Iterator[Laboratory]:
 
 
 def run_idiom(lab: Laboratory, name: str, places: Sequence[str], seed: int, dtype: str = "float64") -> list[Outcome]:
-    """Run an idiom calm, and with a death at each place."""
+    """Run an idiom calm, and with a death at each place; with two if it is refused calm."""
     calm = lab.run(name, dtype=dtype)
+    places = places[:2] if calm.error else places  # then all workers start again each time
     return [calm, *(lab.run(name, death, dtype) for death in deaths(name, lab.num_workers, calm.counts, places, seed))]
 
 

@@ -380,6 +380,15 @@ class ScheduledFirst(Scheduled):
         Own.step_on(self, batch)
 
 
+class OwnRate(Own):
+    words = "learning rate by hand, before the backward pass"
+
+    def step_on(self, batch: Batch) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        super().step_on(batch)
+
+
 class ScheduledByLoss(Scheduled):
     words = "`ReduceLROnPlateau` by hand, by this worker's loss"
     refused = "random numbers or learning rates that differ between workers"
@@ -546,8 +555,8 @@ class ModelLoss(Labels):
     def make_model(self) -> nn.Module:
         return _OwnLoss(super().make_model())
 
-    def prepare_batch(self, batch: Any) -> Any:
-        return {"features": batch[0], "labels": batch[1]}, batch[1]
+    def forward(self, features: Any, target: Any) -> Any:
+        return self.model(*features, target)["loss"]
 
 
 class PenalizedLabels(OwnLabels):
@@ -723,6 +732,7 @@ class Recurrent(Own):
 
 class RecurrentAttribute(Recurrent):
     words = "LSTM state between batches, in an attribute"
+    refused = "doesn't match hidden0 batch size"
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)

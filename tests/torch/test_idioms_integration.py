@@ -1,17 +1,18 @@
 """The idioms of training loops end as in one process or are refused, and healthy programs are never refused.
 
-What each idiom does is in `tests.torch.idioms`; `tests.torch.idiom_table` prints the table of `docs/rely.md`.
+What each idiom does is in `tests.torch.idioms`; `tests.torch.idiom_table` prints the table of `docs/rely.md`. A test
+runs many in one live trainer, whose workers come and go.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from tests.torch import random_programs
-from tests.torch.idiom_table import PLACES, Death, Laboratory, laboratory, run_idiom, shipped
+from tests.torch.idiom_table import PLACES, Death, laboratory, run_idiom, shipped
 from tests.torch.idioms import IDIOMS
 from tests.torch.random_programs import run_programs
 
@@ -28,54 +29,40 @@ TORN = {
 NUM_PROGRAMS = 200
 
 
-@pytest.fixture(scope="module")
-def two_workers(ray_cluster: None) -> Iterator[Laboratory]:
+def test_idioms_equal_one_process_or_are_refused(ray_cluster: None) -> None:
     with laboratory(2) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def three_workers(ray_cluster: None) -> Iterator[Laboratory]:
-    with laboratory(3) as lab:
-        yield lab
-
-
-@pytest.mark.parametrize("name", [*CALM, *TORN, *REFUSED])
-def test_an_idiom_equals_one_process_or_is_refused(two_workers: Laboratory, name: str) -> None:
-    outcome = two_workers.run(name, TORN.get(name))
-    assert not outcome.fault(IDIOMS[name], "float64")
-    assert bool(outcome.error) == (name in REFUSED)
-    assert outcome.recovery == (("rejoined",) if name in TORN else ())
+        found = {name: lab.run(name, TORN.get(name)) for name in [*CALM, *TORN, *REFUSED]}
+    faults = {name: outcome.fault(IDIOMS[name], "float64") for name, outcome in found.items()}
+    assert faults == dict.fromkeys(found, "")
+    assert [name for name, outcome in found.items() if outcome.error] == REFUSED
+    assert {name: outcome.recovery for name, outcome in found.items() if outcome.recovery} == dict.fromkeys(
+        TORN, ("rejoined",)
+    )
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", IDIOMS)
-def test_no_death_of_two_workers_makes_a_silent_difference(two_workers: Laboratory, name: str) -> None:
-    outcomes = run_idiom(two_workers, name, PLACES, SEED)
-    assert not [each.fault(IDIOMS[name], "float64") for each in outcomes if each.fault(IDIOMS[name], "float64")]
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_no_death_makes_a_silent_difference(ray_cluster: None, num_workers: int) -> None:
+    _check(num_workers, IDIOMS, PLACES, "float64")
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", IDIOMS)
-def test_no_death_of_three_workers_makes_a_silent_difference(three_workers: Laboratory, name: str) -> None:
-    outcomes = run_idiom(three_workers, name, PLACES, SEED)
-    assert not [each.fault(IDIOMS[name], "float64") for each in outcomes if each.fault(IDIOMS[name], "float64")]
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_same_holds_in_single_precision(ray_cluster: None, num_workers: int) -> None:
+    _check(num_workers, ["Gan", "SamData", "OwnMomentum", "OwnClassWeights", "Accumulating"], PLACES[2:3], "float32")
+
+
+def _check(num_workers: int, names: Iterable[str], places: Sequence[str], dtype: str) -> None:
+    with laboratory(num_workers) as lab:
+        found = {name: run_idiom(lab, name, places, SEED, dtype) for name in names}
+    faults = {name: [each.fault(IDIOMS[name], dtype) for each in outcomes] for name, outcomes in found.items()}
+    assert {name: each for name, each in faults.items() if any(each)} == {}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["Gan", "SamData", "OwnMomentum", "OwnClassWeights", "Accumulating"])
-def test_the_same_holds_in_single_precision(three_workers: Laboratory, name: str) -> None:
-    outcomes = run_idiom(three_workers, name, ["in backward"], SEED, "float32")
-    assert not [each.fault(IDIOMS[name], "float32") for each in outcomes if each.fault(IDIOMS[name], "float32")]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 def test_no_worker_of_a_healthy_program_is_told_that_its_weights_differ(ray_cluster: None, num_workers: int) -> None:
-    numbers = range(num_workers - 2, NUM_PROGRAMS, 3)
     with shipped(random_programs.__name__):
-        found = [(config, error) for config, _, error in run_programs(num_workers, SEED, numbers) if error]
-    assert not found
+        programs = run_programs(num_workers, SEED, range(num_workers - 2, NUM_PROGRAMS, 3))
+        found = [(config, error) for config, _, error in programs if error]
+    assert found == []

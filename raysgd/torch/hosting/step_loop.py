@@ -53,6 +53,7 @@ class StepLoop(Loop):
         self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
         self._has_own_gradients = False  # that were not exchanged, and wait
+        self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
         self._is_in_batch = False
         self._global_step_at_boundary = 0
         self.step.opens = self._begin_batch
@@ -83,8 +84,8 @@ class StepLoop(Loop):
     @property
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be made that one."""
-        if self._has_own_gradients:
-            return False
+        if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
+            return False  # steps without an exchange bypass the others; the call compares the ranks when it is repeated
         if self.undo is None or not self._is_in_batch:
             return not self._stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
@@ -117,11 +118,13 @@ class StepLoop(Loop):
         if self.undo is not None:
             was_exchanged = self.undo.num_exchanges > 0 and not self._has_own_gradients
             self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
+            self._has_exchanged |= self.undo.num_exchanges > 0
+            self._has_taken_steps |= bool(self._stepped) and self._parallel.num_ranks > 1
             self.undo.end()
 
     def note_restored(self) -> None:
         """The state is another one: gradients that there are wait."""
-        self._is_in_batch = self._has_own_gradients = False
+        self._is_in_batch = self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
         if self.undo is not None:
             self.undo.forget()
@@ -162,6 +165,7 @@ class StepLoop(Loop):
 
     def begin_call(self) -> None:
         self._parallel.step.own_s = 0.0
+        self._has_exchanged = self._has_taken_steps = False
 
     @property
     def joint_work(self) -> JointWork | None:

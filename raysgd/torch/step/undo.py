@@ -109,7 +109,7 @@ class Undo:
         if not self._is_used:
             return
         copies_all = self.copies_all or (self._watches and self._is_first) or bool(waiting)
-        if not (copies_all or self._buffers or self._moving):
+        if not (copies_all or self._watches or self._buffers or self._moving):
             self._copies = _Copies()
             return
         before = self._ledger.enter(UNDO)
@@ -125,15 +125,18 @@ class Undo:
     def _take(self, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
         self._places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in self._buffers]
         tensors = [each for _, _, each in self._places if each is not None]
+        seen = {*map(id, self._parameters)}
         if copies_all:
             self._gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
             tensors += [each for _, each in self._gradients if each is not None]
-            seen = {*map(id, self._parameters)}
             for each in (*self._optimizers, *self._others, *self._followers()):
                 self._look_into(vars(each), seen, tensors)
             self._flags = [each.requires_grad for each in self._parameters]
             self._put_back_generators = rng.put_back_later()
-            self._schedules = self._read_schedules()
+        elif self._watches:  # learning rates and schedules are small, and user code may change them before an exchange
+            seen |= {id(vars(each)) for each in self._optimizers}
+            for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
+                self._look_into(content, seen, tensors)
         parameters = self._parameters if copies_all else [*self._moving.values()]
         self._copies.take([*parameters, *filter(_is_writable, tensors)])
         self._is_copied, self.is_whole = True, copies_all
@@ -160,20 +163,13 @@ class Undo:
         if not self._watches or not self._is_used or self.copies_all:
             return
         is_more = not self._is_first and self.num_exchanges > self._num_usual
-        self.copies_all = self._has_stepped or is_more or (self._is_first and self._has_changed())
+        self.copies_all = self._has_stepped or is_more or (self._is_first and self._copies.differ(self._parameters))
 
     def note_step(self) -> None:
         """Called before an optimizer steps."""
         self._has_stepped = True
         if self._watches and self._is_used and not self.copies_all:
             self._num_collectives = _num_collectives()
-
-    def _has_changed(self) -> bool:
-        """Return whether weights or schedules are others than in the copy."""
-        return self._copies.differ(self._parameters) or self._schedules != self._read_schedules()
-
-    def _read_schedules(self) -> list[Any]:
-        return [getattr(each, "last_epoch", None) for each in self._others]
 
     def note_return(self) -> None:
         """Called when user code is done with the batch; what is exchanged from here to its end is the library's."""
@@ -190,7 +186,7 @@ class Undo:
         self.forget()
 
     def _end_first(self) -> None:
-        if self._watches and not self._has_stepped and self._has_changed():  # by hand, and it is not known when
+        if self._watches and not self._has_stepped and self._copies.differ(self._parameters):  # it is not known when
             self.copies_all = True
         self._is_first, self._num_usual = False, self.num_exchanges
         before, self._digests = self._digests, digests_of(self._frozen)

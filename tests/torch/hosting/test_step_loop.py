@@ -164,6 +164,22 @@ def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None
     assert loop.is_whole
 
 
+def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
+    class OfTwo(Joined):
+        num_ranks = 2  # type: ignore[assignment]
+
+    operator = OwnBatch()
+    loop = loop_of(operator, parallel=OfTwo())
+    for exchanges in (False, True):
+        loop.step.opens()
+        operator.compute()
+        if exchanges:
+            loop.step.exchanges()
+        operator.sgd.step()
+        loop.note_boundary()
+        assert loop.is_whole == exchanges
+
+
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)

@@ -271,11 +271,11 @@ SHAPES: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
     "weights moved between two backward passes": lambda it: [it.backward, it.move, it.backward, it.optimizer.step],
     "and back behind them": lambda it: [it.backward, it.move, it.backward, lambda: it.move(-1.0), it.optimizer.step],
     "weights moved before a single one": lambda it: [it.move, it.step],
-    "a scheduler in front": lambda it: [it.scheduler.step, it.step],
     "weights stepped by hand": lambda it: [it.backward, it.move],
 }
 ONCE: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
     "one step": lambda it: [it.step],
+    "a scheduler in front": lambda it: [it.scheduler.step, it.step],
     "and a scheduler behind it": lambda it: [it.step, it.scheduler.step],
     "two backward passes for one step": lambda it: [it.backward, it.step],
     "weights moved behind the step": lambda it: [it.step, it.move],
@@ -329,6 +329,20 @@ def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if
     program.backward()
     assert program.undo.can_put_back(has_broken=True)
     assert not program.undo.can_put_back(has_broken=False)
+
+
+def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied() -> None:
+    program = Program(copies=None)
+    program.run(program.step)
+    before = program.state()
+    program.undo.begin()
+    program.scheduler.step()
+    program.optimizer.param_groups[0]["lr"] *= 0.5
+    program.backward()
+    assert not program.undo.is_whole
+    assert program.undo.can_put_back(has_broken=True)
+    program.undo.put_back()
+    assert program.state()[1:3] == before[1:3]
 
 
 def test_frozen_weights_that_move_in_the_first_batch_are_copied_before_later_ones() -> None:
