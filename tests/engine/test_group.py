@@ -388,9 +388,7 @@ class Trainer:
         )
 
 
-@pytest.mark.parametrize(
-    ("force", "goodbye", "ended_by"), [(False, [("stop", 0, None)], "stop"), (True, [], "kill")]
-)
+@pytest.mark.parametrize(("force", "goodbye", "ended_by"), [(False, [("stop", 0, None)], "stop"), (True, [], "kill")])
 def test_hooks_come_after_the_start_and_before_the_end_and_a_forced_end_has_no_goodbye(
     force: bool, goodbye: list[Any], ended_by: str
 ) -> None:

@@ -185,11 +185,6 @@ def test_settings_of_the_environment_have_their_first_names_too(
     assert (settings.is_detailed, settings.shares_gpus) == expected
 
 
-def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        Trainer.load_checkpoint_from_path(tmp_path / "none")
-
-
 @pytest.mark.parametrize("value", [True, False])
 def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
     flag = CallableFlag(value)

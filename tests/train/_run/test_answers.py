@@ -48,8 +48,6 @@ def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:
     assert preemption_of(["a", "b"], {}) is None
     assert preemption_of(["a", "b"], {"c": 5}) is None
     info = preemption_of(["a", "b", "a", "d"], {"a": 7000, "b": 5000, "c": 1})
-    assert info is not None
     assert (info.deadline_ms, info.preempted_node_ids, info.preempted_ranks) == (5000, ["a", "b"], [0, 1, 2])
     without_time = preemption_of(["a"], {"a": 0})
-    assert without_time is not None
     assert without_time.deadline_ms is None
