@@ -497,7 +497,7 @@ def note(path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", [KINDS[name] for name in ("remote", "local", "mixed")], ids=str)
 def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
     kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ from raysgd.engine.policies import classify
 from raysgd.engine.shared.group_spec import GroupSpec
 from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo, World
 from raysgd.exceptions import worker_error
-from tests.conftest import NUM_CPUS
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 from tests.helpers.processes import is_alive, is_stopped, wait_until
@@ -81,29 +80,11 @@ def follow(replica: CountingReplica, plan: FailurePlan, seconds: float = 0.0) ->
     time.sleep(seconds)
 
 
-def free_cpus() -> float:
-    return float(ray.available_resources().get("CPU", 0.0))
-
-
 def own_placement_groups() -> list[dict[str, Any]]:
     return [entry for entry in placement_group_table().values() if entry["name"].startswith("raysgd")]
 
 
 # -------------------------------------------------------------------------------------------- resources
-
-
-def test_exactly_what_was_asked_for_is_taken_spread_over_the_nodes_and_given_back(ray_cluster: None) -> None:
-    wait_until(lambda: free_cpus() == NUM_CPUS)
-    known = {entry["placement_group_id"] for entry in own_placement_groups()}
-    group = make_group(2, resources=Resources(num_cpus=1.5))
-    group.start()
-    wait_until(lambda: free_cpus() == NUM_CPUS - 3)
-    [entry] = [entry for entry in own_placement_groups() if entry["placement_group_id"] not in known]
-    assert (entry["strategy"], entry["state"]) == ("SPREAD", "CREATED")
-    group.stop(10)
-    [entry] = [entry for entry in own_placement_groups() if entry["placement_group_id"] not in known]
-    assert entry["state"] == "REMOVED"
-    wait_until(lambda: free_cpus() == NUM_CPUS)
 
 
 def test_workers_that_need_nothing_run_without_a_reservation(ray_cluster: None) -> None:
@@ -356,14 +337,6 @@ def test_the_driver_and_a_process_work_together_and_no_one_waits_for_a_process_w
     assert listeners() == []
     report = on_all(connected, sum_up, FailurePlan(tmp_path).fail(rank=0))
     assert kinds(report) == ["user", None]
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
-    report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 0.2)
-    assert kinds(report) == ["fine", "user"]
-    assert report.all_answered
-    assert on_all(mixed, read).ok
 
 
 def outlive(replica: CountingReplica, plan: FailurePlan, pid: int) -> None:

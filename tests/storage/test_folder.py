@@ -50,12 +50,6 @@ class TestFiles:
             assert folder.read(name) == CONTENT
             assert folder.has(name)
 
-    def test_are_replaced(self, folder: Folder) -> None:
-        folder.write("a", CONTENT)
-        folder.write("a", b"new")
-        assert folder.read("a") == b"new"
-        assert folder.names() == ["a"]
-
     def test_that_are_missing_are_not_found(self, folder: Folder) -> None:
         assert not folder.has("a")
         with pytest.raises(FileNotFoundError):

@@ -117,11 +117,6 @@ def test_a_worker_without_gpus_computes_on_the_cpu() -> None:
 
 
 class TestModels:
-    def test_of_a_single_worker_stay_as_they_are(self) -> None:
-        model = torch.nn.Linear(1, 1)
-        assert inside(lambda: helpers.prepare_model(model)) is model
-        assert "forward" not in vars(model)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -138,10 +133,11 @@ class TestModels:
         with pytest.raises(ValueError, match=message):
             inside(lambda: helpers.prepare_model(torch.nn.Linear(1, 1), **options))
 
-    @pytest.mark.parametrize("options", [{"wrap_ddp": "fsdp"}, {"parallel_strategy": "fsdp"}, {"wrap_ddp": None}])
+    @pytest.mark.parametrize("options", [{}, {"wrap_ddp": "fsdp"}, {"parallel_strategy": "fsdp"}, {"wrap_ddp": None}])
     def test_of_a_single_worker_stay_whole(self, options: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
         assert inside(lambda: helpers.prepare_model(model, **options)) is model
+        assert "forward" not in vars(model)
 
     def test_and_optimizers_take_over_what_was_gathered(self) -> None:
         def function() -> None:
@@ -490,10 +486,6 @@ class TestLoaders:
         assert batch["name"] == ["a"]
         assert batch["x"].tolist() == [1]
         assert batch["pair"][1][0].tolist() == [3]
-
-    def test_can_be_read_again(self) -> None:
-        loader = self.prepared(DataLoader(numbers(4)), size=1)
-        assert seen(loader) == seen(loader) == [0, 1, 2, 3]
 
 
 def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:

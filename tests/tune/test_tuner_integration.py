@@ -110,17 +110,6 @@ def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(
 
 
 @pytest.mark.soak
-def test_a_trial_that_fails_is_begun_again_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
-    run_config = RunConfig(
-        storage_path=str(tmp_path / "runs"), name="again", verbose=0, failure_config=FailureConfig(max_failures=1)
-    )
-    [result] = tune.Tuner(trainer, run_config=run_config).fit()
-    assert result.error is None
-    assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
-
-
-@pytest.mark.soak
 def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
     results = tune.Tuner(trainer).fit()
