@@ -24,10 +24,20 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 @pytest.fixture(scope="module")
 def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path_factory.mktemp("shared"))
+    half = {"CPU": 0.5}  # beside those that a test starts for itself
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path_factory.mktemp("shared"), resources_per_worker=half)
     trainer.start()
     yield trainer
     trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """A started trainer of one worker."""
+    made = Trainer(BackendConfig(), logdir=tmp_path_factory.mktemp("alone"), resources_per_worker={"CPU": 0.5})
+    made.start()
+    yield made
+    made.shutdown()
 
 
 @pytest.fixture
@@ -244,17 +254,12 @@ def test_functions_that_are_out_of_step_are_ended_and_the_trainer_can_be_used_ag
     assert trainer.run(train.world_rank) == [0, 1]
 
 
-def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(tmp_path: Path) -> None:
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(alone: Trainer) -> None:
     broken, other = Recorder(fails_at=1), Recorder()
-    trainer.start()
-    try:
-        with pytest.raises(ArithmeticError, match="the callback is broken"):
-            trainer.run(lab.count_up, {"num_steps": 3}, callbacks=[broken, other])
-        assert (broken.ended, other.ended, other.results) == ([True], [True], [])
-        assert trainer.run(lab.count_up, {"num_steps": 1}) == [0]
-    finally:
-        trainer.shutdown()
+    with pytest.raises(ArithmeticError, match="the callback is broken"):
+        alone.run(lab.count_up, {"num_steps": 3}, callbacks=[broken, other])
+    assert (broken.ended, other.ended, other.results) == ([True], [True], [])
+    assert alone.run(lab.count_up, {"num_steps": 1}) == [0]
 
 
 def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
@@ -422,8 +427,8 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
 
 
-def test_a_part_of_a_model_is_no_checkpoint(tmp_path: Path) -> None:
-    """With a trainer of its own: rank 1 waits until its checkpoint is wanted, so its workers are ended."""
+def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
+    """Rank 1 waits until its checkpoint is wanted, so the workers are ended, and others start for the next run."""
 
     def function() -> None:
         import torch
@@ -433,14 +438,9 @@ def test_a_part_of_a_model_is_no_checkpoint(tmp_path: Path) -> None:
         model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
         train.report({"epoch": 0}, checkpoint=model.state_dict())
 
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
-    trainer.start()
-    try:
-        with pytest.raises(ValueError, match="gather_state"):
-            trainer.run(function)
-        assert trainer.run(lambda: "goes on") == ["goes on"] * 2
-    finally:
-        trainer.shutdown()
+    with pytest.raises(ValueError, match="gather_state"):
+        shared.run(function)
+    assert shared.run(lambda: "goes on") == ["goes on"] * 2
 
 
 def test_two_models_train_against_each_other(shared: Trainer) -> None:
@@ -524,21 +524,16 @@ def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(s
     assert shared.run(os.getpid) == pids
 
 
-def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(tmp_path: Path) -> None:
+def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(alone: Trainer) -> None:
     def function() -> None:
         import numpy as np
 
         train.save_checkpoint(weights=np.zeros(1 << 18), stuck=Stuck())
         train.report(number=1)
 
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
-    trainer.start()
-    try:
-        with pytest.raises(LookupError, match="cannot be pickled"):
-            trainer.run(function)
-        assert trainer.run(train.world_size) == [1]
-    finally:
-        trainer.shutdown()
+    with pytest.raises(LookupError, match="cannot be pickled"):
+        alone.run(function)
+    assert alone.run(train.world_size) == [1]
 
 
 class Stuck:
