@@ -497,10 +497,11 @@ def note(path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("kind", [KINDS[name] for name in ("remote", "local", "mixed")], ids=str)
+@pytest.mark.parametrize("name", ["remote", "local", "mixed"])
 def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
-    kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = KINDS[name]
     monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 120.0)
     diary = tmp_path / "diary"
     make_replica = partial(FilingReplica, diary, fails)

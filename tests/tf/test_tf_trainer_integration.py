@@ -572,9 +572,7 @@ def add_rank(operator: Any) -> None:
 
 
 @pytest.mark.keras_in_turns("keras3")
-def test_an_operator_is_trained_saved_and_handed_out(
-    ray_cluster: None, keras: str, keras_here: Any, tmp_path: Path
-) -> None:
+def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_here: Any, tmp_path: Path) -> None:
     config = {"batch_size": 2, "optimizer": "adam"}
     with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1) as trainer:
         first = trainer.train(num_steps=3, info={"note": 1})

@@ -101,7 +101,7 @@ def test_what_belongs_nowhere_is_refused_with_the_reason(keras: str) -> None:
 @pytest.mark.long
 @pytest.mark.keras_in_turns("keras3", "keras2")
 def test_a_trainer_goes_on_from_a_file_of_the_old_library(
-    keras: str, keras_here: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keras_here: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the model that the file is of would have."""
     tf_keras = importlib.import_module("tf_keras")
