@@ -107,7 +107,6 @@ class TestBestCheckpoint:
 class TestReading:
     def test_a_folder_tells_what_became_of_its_trial(self, trial: Path) -> None:
         result = Result.from_path(str(trial))
-        assert result.metrics is not None
         assert result.metrics["loss"] == 2.0
         assert result.checkpoint is not None
         assert step_of(result.checkpoint) == 1

@@ -246,18 +246,6 @@ class TestEMA:
         assert near(Validating.found, expected)
         assert near(ema.get_model(trainer).weight, expected)
 
-    def test_goes_on_in_a_second_run_and_from_a_file(self, make_local: Make, tmp_path: Path) -> None:
-        expected = averaged(weights_after_steps(3), 0.8)
-        ema, trainer = EMA(decay=0.8), make_local()
-        for _ in range(2):
-            trainer.fit(1, callbacks=[ema])
-        trainer.save(tmp_path / "file")
-        trainer.fit(1, callbacks=[ema])
-        assert near(ema.get_model(trainer).weight, expected)
-        later, other = EMA(decay=0.8), make_local()
-        other.fit(3, callbacks=[later], resume_from=tmp_path / "file")
-        assert near(later.get_model(other).weight, expected)
-
     def test_of_statistics_of_batch_norms(self, make_local: Make) -> None:
         ema, trainer = EMA(decay=0.5), make_local(BatchNormOperator)
         trainer.fit(1, callbacks=[ema])

@@ -130,13 +130,6 @@ def test_all_are_called_in_their_order_and_see_what_those_before_have_added() ->
     assert noted == [("a", "result", {"loss": 1.0, "a": 1}), ("b", "result", {"loss": 1.0, "a": 1, "b": 2})]
 
 
-def test_one_that_fails_is_named_with_the_method_and_the_cause() -> None:
-    calls = calls_of(Noting([], fails_in="result"))
-    with pytest.raises(CallbackError, match=r"`Noting` failed in `on_result`: KeyError: 'gone'\. .*fix") as info:
-        calls.result({})
-    assert isinstance(info.value.__cause__, KeyError)
-
-
 class TestTheEnd:
     def test_is_for_all_that_have_begun_also_the_one_that_failed(self) -> None:
         noted: list[tuple[Any, ...]] = []

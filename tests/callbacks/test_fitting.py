@@ -361,12 +361,6 @@ class TestResuming:
         assert counts.num_results == 4
         assert len(second.history) == 2, "the trainer itself made two calls"
 
-    def test_needs_no_more_than_a_file_of_save(self, make_local: Make, tmp_path: Path) -> None:
-        trainer = make_local()
-        trainer.fit(2)
-        trainer.save(tmp_path / "last.pt")
-        assert make_local().fit(3, resume_from=str(tmp_path / "last.pt"))["epoch"] == [3]
-
     def test_finds_the_newest_checkpoint_or_begins(self, make_local: Make, tmp_path: Path) -> None:
         def fit(epochs: int) -> list[int]:
             old, new = SavesTo(tmp_path / "old.pt"), SavesTo(tmp_path / "new.pt")

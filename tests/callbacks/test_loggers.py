@@ -111,23 +111,6 @@ class TestFiles:
             play(logger(tmp_path / "log"), tmp_path, {"a": value})
         assert [str(row["a"]) for row in read(tmp_path / "log")] == ["2"]
 
-    def test_that_cannot_be_written_cost_a_warning_and_are_tried_again(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        blocker = tmp_path / "folder"
-        blocker.write_text("")
-        logger, run = CSVLogger(blocker / "log.csv"), Run(name="run", folder=tmp_path)
-        logger.on_run_begin(run)
-        for run.epoch in (1, 2):
-            logger.on_result(run, {"a": run.epoch})
-        blocker.unlink()
-        run.epoch = 3
-        logger.on_result(run, {"a": 3})
-        logger.on_run_end(run, None)
-        [message] = [record.getMessage() for record in caplog.records]
-        assert message.startswith("CSVLogger: could not write")
-        assert [row["a"] for row in rows_of(blocker / "log.csv")] == ["3"]
-
     def test_are_files_of_this_machine(self) -> None:
         with pytest.raises(ValueError, match="need a path on a local or mounted disk"):
             JSONLogger("s3://bucket/log.jsonl")

@@ -24,7 +24,6 @@ def written(checkpoint: Path) -> Sidecar:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     before = written(tmp_path / "last.pt")
     after = Sidecars().read(str(tmp_path / "last.pt"))
-    assert after is not None
     assert (after.epoch, after.callbacks) == (1, before.callbacks)
     assert after.history[0]["train_loss"] == 0.5
     assert math.isnan(after.history[0]["other"])
@@ -81,7 +80,6 @@ class TestALongRun:
 
     def read(self, folder: Path) -> History:
         found = Sidecars().read(str(folder / "last.pt"))
-        assert found is not None
         return found.history
 
     def test_writes_each_part_of_its_history_once(self, tmp_path: Path) -> None:
@@ -98,7 +96,6 @@ class TestALongRun:
         self.run(tmp_path, range(1, 301), Sidecars(), History())
         again, history = Sidecars(), History()
         found = again.read(str(tmp_path / "last.pt"))
-        assert found is not None
         history.take_over(found.history)
         first = set(tmp_path.glob("history-*.json"))
         self.run(tmp_path, range(301, 601), again, history)

@@ -452,7 +452,6 @@ def test_what_is_done_to_models_changes_neither_names_nor_numbers(two: TorchTrai
 def test_buffers_and_state_of_batch_norm_survive_division(two: TorchTrainer) -> None:
     spec = TorchSettings(BatchNormOperator, {"num_samples": 24}, parallel="fsdp")
     state = two.apply_all_workers(trained_state(spec))[0]
-    assert state is not None
     assert list(state["models"][0]) == list(BatchNormOperator.make_model(None).state_dict())  # type: ignore[arg-type]
     found = two.apply_all_workers(restored_state(spec, state))[0][0]
     assert equal(found["models"], state["models"])
@@ -483,6 +482,5 @@ def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrai
     for parallel in ("ddp", "fsdp"):
         spec = TorchSettings(Adversaries, config, parallel=parallel)
         state = two.apply_all_workers(trained_state(spec))[0]
-        assert state is not None
         states.append(state["models"])
     assert_close(states[1], states[0], 1e-6, "fsdp")

@@ -158,11 +158,16 @@ def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(ma
     assert trainer.train(3) == [(6, 3)] * 2
 
 
-def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(make: Make, plan: FailurePlan) -> None:
-    trainer = make(plan.die(rank=0, step=2), connection=TorchConnection(timeout_s=60))
+@pytest.mark.parametrize(("use_local", "lost"), [(False, 0), (True, 1)])
+def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(
+    make: Make, plan: FailurePlan, use_local: bool, lost: int
+) -> None:
+    trainer = make(plan.die(rank=lost, step=2), use_local=use_local, connection=TorchConnection(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
     assert trainer.controller.history.num_failures == 1
+    if use_local:
+        assert trainer.controller.ensure_group().local_replica.total == 6
 
 
 # -------------------------------------------------------------------------------------------- exceptions
@@ -276,20 +281,6 @@ def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: Fail
     rival.leave()
     wait_until(lambda: cluster_view().nodes[0].available.get("CPU") == NUM_CPUS)
     assert trainer.train(3) == [(4, 2)]
-
-
-# -------------------------------------------------------------------------------------------- with the driver
-
-
-def test_with_the_driver_as_a_worker_a_lost_process_is_replaced_and_the_state_kept(
-    make: Make, plan: FailurePlan
-) -> None:
-    plan = plan.die(rank=1, step=2)
-    trainer = make(plan, use_local=True, connection=TorchConnection(timeout_s=60))
-    for step, total in ((1, 1), (2, 3), (3, 6)):
-        assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
-    assert trainer.controller.history.num_failures == 1
-    assert trainer.controller.ensure_group().local_replica.total == 6
 
 
 # -------------------------------------------------------------------------------------------- the end

@@ -24,7 +24,6 @@ def test_every_rank_is_heard_once_a_second() -> None:
     seen: list[list[int]] = []
 
     def happens(second: int) -> None:
-        assert trainer.controller.monitor is not None
         seen.append(sorted(trainer.controller.monitor.heartbeats))
 
     trainer.during_calls(3, happens)

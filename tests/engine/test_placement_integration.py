@@ -84,10 +84,14 @@ def test_a_connection_that_is_there_is_used(ray_cluster: None) -> None:
 # -------------------------------------------------------------------------------------------- reserving
 
 
-def test_a_reservation_takes_what_it_says_and_gives_it_back(ray_cluster: None) -> None:
+def test_a_reservation_takes_what_it_says_and_gives_it_back(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_TELL_S", 60.0)
     reservation = Reservation(Resources(num_cpus=1.5), 2)
     reservation.wait(60)
     assert reservation.is_own
+    assert warnings_in(caplog) == [], "a cluster that grants in time is not talked about"
     wait_until(lambda: cluster_view().nodes[0].available["CPU"] == NUM_CPUS - 3)
     assert all(reservation.is_granted() for _ in range(100))  # `wait(0)` of Ray says no now and then
     reservation.close(60)
@@ -182,16 +186,6 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     assert warnings_in(caplog) == [
         "waiting for resources: 3 workers with {'CPU': 1.0} each, there is room for 1 now; giving up after 0.3 s"
     ]
-
-
-def test_a_cluster_that_grants_in_time_is_not_talked_about(
-    ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "_TELL_S", 60.0)
-    reservation = Reservation(ONE, 1)
-    reservation.wait(60)
-    reservation.close(60)
-    assert warnings_in(caplog) == []
 
 
 def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:

@@ -567,7 +567,6 @@ def test_workers_are_not_ended_while_a_file_waits_for_their_state() -> None:
     newest = trainer.controller.newest_snapshot()
     trainer.cluster.calls = deque([Lost((1,))])
     trainer.controller.run(Call(read))
-    assert trainer.controller.snapshots.landed is not None
     assert trainer.controller.snapshots.landed.shared_state == 1
     assert newest.landed is None, "it is what it was; its transfer has arrived"
 

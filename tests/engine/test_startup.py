@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -123,92 +124,60 @@ def test_whoever_loads_on_a_busy_machine_is_not_frozen() -> None:
     assert scene.ended == [2, 1], "it loaded, and froze"
 
 
-def test_a_worker_that_loads_is_not_ended_because_the_one_who_is_to_look_takes_long_to_start() -> None:
-    loading = Process(1, works=True)
-    scene = StartupScene(loading)
-    scene.watch_begins_after_s = 50.0
-    scene.pass_time(1)
-    loading.is_stopped = True
-    scene.pass_time(180)
-    assert scene.ended == []
+Happening = tuple[float, bool, Mapping[str, bool]]
+"""For so many seconds, and whether the process is ended then, a process is like this."""
+
+ANSWERS, SILENT = {"is_stopped": False}, {"is_stopped": True}
+STORIES: dict[str, tuple[dict[str, Any], dict[str, float], list[Happening]]] = {
+    "it loads, and who is to look takes long to start": (
+        {"works": True},
+        {"watch_begins_after_s": 50.0},
+        [(1, False, ANSWERS), (180, False, SILENT)],
+    ),
+    "no one can look": ({}, {"watch_begins_after_s": 3600.0}, [(1, False, ANSWERS), (100, True, SILENT)]),
+    "it works without end and never answers": (
+        {"works": True},
+        {},
+        [(1, False, ANSWERS), (240, False, SILENT), (40, True, SILENT)],
+    ),
+    "it answers now and then": ({"works": True}, {}, [(200, False, SILENT), (2, False, ANSWERS)] * 4),
+    **{
+        f"it answers {seconds} s later, while it is looked at": (
+            {},
+            {},
+            [(1, False, ANSWERS), (seconds, False, SILENT), (20, False, ANSWERS)],
+        )
+        for seconds in (12.0, 12.5, 13.0, 13.5)
+    },
+    "it is not there yet": (
+        {"is_there": False},
+        {},
+        [(120, False, {}), (1, False, {"is_there": True}), (14 + WATCH_S, True, SILENT)],
+    ),
+    "it freezes before it ever answers": (
+        {"is_there": False},
+        {},
+        [(60, False, {}), (12, False, {"is_known": True}), (16, True, {})],  # found, it may still answer
+    ),
+    "it loads libraries, and the heartbeat is short": (
+        {},
+        {"heartbeat_s": 0.5},
+        [(1, False, ANSWERS), (9, False, SILENT), (3 + WATCH_S, True, SILENT)],
+    ),
+}
 
 
-def test_where_no_one_can_look_after_a_silent_worker_it_is_ended() -> None:
-    silent = Process(1)
-    scene = StartupScene(silent)
-    scene.watch_begins_after_s = 3600.0
-    scene.pass_time(1)
-    silent.is_stopped = True
-    scene.pass_time(100)
-    assert scene.ended == [1]
-
-
-def test_whoever_works_without_end_and_never_answers_hangs() -> None:
-    hung = Process(1, works=True)
-    scene = StartupScene(hung)
-    scene.pass_time(1)
-    hung.is_stopped = True
-    scene.pass_time(240)
-    assert scene.ended == []
-    scene.pass_time(40)
-    assert scene.ended == [1]
-
-
-def test_whoever_answers_again_has_all_the_time_once_more() -> None:
-    slow = Process(1, works=True)
-    scene = StartupScene(slow)
-    for _ in range(4):
-        slow.is_stopped = True
-        scene.pass_time(200)
-        slow.is_stopped = False
-        scene.pass_time(2)
-    assert scene.ended == []
-
-
-@pytest.mark.parametrize("frozen_s", [12.0, 12.5, 13.0, 13.5])
-def test_whoever_answers_while_it_is_looked_at_is_not_ended_for_what_the_look_saw_before(frozen_s: float) -> None:
-    process = Process(1)
-    scene = StartupScene(process)
-    scene.pass_time(1)
-    process.is_stopped = True
-    scene.pass_time(frozen_s)
-    process.is_stopped = False
-    scene.pass_time(20)
-    assert scene.ended == []
-
-
-def test_a_process_that_is_not_there_yet_is_not_frozen() -> None:
-    late = Process(1, is_there=False)
-    scene = StartupScene(late)
-    scene.pass_time(120)
-    assert scene.ended == []
-    late.is_there = True
-    scene.pass_time(1)
-    late.is_stopped = True
-    scene.pass_time(14 + WATCH_S)
-    assert scene.ended == [1]
-
-
-def test_a_process_that_freezes_before_it_ever_answers_is_found_and_ended() -> None:
-    frozen = Process(1, is_there=False)
-    scene = StartupScene(frozen)
-    scene.pass_time(60)
-    frozen.is_known = True
-    scene.pass_time(12)
-    assert scene.ended == [], "it was found a moment ago, and may still answer"
-    scene.pass_time(16)
-    assert scene.ended == [1]
-
-
-def test_a_short_heartbeat_leaves_time_to_load_libraries() -> None:
-    loading = Process(1)
-    scene = StartupScene(loading, heartbeat_s=0.5)
-    scene.pass_time(1)
-    loading.is_stopped = True
-    scene.pass_time(9)
-    assert scene.ended == []
-    scene.pass_time(3 + WATCH_S)
-    assert scene.ended == [1]
+@pytest.mark.parametrize("name", STORIES)
+def test_a_process_is_ended_only_if_it_neither_answers_nor_works_for_long(name: str) -> None:
+    options, surroundings, happenings = STORIES[name]
+    process = Process(1, **options)
+    scene = StartupScene(process, heartbeat_s=surroundings.get("heartbeat_s", 12.0))
+    scene.watch_begins_after_s = surroundings.get("watch_begins_after_s", 0.0)
+    for seconds, is_ended, changes in happenings:
+        for attribute, value in changes.items():
+            setattr(process, attribute, value)
+        scene.pass_time(seconds)
+        assert scene.ended == [1] * is_ended
 
 
 def test_whoever_is_ready_is_not_looked_after_any_more() -> None:

@@ -158,12 +158,10 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
     assert status(snapshots=snapshots).snapshot is None
     snapshots.take([Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline"))
     found = status(snapshots=snapshots).snapshot
-    assert found is not None
     assert found.is_inside
     assert found.age_s >= 0
     snapshots.completed("call")
     found = status(snapshots=snapshots).snapshot
-    assert found is not None
     assert found.num_calls_since == 1
     assert "on its way" not in str(found)
 
@@ -174,7 +172,6 @@ def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
     snapshots.completed("call")
     snapshots.take([Capture("rng", token=1)], fetch=lambda token: OnItsWay())
     found = status(snapshots=snapshots)
-    assert found.snapshot is not None
     assert found.snapshot.has_newer
     assert "taken between calls, 1 call (0.0 s) since, a newer one is on its way" in str(found)
 

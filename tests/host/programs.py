@@ -122,7 +122,6 @@ class Program:
 
     def begin(self, source: str) -> None:
         """Give it a cell, and do not wait."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(source) + "\n")
         self.process.stdin.flush()
 
@@ -155,7 +154,6 @@ class Program:
 
     def end(self) -> int:
         """Let it end as a program does."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(60)
 

@@ -33,6 +33,7 @@ def test_a_file_is_saved_and_found_again(location: str) -> None:
     with files.local_copy(location) as path:
         assert Path(path).read_bytes() == b"head the rest"
         assert Path(path).name == "a.pt"
+    assert Path(path).exists() == location.startswith(("/", "file:")), "a copy goes with its block"
 
 
 def test_a_file_whose_saving_fails_stays_as_it_was(location: str) -> None:
@@ -56,14 +57,6 @@ def test_what_may_never_end_is_not_read(kind: str, tmp_path: Path) -> None:
         os.mkfifo(path)
     with pytest.raises(OSError, match=f"`{path}` is not a regular file"), files.local_copy(path):
         pass
-
-
-def test_a_copy_goes_with_its_block(location: str) -> None:
-    with files.saving(location) as file:
-        file.write(b"1")
-    with files.local_copy(location) as path:
-        pass
-    assert Path(path).exists() == (location.startswith("/") or location.startswith("file:"))
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,6 @@ class TestFiles:
             assert folder.read(name) == CONTENT
             assert folder.has(name)
 
-    def test_are_replaced(self, folder: Folder) -> None:
-        folder.write("a", CONTENT)
-        folder.write("a", b"new")
-        assert folder.read("a") == b"new"
-        assert folder.names() == ["a"]
-
     def test_that_are_missing_are_not_found(self, folder: Folder) -> None:
         assert not folder.has("a")
         with pytest.raises(FileNotFoundError):
@@ -292,7 +286,6 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(kind: str, place: Ca
     folder.commit("checkpoint_6")
     program = [sys.executable, "-c", textwrap.dedent(WRITER), folder.uri]
     with subprocess.Popen(program, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
         writer.stdout.readline()
         staged = folder.staged("checkpoint_7")
         while "part-4" not in staged.names():

@@ -79,7 +79,6 @@ def test_the_training_is_the_same_whatever_dies_and_with_any_number_of_workers(
         trainer.load(tmp_path / "checkpoint")
         trainer.train()
         data = trainer.status().data
-        assert data is not None
         assert data.used == NUM_ROWS[kind]
         assert trainer.validate()["num_samples"] == NUM_ROWS[kind]
         trainer.train(num_steps=5, dataset=stream_of(kind))

@@ -116,6 +116,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize(("place", "value", "message"), DAMAGES, ids=[".".join(map(str, row[0])) for row in DAMAGES])
 def test_a_file_with_anything_else_in_it_changes_nothing(
     place: tuple[Any, ...], value: Any, message: str, trainer: TFTrainer, tmp_path: Path
@@ -168,13 +169,6 @@ def test_a_saved_state_is_restored_in_place(trainer: TFTrainer, tmp_path: Path) 
     assert trainer.apply_all_workers(process_id) == pids
 
 
-def test_the_workers_stay_equal_after_a_restore(trainer: TFTrainer) -> None:
-    trainer.load_state_dict(trainer.state_dict())
-    trainer.train()
-    first, second = trainer.apply_all_operators(lambda operator: operator.model.get_weights())
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def test_the_model_comes_compiled_with_its_weights_and_its_optimizer(trainer: TFTrainer) -> None:
     model = trainer.get_model()
     weights = trainer.apply_all_operators(lambda operator: operator.model.get_weights())[0]
@@ -208,10 +202,9 @@ def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer
         trainer.save(tmp_path / "fourth.npz")
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_state_is_saved_to_a_store(trainer: TFTrainer, s3_server: S3Server, tmp_path: Path, blocking: bool) -> None:
+def test_a_state_is_saved_to_a_store(trainer: TFTrainer, s3_server: S3Server, tmp_path: Path) -> None:
     saved = trainer.state_dict()
-    uri = trainer.save(s3_server.uri(f"tf/{blocking}.npz"), blocking=blocking)
+    uri = trainer.save(s3_server.uri("tf/state.npz"), blocking=False)
     trainer.train()
     trainer.save(tmp_path / "later.npz")  # waits for the one before
     trainer.load(uri)
@@ -578,6 +571,7 @@ def add_rank(operator: Any) -> None:
     weight.assign(weight + float(operator.world_rank))
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_here: Any, tmp_path: Path) -> None:
     config = {"batch_size": 2, "optimizer": "adam"}
     with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1) as trainer:

@@ -41,13 +41,6 @@ def die_behind_each_checkpoint(config: dict[str, Any]) -> int:
     return first
 
 
-def report_and_note(config: dict[str, Any]) -> None:
-    """Reports numbers, and makes a file behind each report."""
-    for number in range(config["num_reports"]):
-        train.report(number=number)
-        (config["folder"] / f"reported_{train.world_rank()}_{number}").touch()
-
-
 def claim(flag: Path) -> bool:
     """Whether this is the first time, over all processes."""
     try:
@@ -57,12 +50,10 @@ def claim(flag: Path) -> bool:
     return True
 
 
-def fail_on_rank_1(config: dict[str, Any]) -> None:
-    """Rank 1 raises at once; the others report without end, or block."""
+def fail_on_rank_1() -> None:
+    """Rank 1 raises at once; the others report without end."""
     if train.world_rank() == 1:
         raise KeyError("bad sample 7")
-    if config["blocks"]:
-        time.sleep(600)
     while True:
         train.report(number=1)
 

@@ -18,5 +18,4 @@ def begin(replica: FunctionReplica, function: Any, checkpoint: Any = None, shard
 
 
 def user_keys(message: FunctionMessage | FunctionEnded) -> dict[str, Any]:
-    assert isinstance(message, FunctionMessage)
     return {key: value for key, value in message.data.items() if not key.startswith("_")}

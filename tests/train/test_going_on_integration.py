@@ -126,25 +126,6 @@ def test_a_run_grows_back_after_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "deaths",
-    [
-        (dying(0, "reporting", 1), dying(2, "backward", 13)),
-        pytest.param((dying(1, "stepped", 6), dying(0, "saved", 3)), marks=pytest.mark.soak),
-    ],
-    ids=["the first rank in a report, and in the exchange", "between steps, and the first rank behind saving"],
-)
-def test_a_spare_steps_in_at_a_boundary_and_the_others_keep_their_ranks(
-    tmp_path: Path, deaths: tuple[Death, ...]
-) -> None:
-    config = config_of(tmp_path, *deaths, admits=True, saves=True, step_s=0.1, awaits_at=4 * NUM_EPOCHS - 1)
-    returned, reports, kinds = run(tmp_path, config, spare_workers=1)
-    assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
-    assert {*kinds} <= {"started", "rejoined", "grown"}
-    assert len(returned) == 3
-    check_weights(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("deaths", "spares"),
     [
         ((dying(0, "reporting", 1), dying(2, "backward", 13)), 1),
@@ -160,16 +141,6 @@ def test_functions_on_a_stream_go_on_where_they_are(tmp_path: Path, deaths: tupl
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]
     assert {*kinds} <= {"started", "rejoined", "grown"}
     assert len(returned) == 3 or not spares
-    check_weights(tmp_path, is_streamed=True)
-
-
-@pytest.mark.soak
-def test_functions_on_a_stream_start_again_from_the_position_in_the_checkpoint(tmp_path: Path) -> None:
-    deaths = dying(2, "backward", 5), dying(0, "backward", 7)
-    config = config_of(tmp_path, *deaths, data="stream", saves=True)
-    returned, _, kinds = run(tmp_path, config, (2, 3), dataset=sample_stream())
-    assert kinds == ["started", "rejoined", "rebuilt"]
-    assert [answer["first"] for answer in returned] == [1, 1, 1]
     check_weights(tmp_path, is_streamed=True)
 
 

@@ -53,15 +53,6 @@ def test_all_hear_of_a_failed_run_and_none_of_them_hides_it(caplog: pytest.LogCa
     assert "the callback `Noting` failed at the end: disk full" in caplog.text
 
 
-def test_the_first_that_fails_at_the_end_is_raised_after_all_were_called(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[tuple[Any, ...]] = []
-    callbacks = TrainerCallbacks([Noting(calls, "a", OSError("first")), Noting(calls, "b", OSError("second"))])
-    with pytest.raises(OSError, match="first"), callbacks.around(Path("run"), None):
-        pass
-    assert [call[:2] for call in calls[2:]] == [("a", "finish"), ("b", "finish")]
-    assert "second" in caplog.text
-
-
 class Reading(TrainingCallback):
     """Writes a file at the start, and notes the checkpoints at the end."""
 

@@ -46,8 +46,6 @@ class TestReports:
     def test_carry_the_metrics_and_what_every_report_has(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: [session.report(loss=number) for number in (3, 2)])
         first, second = replica.next(), replica.next()
-        assert isinstance(first, FunctionMessage)
-        assert isinstance(second, FunctionMessage)
         assert first.kind is REPORT
         assert set(first.data) == {"loss"} | BASIC_AUTOFILLED_KEYS
         assert [first.data["loss"], second.data["loss"]] == [3, 2]
@@ -57,7 +55,6 @@ class TestReports:
     def test_say_more_if_they_are_to(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(loss=1), is_detailed=True)
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert set(message.data) == {"loss"} | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
 
     def test_keep_the_time_that_the_function_measured_itself_and_nothing_else_of_ours(
@@ -65,7 +62,6 @@ class TestReports:
     ) -> None:
         begin(replica, lambda: session.report(**{TIME_THIS_ITER_S: 7.0, TRAINING_ITERATION: 70}))
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert (message.data[TIME_THIS_ITER_S], message.data[TRAINING_ITERATION]) == (7.0, 1)
 
     def test_may_be_one_dict_and_leave_it_as_it_was(self, replica: FunctionReplica) -> None:
@@ -77,13 +73,11 @@ class TestReports:
         begin(replica, lambda: session.report(loss=1, checkpoint=5))
         message = replica.next()
         assert user_keys(message) == {"loss": 1, "checkpoint": 5}
-        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is None
 
     def test_take_a_keyword_called_metrics_for_a_metric(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(metrics={"loss": 1}, checkpoint={"weight": 2}), encode=dict)
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         metrics = decode(message.data, copy=True)
         assert (metrics["metrics"], metrics["checkpoint"]) == ({"loss": 1}, {"weight": 2})
 
@@ -94,9 +88,7 @@ class TestReports:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert (message.kind, user_keys(message)) == (REPORT, {"loss": 1})
-        assert message.checkpoint_ref is not None
         assert decode(message.checkpoint_ref.data, copy=True)["weight"] == 2
         assert replica.next() == FunctionEnded({"weight": 2})
 
@@ -113,12 +105,6 @@ class TestReports:
         begin(replica, call)
         with pytest.raises(TypeError, match=r"`report` takes|`checkpoint=3`"):
             replica.next()
-
-    def test_are_encoded_in_the_worker(self, replica: FunctionReplica) -> None:
-        begin(replica, lambda: session.report(loss=1), encode=lambda data: ("encoded", data["loss"]))
-        message = replica.next()
-        assert isinstance(message, FunctionMessage)
-        assert decode(message.data, copy=True) == ("encoded", 1)
 
     def test_with_arrays_arrive_as_they_were_when_they_were_reported(self, replica: FunctionReplica) -> None:
         curve = np.zeros(3)
@@ -144,7 +130,6 @@ class TestReports:
         begin(replica, function)
         replica.mute()
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert message.kind is CHECKPOINT
         assert replica.next() == FunctionEnded("end")
 
@@ -153,9 +138,7 @@ class TestCheckpoints:
     def test_of_rank_0_go_to_the_driver_with_their_score(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.save_checkpoint(loss=2.0, epoch=1), score_attribute="loss")
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert message.kind is CHECKPOINT
-        assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.score == 2.0
         assert message.checkpoint_ref.token is None
         content = decode(message.checkpoint_ref.data, copy=True)
@@ -170,7 +153,6 @@ class TestCheckpoints:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
         assert message.checkpoint_ref is None
         assert replica.next() == FunctionEnded({"epoch": 1})
 
@@ -183,8 +165,6 @@ class TestCheckpoints:
 
         begin(replica, function)
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
-        assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.data is None
         assert replica.next() == FunctionEnded()
         assert message.checkpoint_ref.token is not None
@@ -198,8 +178,6 @@ class TestCheckpoints:
         function = partial(session.save_checkpoint, weights=weights)
         begin(replica, function, encode=lambda content: ("encoded", content["weights"]))
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
-        assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.token is not None
         weights[:] = 1
         name, arrived = decode(replica.fetch(message.checkpoint_ref.token), copy=True)
@@ -226,8 +204,6 @@ class TestCheckpoints:
     def test_without_a_score_say_so(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.save_checkpoint(epoch=1), score_attribute="loss")
         message = replica.next()
-        assert isinstance(message, FunctionMessage)
-        assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.score is None
 
 
@@ -241,8 +217,6 @@ class TestCheckpointsThatSeveralRanksReport:
         made.end()
 
     def token_of(self, message: FunctionMessage | FunctionEnded) -> int:
-        assert isinstance(message, FunctionMessage)
-        assert message.checkpoint_ref is not None
         assert message.checkpoint_ref.data is None
         assert message.checkpoint_ref.token is not None
         return message.checkpoint_ref.token

@@ -6,6 +6,7 @@ the trainer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,14 @@ def read(config: dict[str, Any]) -> tuple[Any, ...]:
     return own, epochs, begun, loader.state_dict(), numbers_of(exact)
 
 
-def run_read(num_workers: int, config: dict[str, Any], datasets: dict[str, Pipeline]) -> list[Any]:
-    trainer = Trainer("torch", num_workers=num_workers, resources_per_worker={"CPU": 0.25})
-    trainer.start()
-    try:
-        return trainer.run(read, config, dataset=datasets)
-    finally:
+@pytest.fixture(scope="module")
+def trainers(ray_cluster: None) -> Iterator[dict[int, Trainer]]:
+    """Started trainers by the number of their workers."""
+    made = {size: Trainer("torch", num_workers=size, resources_per_worker={"CPU": 0.25}) for size in (2, 3)}
+    for trainer in made.values():
+        trainer.start()
+    yield made
+    for trainer in made.values():
         trainer.shutdown()
 
 
@@ -63,16 +66,18 @@ def joint(parts: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["known", "filtered"])
-def test_a_function_reads_its_part_and_goes_on_with_another_number_of_workers(ray_cluster: None, kind: str) -> None:
+def test_a_function_reads_its_part_and_goes_on_with_another_number_of_workers(
+    trainers: dict[int, Trainer], kind: str
+) -> None:
     datasets = {name: stream_of(kind) for name in ("plain", "train", "exact")}
-    own, epochs, begun, states, exact = zip(*run_read(2, {}, datasets), strict=True)
+    own, epochs, begun, states, exact = zip(*trainers[2].run(read, {}, dataset=datasets), strict=True)
     assert joint(own) == joint(exact) == ROWS[kind]
     for epoch in zip(*epochs, strict=True):
         assert joint(epoch) == ROWS[kind]
     assert epochs[0][0] != epochs[0][1]
     assert states[0] == states[1]
     assert states[0]["consumed"] == 48 == len(joint(begun))
-    rest, following = zip(*run_read(3, {"state": states[0]}, datasets), strict=True)
+    rest, following = zip(*trainers[3].run(read, {"state": states[0]}, dataset=datasets), strict=True)
     assert joint([*begun, *rest]) == joint(following) == ROWS[kind]
 
 

@@ -39,7 +39,7 @@ from raysgd.train._torch.loaders import divided, over_joint_batches
 from raysgd.train._torch.prepared import ForwardInContext
 from raysgd.train._torch.process_group import unwrapped
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.messages import FunctionEnded, FunctionSpec
+from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.session import current_session
 
 
@@ -48,7 +48,6 @@ def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     replica = FunctionReplica(World(rank, size))
     replica.begin(FunctionSpec(function, dict, "_timestamp"), None, None)
     ended = replica.next()
-    assert isinstance(ended, FunctionEnded)
     return ended.value
 
 
@@ -118,11 +117,6 @@ def test_a_worker_without_gpus_computes_on_the_cpu() -> None:
 
 
 class TestModels:
-    def test_of_a_single_worker_stay_as_they_are(self) -> None:
-        model = torch.nn.Linear(1, 1)
-        assert inside(lambda: helpers.prepare_model(model)) is model
-        assert "forward" not in vars(model)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -139,10 +133,11 @@ class TestModels:
         with pytest.raises(ValueError, match=message):
             inside(lambda: helpers.prepare_model(torch.nn.Linear(1, 1), **options))
 
-    @pytest.mark.parametrize("options", [{"wrap_ddp": "fsdp"}, {"parallel_strategy": "fsdp"}, {"wrap_ddp": None}])
+    @pytest.mark.parametrize("options", [{}, {"wrap_ddp": "fsdp"}, {"parallel_strategy": "fsdp"}, {"wrap_ddp": None}])
     def test_of_a_single_worker_stay_whole(self, options: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
         assert inside(lambda: helpers.prepare_model(model, **options)) is model
+        assert "forward" not in vars(model)
 
     def test_and_optimizers_take_over_what_was_gathered(self) -> None:
         def function() -> None:
@@ -248,7 +243,6 @@ class TestOptimizers:
     def prepared(self, optimizer: torch.optim.Optimizer, precision: Precision) -> torch.optim.Optimizer:
         def function() -> torch.optim.Optimizer:
             session = current_session()
-            assert session is not None
             session.accelerator = Accelerator(precision, torch.device("cpu"))
             return helpers.prepare_optimizer(optimizer)
 
@@ -493,10 +487,6 @@ class TestLoaders:
         assert batch["x"].tolist() == [1]
         assert batch["pair"][1][0].tolist() == [3]
 
-    def test_can_be_read_again(self) -> None:
-        loader = self.prepared(DataLoader(numbers(4)), size=1)
-        assert seen(loader) == seen(loader) == [0, 1, 2, 3]
-
 
 def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     guide = Path(__file__).parents[2] / "docs" / "train.md"
@@ -507,7 +497,6 @@ def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     config = {"batch_size": 16, "num_epochs": 2}
     replica.begin(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
     messages = [replica.next() for _ in range(5)]
-    assert isinstance(messages[-1], FunctionEnded)
     assert messages[-1].value < 0.1
 
 

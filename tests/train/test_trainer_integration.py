@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, Worke
 from raysgd.storage import Folder
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks import JsonLoggerCallback
+from raysgd.train.callbacks import JsonLoggerCallback, TorchTensorboardProfilerCallback
 from raysgd.train.worker_group import WorkerHandle
 from tests.helpers.s3_server import S3Server
 from tests.train import lab
@@ -25,10 +24,20 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 @pytest.fixture(scope="module")
 def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path_factory.mktemp("shared"))
+    half = {"CPU": 0.5}  # beside those that a test starts for itself
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path_factory.mktemp("shared"), resources_per_worker=half)
     trainer.start()
     yield trainer
     trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """A started trainer of one worker."""
+    made = Trainer(BackendConfig(), logdir=tmp_path_factory.mktemp("alone"), resources_per_worker={"CPU": 0.5})
+    made.start()
+    yield made
+    made.shutdown()
 
 
 @pytest.fixture
@@ -71,9 +80,7 @@ def test_a_run_reports_saves_and_returns(shared: Trainer) -> None:
     assert recorder.results[0][0]["size"] == 2
     assert recorder.started == [(str(shared.latest_run_dir), config)]
     assert recorder.ended == [False]
-    assert shared.latest_checkpoint is not None
     assert shared.latest_checkpoint["number"] == 2
-    assert shared.latest_checkpoint_dir is not None
     assert sorted(path.name for path in shared.latest_checkpoint_dir.iterdir()) == [
         "checkpoint_000001",
         "checkpoint_000002",
@@ -117,12 +124,10 @@ def test_a_run_goes_to_a_store(
 def test_the_strategy_decides_what_stays(shared: Trainer) -> None:
     config = {"num_steps": 4, "losses": [float("nan"), 3.0, 7.0, 5.0]}
     shared.run(lab.count_up, config, checkpoint_strategy=CheckpointStrategy(2, "loss", "min"))
-    assert shared.latest_checkpoint_dir is not None
     assert sorted(path.name for path in shared.latest_checkpoint_dir.iterdir()) == [
         "checkpoint_000002",
         "checkpoint_000004",
     ]
-    assert shared.best_checkpoint is not None
     assert shared.best_checkpoint["loss"] == 3.0
 
 
@@ -135,7 +140,6 @@ def test_a_large_checkpoint_arrives_whole(shared: Trainer) -> None:
         weights += 1
 
     shared.run(function)
-    assert shared.latest_checkpoint is not None
     assert shared.latest_checkpoint["weights"].unique().tolist() == [2.0]
 
 
@@ -149,7 +153,6 @@ def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
     assert iterator.get_final_results(force=True) == [0, 0]
     assert iterator.is_finished()
     assert list(iterator) == []
-    assert shared.latest_checkpoint is not None
     assert shared.latest_checkpoint["number"] == 2
 
 
@@ -229,11 +232,10 @@ def test_an_exception_that_speaks_of_connections_is_no_lost_worker(shared: Train
     assert shared._executor._get_num_failures() == 0
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_an_exception_of_one_rank_ends_all_although_others_go_on(trainer: Trainer, blocks: bool) -> None:
+def test_an_exception_of_one_rank_ends_all_although_others_go_on(trainer: Trainer) -> None:
     trainer.start()
     with pytest.raises(KeyError, match="bad sample 7") as caught:
-        trainer.run(lab.fail_on_rank_1, {"blocks": blocks})
+        trainer.run(lab.fail_on_rank_1)
     assert isinstance(caught.value, WorkerError)
     assert caught.value.faults[0].rank == 1
 
@@ -252,17 +254,12 @@ def test_functions_that_are_out_of_step_are_ended_and_the_trainer_can_be_used_ag
     assert trainer.run(train.world_rank) == [0, 1]
 
 
-def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(tmp_path: Path) -> None:
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(alone: Trainer) -> None:
     broken, other = Recorder(fails_at=1), Recorder()
-    trainer.start()
-    try:
-        with pytest.raises(ArithmeticError, match="the callback is broken"):
-            trainer.run(lab.count_up, {"num_steps": 3}, callbacks=[broken, other])
-        assert (broken.ended, other.ended, other.results) == ([True], [True], [])
-        assert trainer.run(lab.count_up, {"num_steps": 1}) == [0]
-    finally:
-        trainer.shutdown()
+    with pytest.raises(ArithmeticError, match="the callback is broken"):
+        alone.run(lab.count_up, {"num_steps": 3}, callbacks=[broken, other])
+    assert (broken.ended, other.ended, other.results) == ([True], [True], [])
+    assert alone.run(lab.count_up, {"num_steps": 1}) == [0]
 
 
 def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
@@ -280,23 +277,9 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     seen = [first for first, _ in lab.numbers(recorder.results)]
     assert seen == sorted(seen)  # what was reported just before a death may be seen twice, nothing is lost
     assert set(seen) == {0, 1, 2, 3}
-    assert trainer.latest_checkpoint_dir is not None
     assert len(list(trainer.latest_checkpoint_dir.iterdir())) == 4
     assert recorder.ended == [False]
     assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
-
-
-def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
-    trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path, max_retries=1)
-    trainer.start()
-    try:
-        config = {"num_steps": 2, "deaths": [(0, 0, tmp_path / "first")]}
-        with pytest.raises(WorkersLostError, match="max_retries=1"):
-            trainer.run(lab.count_up, config)
-        assert trainer._executor._get_num_failures() == 1
-        assert trainer.run(lab.count_up, config) == [0]  # the next run has retries of its own, and new workers
-    finally:
-        trainer.shutdown()
 
 
 def test_each_checkpoint_may_renew_the_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,31 +299,6 @@ def test_each_checkpoint_may_renew_the_retries(tmp_path: Path, monkeypatch: pyte
                 assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
         finally:
             trainer.shutdown()
-
-
-@pytest.mark.parametrize(("num_ahead", "num_reported"), [("0", 1), ("64", 20)])
-def test_functions_may_run_ahead_of_what_the_driver_has_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ahead: str, num_reported: int
-) -> None:
-    monkeypatch.setenv("TRAIN_REPORTS_AHEAD", num_ahead)
-    trainer = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path)
-    trainer.start()
-    try:
-        results = trainer.run_iterator(lab.report_and_note, {"num_reports": 20, "folder": tmp_path})
-        assert [each["number"] for each in next(results)] == [0, 0]
-        assert await_files(tmp_path, "reported_0_*", num_reported, and_no_more=num_reported < 20)
-        assert [result[1]["number"] for result in results] == list(range(1, 20))
-    finally:
-        trainer.shutdown()
-
-
-def await_files(folder: Path, pattern: str, count: int, *, and_no_more: bool) -> bool:
-    """Whether as many files appear soon; and none beyond them for a while."""
-    deadline = time.monotonic() + 30
-    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5 if and_no_more else 0)
-    return len(list(folder.glob(pattern))) == count
 
 
 def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:
@@ -450,7 +408,6 @@ def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared
     first, second = shared.run(lab.fit, {"num_epochs": 10, "amp": amp})
     assert first == second == pytest.approx([2.0, 1.0], abs=0.05)
     checkpoint = shared.latest_checkpoint
-    assert checkpoint is not None
     assert type(checkpoint["model"]) is torch.nn.Linear
     assert [float(parameter.detach()) for parameter in checkpoint["model"].parameters()] == first
     assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
@@ -470,8 +427,8 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
 
 
-def test_a_part_of_a_model_is_no_checkpoint(tmp_path: Path) -> None:
-    """With a trainer of its own: rank 1 waits until its checkpoint is wanted, so its workers are ended."""
+def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
+    """Rank 1 waits until its checkpoint is wanted, so the workers are ended, and others start for the next run."""
 
     def function() -> None:
         import torch
@@ -481,14 +438,59 @@ def test_a_part_of_a_model_is_no_checkpoint(tmp_path: Path) -> None:
         model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
         train.report({"epoch": 0}, checkpoint=model.state_dict())
 
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
-    trainer.start()
-    try:
-        with pytest.raises(ValueError, match="gather_state"):
-            trainer.run(function)
-        assert trainer.run(lambda: "goes on") == ["goes on"] * 2
-    finally:
-        trainer.shutdown()
+    with pytest.raises(ValueError, match="gather_state"):
+        shared.run(function)
+    assert shared.run(lambda: "goes on") == ["goes on"] * 2
+
+
+def test_two_models_train_against_each_other(shared: Trainer) -> None:
+    def play() -> list[float]:
+        import torch
+
+        from raysgd.train.torch import prepare_model
+
+        torch.manual_seed(train.world_rank())
+        generator, critic = prepare_model(torch.nn.Linear(2, 1)), prepare_model(torch.nn.Linear(1, 1))
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in (generator, critic)]
+
+        def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(3):
+            real, noise = torch.ones(4, 1), torch.randn(4, 2)
+            step(optimizers[1], (critic(generator(noise).detach()) - critic(real)).mean())
+            step(optimizers[0], -critic(generator(noise)).mean())
+        return [float(weight) for model in (generator, critic) for weight in model.module.weight.detach().flatten()]
+
+    first, second = shared.run(play)
+    assert first == second
+
+
+def test_the_profiler_writes_into_the_folder_of_the_run(shared: Trainer, tmp_path: Path) -> None:
+    def profiled(config: dict[str, Any]) -> None:
+        import torch
+
+        from raysgd.train.torch import TorchWorkerProfiler
+
+        profiler = TorchWorkerProfiler(config["folder"])
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=0, active=1),
+            on_trace_ready=profiler.trace_handler,
+        ) as profile:
+            for _ in range(2):
+                torch.ones(2).sum()
+                profile.step()
+                train.report(**profiler.get_and_clear_profile_traces())
+
+    log = JsonLoggerCallback()
+    shared.run(profiled, {"folder": str(tmp_path)}, callbacks=[TorchTensorboardProfilerCallback(), log])
+    assert shared.latest_run_dir is not None
+    traces = sorted(path.name for path in (shared.latest_run_dir / "pytorch_profiler").iterdir())
+    assert traces == [f"worker_{rank}_epoch_{step}.pt.trace.json" for rank in range(2) for step in (1, 2)]
+    assert "trace" not in log.log_path.read_text()
 
 
 def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
@@ -522,21 +524,16 @@ def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(s
     assert shared.run(os.getpid) == pids
 
 
-def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(tmp_path: Path) -> None:
+def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(alone: Trainer) -> None:
     def function() -> None:
         import numpy as np
 
         train.save_checkpoint(weights=np.zeros(1 << 18), stuck=Stuck())
         train.report(number=1)
 
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
-    trainer.start()
-    try:
-        with pytest.raises(LookupError, match="cannot be pickled"):
-            trainer.run(function)
-        assert trainer.run(train.world_size) == [1]
-    finally:
-        trainer.shutdown()
+    with pytest.raises(LookupError, match="cannot be pickled"):
+        alone.run(function)
+    assert alone.run(train.world_size) == [1]
 
 
 class Stuck:
@@ -574,7 +571,6 @@ def test_a_large_checkpoint_that_was_handed_over_arrives_although_the_run_fails(
     trainer.start()
     with pytest.raises(error):
         trainer.run(function, callbacks=[Recorder(fails_at=1)])
-    assert trainer.latest_checkpoint is not None
     assert trainer.latest_checkpoint["number"] == 1
     assert trainer.latest_checkpoint_path is not None
 
@@ -628,7 +624,6 @@ def test_a_report_may_bring_a_checkpoint_of_any_rank(shared: Trainer) -> None:
     recorder = Recorder()
     shared.run(function, callbacks=[recorder])
     assert lab.numbers(recorder.results) == [[0, 1], [0, 1]]
-    assert shared.latest_checkpoint is not None
     assert shared.latest_checkpoint["from"] == 1
     assert shared.checkpoint_manager.latest_checkpoint_id == 1
 
@@ -643,15 +638,3 @@ def test_workers_of_pytorch_find_their_place_in_the_environment(shared: Trainer)
     assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
     assert first[3:] == second[3:]
     assert int(first[4]) > 0
-
-
-def test_reports_say_where_they_come_from_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS", "1")
-    trainer = Trainer(BackendConfig(), logdir=tmp_path)
-    monkeypatch.delenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS")
-    trainer.start()
-    try:
-        [[result]] = list(trainer.run_iterator(lambda: train.report(loss=1)))
-    finally:
-        trainer.shutdown()
-    assert {"_pid", "_hostname", "_node_ip", "_date", "_time_total_s"} <= set(result)

@@ -104,7 +104,6 @@ def check_that_a_copy_needs_no_new_snapshot_and_is_one(two: Population) -> None:
     landed = controller_of(source.trainer).snapshot()  # its pace may have left this call out
     two.copy(taker, source)
     mine = controller_of(taker.trainer).snapshots.landed
-    assert mine is not None
     assert mine.shared_state is landed.shared_state
     assert controller_of(taker.trainer).snapshots.is_current
 

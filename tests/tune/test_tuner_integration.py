@@ -79,9 +79,7 @@ def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_n
     assert (len(results), results.num_errors, results.num_terminated) == (2, 0, 2)
     assert all(isinstance(result, Result) for result in results)
     best = results.get_best_result()
-    assert best.metrics is not None
     assert (best.metrics["score"], best.metrics["size"], best.metrics["training_iteration"]) == (4, 2, 3)
-    assert best.checkpoint is not None
     assert best.checkpoint.to_dict()["step"] == 2
     assert list(best.metrics_dataframe["step"]) == [0, 1, 2]
     assert sorted(results.get_dataframe()["score"]) == [2, 4]
@@ -111,18 +109,6 @@ def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(
 
 
 @pytest.mark.soak
-def test_a_trial_that_fails_is_begun_again_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
-    run_config = RunConfig(
-        storage_path=str(tmp_path / "runs"), name="again", verbose=0, failure_config=FailureConfig(max_failures=1)
-    )
-    [result] = tune.Tuner(trainer, run_config=run_config).fit()
-    assert result.error is None
-    assert result.metrics is not None
-    assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
-
-
-@pytest.mark.soak
 def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
     results = tune.Tuner(trainer).fit()
@@ -132,7 +118,6 @@ def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Pa
     tuner = tune.Tuner.restore(tmp_path / "runs" / "sweep", trainer, resume_errored=True)
     [result] = tuner.fit()
     assert result.error is None
-    assert result.metrics is not None
     assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
 
 
@@ -153,10 +138,8 @@ def test_a_function_that_tune_runs_reports_to_its_trial(ray_cluster: None, tmp_p
     run_config = RunConfig(storage_path=str(tmp_path), verbose=0, failure_config=FailureConfig(max_failures=1))
     [result] = tune.Tuner(count_for_tune, run_config=run_config).fit()
     assert result.error is None
-    assert result.metrics is not None
     assert (result.metrics["step"], result.metrics["first"]) == (2, 1)
     assert result.metrics["own_id"] == result.metrics["trial_id"]
-    assert result.checkpoint is not None
     assert result.checkpoint.to_dict()["step"] == 2
 
 

@@ -98,10 +98,10 @@ def test_what_belongs_nowhere_is_refused_with_the_reason(keras: str) -> None:
         arranged(module.optimizers.SGD(), adam)
 
 
-@pytest.mark.integration
+@pytest.mark.long
 @pytest.mark.keras_in_turns("keras3", "keras2")
 def test_a_trainer_goes_on_from_a_file_of_the_old_library(
-    ray_cluster: None, keras: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keras_here: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the model that the file is of would have."""
     tf_keras = importlib.import_module("tf_keras")
@@ -116,7 +116,7 @@ def test_a_trainer_goes_on_from_a_file_of_the_old_library(
     (tmp_path / "file").write_bytes(pickle.dumps(file))
     (tmp_path / "without").write_bytes(pickle.dumps({**file, "optimizer_weights": []}))
     old.fit(train, verbose=0)
-    with TFTrainer(make_model, make_data, config=config, num_replicas=2, timeout_s=240) as trainer:
+    with TFTrainer(make_model, make_data, config=config, num_replicas=1, use_local=True) as trainer:
         with caplog.at_level(logging.WARNING, logger="raysgd"):
             trainer.restore(tmp_path / "file")
         assert not [record for record in caplog.records if "old library" in record.message]

@@ -81,12 +81,6 @@ def test_a_pass_begun_elsewhere_is_resumed() -> None:
     assert (passes.epoch, stream.consumed) == (0, 10)
 
 
-def test_the_position_counts_what_was_handed_out() -> None:
-    stream, _ = stream_of(Numbers())
-    list(stream.take(4))
-    assert (stream.consumed, stream.num_steps_taken, stream.is_mid_pass) == (4, 4, True)
-
-
 def test_a_step_that_broke_off_comes_again_elsewhere() -> None:
     stream, passes = stream_of(Numbers())
     batches = stream.take(None)

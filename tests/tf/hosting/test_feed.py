@@ -114,7 +114,6 @@ def test_the_index_of_the_pass_and_the_books() -> None:
     assert (feed.ledger(), feed.pass_index(feed.training(REQUEST))) == (None, 0)
     take(feed, 4)
     ledger = feed.ledger()
-    assert ledger is not None
     assert (ledger.used, feed.pass_index(feed.training(REQUEST))) == (8, 0)
     take(feed)
     assert feed.pass_index(feed.training(REQUEST)) == 1

@@ -50,17 +50,6 @@ def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
     assert passed == [0, 1]
 
 
-def test_what_the_function_raises_comes_after_its_messages() -> None:
-    def function(mailbox: Mailbox) -> None:
-        mailbox.offer("last words")
-        raise KeyError("boom")
-
-    mailbox = start(function)
-    assert mailbox.take() == "last words"
-    with pytest.raises(KeyError, match="boom"):
-        mailbox.take()
-
-
 def test_none_is_a_message_like_any_other() -> None:
     mailbox = start(lambda mailbox: mailbox.offer(None))
     assert mailbox.take() is None
@@ -95,24 +84,6 @@ def test_a_function_that_comes_to_no_message_cannot_be_cancelled() -> None:
 
 
 # -------------------------------------------------------------------------------- functions that run ahead
-
-
-def test_a_function_runs_ahead_of_messages_that_may_wait_but_not_too_far() -> None:
-    passed: list[int] = []
-    is_ahead = threading.Event()
-
-    def function(mailbox: Mailbox) -> None:
-        for number in range(4):
-            mailbox.offer(number, may_wait=True)
-            passed.append(number)
-            if number == 1:
-                is_ahead.set()
-
-    mailbox = start(function, num_ahead=2)
-    assert is_ahead.wait(60)
-    assert [mailbox.take() for _ in range(2)] == [0, 1]
-    assert [mailbox.take() for _ in range(3)] == [2, 3, FunctionEnded()]
-    assert passed == [0, 1, 2, 3]
 
 
 def test_no_more_messages_wait_than_may() -> None:

@@ -230,14 +230,3 @@ class TestFailures:
         with pytest.raises(TrainingFailedError, match="different number of calls") as caught:
             trainer(tmp_path, loops.report_unequally).fit()
         assert isinstance(caught.value, StepMismatchError)
-
-
-class TestGoingOn:
-    def test_a_failed_run_is_restored_and_continues_its_own_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(TrainingFailedError):
-            trainer(tmp_path, fails_at=1, kind="folder").fit()
-        restored = DataParallelTrainer.restore(tmp_path / "run")
-        result = restored.fit()
-        assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (3, 2)
-        assert checkpoints_in(result) == [f"checkpoint_{number:06d}" for number in range(3)]
-        assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 1

@@ -170,7 +170,6 @@ class TestCheckpoints:
 
         replica = start(loop)
         ref = message(replica.next(0)).checkpoint_ref
-        assert ref is not None
         assert not ref.is_stored
         assert replica.next(1) == FunctionEnded()
         assert seen[0].to_dict() == {"epoch": 3}
@@ -192,7 +191,6 @@ class TestCheckpoints:
         replica = start(loop)
         assert message(replica.next(6)).checkpoint_ref is None
         ref = message(replica.next(7)).checkpoint_ref
-        assert ref is not None
         assert ref.is_stored
         assert folder.staged("checkpoint_000007").read("weights") == b"1"
         assert folder.committed() == []
@@ -280,7 +278,6 @@ class TestCheckpoints:
         (own / "part_1").write_bytes(b"1")
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
         ref = message(replica.next(7)).checkpoint_ref
-        assert ref is not None
         assert ref.token is not None
         assert set(ref.files) == {"weights", "part_1"}
         staged = folder.staged("checkpoint_000007")
@@ -300,7 +297,6 @@ class TestCheckpoints:
         (own / "a" / "b").touch()
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
         ref = message(replica.next(0)).checkpoint_ref
-        assert ref is not None
         folder.staged("checkpoint_000000").write("a", b"a file where a folder is to be")
         assert replica.store(ref.token, []) is None
         with pytest.raises(OSError, match="could not copy"):
@@ -311,7 +307,6 @@ class TestCheckpoints:
         own.mkdir()
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), keeps_files=False)
         ref = message(replica.next(0)).checkpoint_ref
-        assert ref is not None
         assert not ref.is_stored
 
     @pytest.mark.parametrize("kind", ["dict", "folder", "checkpoint", "nothing"])

@@ -45,7 +45,6 @@ class TestARun:
     def test_has_the_metrics_of_its_last_report(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         result = play(folder, [3.0, 2.0])
-        assert result.metrics is not None
         assert (result.metrics["loss"], result.metrics["training_iteration"], result.metrics["done"]) == (2.0, 2, True)
         assert result.metrics["checkpoint_dir_name"] == "checkpoint_000001"
         assert result.metrics["should_checkpoint"] is True
@@ -165,7 +164,6 @@ class TestRetention:
         result = play(folder, [float("nan"), 3.0, 7.0, 5.0], checkpoint_config=config)
         assert [metrics["loss"] for _, metrics in result.best_checkpoints] == best
         assert checkpoints_in(folder) == [f"checkpoint_{index:06d}" for index in on_disk]
-        assert result.checkpoint is not None
         assert Path(result.checkpoint.path).name == "checkpoint_000003"
 
     def test_nested_scores_count(self, tmp_path: Path) -> None:
@@ -197,7 +195,6 @@ class TestRetention:
         result = recorder.end()
         assert checkpoints_in(folder) == []
         assert result.best_checkpoints == []
-        assert result.checkpoint is not None
         assert "fs_checkpoint" in result.checkpoint.to_dict()
 
     def test_a_checkpoint_has_the_number_of_its_folder_or_of_its_content(self, tmp_path: Path) -> None:
@@ -231,7 +228,6 @@ class TestFailures:
         recorder.take({}, None)
         recorder.take({}, None)
         metrics = recorder.end().metrics
-        assert metrics is not None
         assert (metrics["training_iteration"], metrics["iterations_since_restore"]) == (4, 2)
         assert [line["training_iteration"] for line in lines(folder)] == [1, 2, 3, 3, 4]
 
@@ -281,7 +277,6 @@ class TestContinuing:
         assert noting.calls[1:] == ["on_trial_start PENDING", "on_trial_restore checkpoint_000002"]
         recorder.take({"loss": 4.0}, save(later, 3))
         result = recorder.end()
-        assert result.metrics is not None
         assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (4, 1)
         assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [4.0, 3.0]
         assert checkpoints_in(folder) == ["checkpoint_000000", "checkpoint_000003"]
@@ -311,7 +306,6 @@ class TestContinuing:
         recorder.begin()
         recorder.take({"loss": 1.0}, save(later, 1))
         result = recorder.end()
-        assert result.metrics is not None
         assert result.metrics["iterations_since_restore"] == 1
         assert [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints] == [
             "checkpoint_000000",
@@ -331,7 +325,6 @@ class TestContinuing:
         later.begin()
         later.take({}, None)
         metrics = later.end().metrics
-        assert metrics is not None
         assert metrics["training_iteration"] == 3
 
     def test_callbacks_find_their_state_again(self, tmp_path: Path) -> None:
@@ -357,7 +350,6 @@ class TestContinuing:
         play(folder, [1.0])
         folder.experiment.write("callback_states.pkl", b"no pickle")
         result = play(TrialFolder(folder.experiment, folder.dir_name), [1.0], first=1)
-        assert result.metrics is not None
         assert result.metrics["training_iteration"] == 2
         assert "the callbacks start without their former state" in caplog.text
 

@@ -42,7 +42,6 @@ def test_the_training_goes_on_meanwhile_and_the_best_checkpoint_is_the_best_vali
     result = trainer(tmp_path, waiting, True, True, keep=keep).fit()
     assert result.return_value == [["PENDING_VALIDATION"] * 3, ["PENDING_VALIDATION"] * 3, ["VALIDATED"] * 2]
     assert losses_in(result) == [1.0]
-    assert result.metrics is not None
     assert (result.metrics["epoch"], result.metrics["val_loss"]) == (2, 2.0)
     names = sorted(path.name for path in Path(str(result.path)).glob("checkpoint_*"))
     assert names == ["checkpoint_000000", "checkpoint_000002"], "the best one and the newest one"
