@@ -443,7 +443,7 @@ def test_a_method_of_tf_trainer_refuses_an_argument_before_it_asks_a_worker(meth
 # ------------------------------------------------------------------------------------------------ Trainer
 
 FUNCTIONS: list[Row] = [
-    *rows("num_workers", *NO_COUNTS, (0, 2), (3, 2), (1, 10**9), (1,), (1, "2"), [1, 2]),
+    *rows("num_workers", *NO_COUNTS, (0, 2), (3, 2), (1, 10**9), (1,), (1, "2"), [2, 1]),
     *rows("max_retries", 1.5, "3", True, None),
     *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
     *rows("resize_check_s", *NO_TIMES, None),

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._arguments import (
+    MAX_WORKERS,
     accelerator,
     check_amount,
-    check_num_workers,
     check_runtime_env,
     check_seconds,
     is_integer,
@@ -529,16 +529,15 @@ def is_open(value: Any) -> bool:
 
 
 def _checked_workers(num_workers: Any) -> int | tuple[int, int]:
-    if not isinstance(num_workers, tuple | list):
-        return check_num_workers("num_workers", num_workers, _HINT_WORKERS)
-    if len(num_workers) != 2:
+    pair = tuple(num_workers) if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
+    are_counts = all(is_integer(each) and 1 <= each <= MAX_WORKERS for each in pair)
+    if len(pair) != 2 or not are_counts or pair[0] > pair[1]:
         raise InvalidCountError(
-            f"`num_workers={num_workers!r}`: need two numbers, the least and the most. {_HINT_WORKERS}"
+            f"`num_workers={num_workers!r}`: need an integer from 1 to {MAX_WORKERS}, or two, the least first. "
+            f"{_HINT_WORKERS}"
         )
-    least, most = (check_num_workers("num_workers", each, _HINT_WORKERS) for each in num_workers)
-    if least > most:
-        raise InvalidCountError(f"`num_workers={num_workers!r}`: the least is above the most. {_HINT_WORKERS}")
-    return least, most
+    least, most = map(int, pair)
+    return (least, most) if isinstance(num_workers, tuple | list) else most
 
 
 def _check_resources(name: str, resources: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakMethod, finalize
 
 from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd._text.log_lines import LogRelay
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.engine.controller import ElasticController
@@ -234,7 +235,9 @@ class BackendExecutor:
         """
         if self._controller is not None:
             raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
-        make_object = partial(train_cls, *(train_cls_args or ()), **(train_cls_kwargs or {})) if train_cls else None
+        make_object = None
+        if train_cls is not None:
+            make_object = partial(train_cls, *(train_cls_args or ()), **(train_cls_kwargs or {}))
         self._hooks = PluginHooks(
             self._backend,
             self._config,
@@ -263,7 +266,7 @@ class BackendExecutor:
             connection.shares_gpus = self._shares_gpus
         elif self._shares_gpus and num_gpus > 0:
             connection = PlacedConnection(connection, shares_gpus=True)
-        return replace(self._spec, connection=connection, initialization_hook=initialization_hook)
+        return replace(self._spec, connection=connection, initialization_hook=initialization_hook, relay=LogRelay())
 
     def _make_controller(self, spec: GroupSpec) -> ElasticController:
         leaving_nodes = WeakMethod(self._leaving_nodes)  # or the workers would never end with the executor
@@ -307,7 +310,9 @@ class BackendExecutor:
                 first in any case.
         """
         controller, self._controller = self._controller, None
-        self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            run.is_over = True  # for who still goes over its reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
@@ -345,7 +350,7 @@ class BackendExecutor:
 
     def begin(
         self, plan: RunPlan, run_dir: Path | Folder | None = None, latest_checkpoint_id: int | None = None
-    ) -> None:
+    ) -> FunctionRun:
         """Starts the function of a plan on all workers; see `start_training`.
 
         Raises:
@@ -354,7 +359,7 @@ class BackendExecutor:
         """
         self.check_free()
         self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
-        self.launch(plan.function, DividedData(plan.dataset) if plan.dataset is not None else None)
+        return self.launch(plan.function, DividedData(plan.dataset) if plan.dataset is not None else None)
 
     def launch(
         self,
@@ -417,11 +422,6 @@ class BackendExecutor:
                 "A run is already active: iterate over its results to the end, for instance with "
                 "`get_final_results(force=True)` of its iterator, or call `shutdown` and `start` again."
             )
-
-    @property
-    def current_run(self) -> FunctionRun | None:
-        """The run that goes on, or has just ended."""
-        return self._run
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""

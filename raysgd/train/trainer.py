@@ -23,6 +23,7 @@ from raysgd.host.cluster import start as start_host
 from raysgd.host.protocol import Host
 from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
+from raysgd.train._function_run import FunctionRun
 from raysgd.train._rules.run_folders import check_logdir, make_logdir, make_run_dir
 from raysgd.train._run_callbacks import TrainerCallbacks
 from raysgd.train._worker.shards import check_dataset
@@ -226,7 +227,7 @@ class Trainer:
         self._executor.check_free()
         run_dir = self.create_run_dir()
         with told.around(run_dir, config):
-            iterator = self._iterate(plan, run_dir)
+            iterator = TrainingIterator(self._executor.begin(plan, run_dir))
             try:
                 for results in iterator:
                     newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
@@ -248,11 +249,7 @@ class Trainer:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
-        return self._iterate(plan, self.create_run_dir())
-
-    def _iterate(self, plan: RunPlan, run_dir: Path | Folder) -> TrainingIterator:
-        self._executor.begin(plan, run_dir)
-        return TrainingIterator(self._executor)
+        return TrainingIterator(self._executor.begin(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Starts the workers, each with an object of the user's class, and connects them.
@@ -299,8 +296,9 @@ class Trainer:
 
     def create_run_dir(self) -> Path | Folder:
         """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
-        self._num_runs, self.latest_run_dir = make_run_dir(self.logdir, self._num_runs + 1)
-        return self.latest_run_dir
+        self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
+        self.latest_run_dir = run_dir
+        return run_dir
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
@@ -348,11 +346,9 @@ class Trainer:
 class TrainingIterator:
     """Goes over what a running function reports. The function waits for it, one report ahead at most."""
 
-    def __init__(self, executor: BackendExecutor) -> None:
-        self._executor = executor
-        self._run = executor.current_run
+    def __init__(self, run: FunctionRun) -> None:
+        self._run = run
         self._is_finished = False
-        self._final: list[Any] | None = None
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         """Itself."""
@@ -360,12 +356,11 @@ class TrainingIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """The metrics of all workers at their next report, by rank."""
-        if not self._is_finished:
-            results = self._finished_unless_fine(self._executor.fetch_next_result)
-            if results is not None:
-                return results
-            self._finish()
-        raise StopIteration
+        results = None if self._is_finished else self._finished_unless_fine(self._run.next_reports)
+        if results is None:
+            self._is_finished = True
+            raise StopIteration
+        return results
 
     def is_finished(self) -> bool:
         """Return whether the function has ended everywhere, or the run was given up."""
@@ -382,16 +377,13 @@ class TrainingIterator:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
             return None
         if not self._is_finished:
-            self._finish()
-        return self._final
-
-    def _finish(self) -> None:
-        self._final = self._finished_unless_fine(self._executor.finish_training)
-        self._is_finished = True
+            self._finished_unless_fine(self._run.finish)
+            self._is_finished = True
+        return self._run.returned
 
     def _finished_unless_fine(self, call: Callable[[], T]) -> T:
         try:
-            if not self._executor.is_started or self._executor.current_run is not self._run:
+            if self._run.is_over and self._run.returned is None:
                 raise InactiveWorkerGroupError(
                     "The trainer was shut down, or began another run, after this iterator was created."
                 )

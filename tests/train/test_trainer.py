@@ -3,12 +3,14 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from raysgd.exceptions import InactiveWorkerGroupError
-from raysgd.train import Trainer
+from raysgd.train import Trainer, TrainingIterator
+from raysgd.train._function_run import FunctionRun
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.checkpoint import load_checkpoint
@@ -156,6 +158,14 @@ def test_settings_of_the_environment_have_their_first_names_too(
         monkeypatch.setenv(name, value)
     executor = trainer(tmp_path)._executor
     assert (executor._is_detailed, executor._shares_gpus) == expected
+
+
+def test_an_iterator_of_a_run_that_was_ended_from_elsewhere_says_so_once() -> None:
+    iterator = TrainingIterator(cast(FunctionRun, SimpleNamespace(is_over=True, returned=None, next_reports=list)))
+    with pytest.raises(InactiveWorkerGroupError, match="was shut down, or began another run"):
+        next(iterator)
+    assert iterator.is_finished()
+    assert list(iterator) == []
 
 
 @pytest.mark.parametrize("value", [True, False])

@@ -120,7 +120,7 @@ class DatasetShards:
     """
 
     def __init__(self, datasets: Mapping[str, Any], config: Any = None) -> None:
-        config = merged_config(config, datasets)
+        config = OWN_CONFIG if config is None else config
         if not is_data_config(config):
             config = DataConfig([name for name in datasets if _config_of(name, config).split])
         if isinstance(config, DataConfig) and type(config).configure is DataConfig.configure:
@@ -180,15 +180,12 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
     return {name: dataset for name, dataset in datasets.items() if dataset is not None}
 
 
-def merged_config(
-    dataset_config: Any, datasets: Mapping[str, Any], own: Mapping[str, DatasetConfig] = OWN_CONFIG
-) -> Any:
+def merged_config(dataset_config: Any, datasets: Mapping[str, Any]) -> Any:
     """A `DataConfig` as it is; the config of a trainer with a user's dict of `DatasetConfig` over it.
 
     Args:
         dataset_config: What the user passed; None leaves the trainer its own.
         datasets: The datasets, by name.
-        own: That of the trainer's class.
 
     Raises:
         ValueError: It is of another kind, or does not fit the datasets.
@@ -200,7 +197,7 @@ def merged_config(
             f"`dataset_config={dataset_config!r}`: need a `raysgd.train.DataConfig`, or a dict of "
             "`raysgd.air.DatasetConfig` by the names of datasets."
         )
-    merged = DatasetConfig.merge(own, dataset_config)
+    merged = DatasetConfig.merge(OWN_CONFIG, dataset_config)
     DatasetConfig.validated(merged, datasets)
     return merged
 

@@ -184,13 +184,6 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"`dataset"):
             merged_config(given, TWO)
 
-    def test_a_trainer_without_a_wildcard_knows_its_datasets(self) -> None:
-        own = {"train": DatasetConfig(split=True)}
-        with pytest.raises(ValueError, match="val"):
-            merged_config({"val": DatasetConfig()}, {}, own)
-        with pytest.raises(ValueError, match="val"):
-            merged_config(None, TWO, own)
-
     @pytest.mark.parametrize("given", [[1], Numbers(1), {1: Numbers(1)}, {"train": "train.csv"}])
     def test_datasets_come_by_name(self, given: Any) -> None:
         with pytest.raises(ValueError, match="`datasets"):
