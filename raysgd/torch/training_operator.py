@@ -21,13 +21,12 @@ from raysgd._arguments import answer_mistakes
 from raysgd._imports import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
-from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import ignored_by
+from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
-from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import register_data
+from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of

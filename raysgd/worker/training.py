@@ -1,28 +1,163 @@
-"""The training calls of one replica: each from its first step to its answer, across losses."""
+"""The calls of one replica, each up to its answer: `train`, across losses; and `validate` and `predict`."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES
+from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary
+from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.worker.activity import Activity
-from raysgd.worker.answering import CallAnswers
-from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing
+from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
+from raysgd.worker.activity import Activity, RunningCall
+from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing, forget, take_outside
 from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.logged import forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.running import RunningCall
-from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.state.replica_state import StateCopies
+
+
+class Evaluation:
+    """Validates and predicts.
+
+    Args:
+        hosted: The operator and what belongs to it.
+        activity: What the replica is doing.
+        answering: Makes the answers.
+        ledger: Where the time is booked.
+
+    Attributes:
+        has_left: Whether no more batches are to be validated; None where nothing says so.
+    """
+
+    has_left: Callable[[], bool] | None = None
+
+    def __init__(self, hosted: Hosted, activity: Activity, answering: CallAnswers, ledger: Ledger) -> None:
+        self._hosted = hosted
+        self._activity = activity
+        self._answering = answering
+        self._ledger = ledger
+
+    def validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
+        """Runs the operator's `validate` once.
+
+        Args:
+            request: What is asked.
+            share: This replica's part of data that the driver divides; None if it has that already.
+        """
+        with self._ledger.evaluating():
+            return self._validate(request, share)
+
+    def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
+        operator, loop, feed = self._hosted.operator, self._hosted.loop, self._hosted.feed
+        options = loop.validation_options(request)
+        self._answering.begin(operator, request.profile)
+        feed.take_share("validation", request, share)
+        if feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
+            request = replace(request, starts_over=True)
+        forget(operator._raysgd)
+        with (
+            self._hosted.evaluating(),
+            feed.validation.stream(request) as stream,
+            around_batches(operator, "validate_batch", stream.place, [completing(operator._raysgd, stream.place)]),
+        ):
+            began_at = stream.num_steps_taken
+            self._activity.running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")
+            operator._raysgd.latest_metrics = {}
+            try:
+                batches = stream.take(request.num_steps)
+                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                if (has_left := self.has_left) is not None:
+                    batches = takewhile(lambda batch: not has_left(), batches)
+                args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
+                with self._answering.timed("validation"):
+                    returned = operator.validate(*args, **named)
+            finally:
+                self._activity.running = None
+        num_steps = stream.num_steps_taken - began_at
+        answer = self._answering.answer(operator, returned, request, num_steps, loop.plain)
+        return replace(answer, epoch_idx=max(0, feed.epoch - 1))
+
+    def predict(self, request: PredictRequest, work: Work, share: Any) -> list[Any]:
+        """Takes part in a round.
+
+        Args:
+            request: What is asked.
+            work: This replica's batches.
+            share: What it needs for the whole prediction; None if nothing, or if it has that already.
+
+        Returns:
+            The output for each batch, as arrays.
+        """
+        hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
+        with self._ledger.evaluating():
+            self._answering.begin(operator, profile=False)
+            self._activity.running = RunningCall(place, 0, request.total, request.info, "predict")
+            operator._raysgd.latest_metrics = {}
+            try:
+                with hosted.predicting():
+                    batches = (coming(request, *each) for each in hosted.to_predict(request, work, share))
+                    return outputs_of(operator, batches, request, place, hosted.as_array)
+            finally:
+                self._activity.running = None
+
+
+class CallAnswers:
+    """Makes the answers of a replica. It keeps the operator's timers, which run in calls that ask for a profile."""
+
+    def __init__(self) -> None:
+        self._timers = TimerCollection()
+
+    def begin(self, operator: Any, profile: bool) -> None:
+        """Gets the timers ready for a call."""
+        if profile:
+            self._timers.reset()
+            self._timers.enable()
+        else:
+            self._timers.disable()
+        operator.timers = self._timers
+
+    def timed(self, name: str) -> AbstractContextManager[Any]:
+        """Measures the body."""
+        return self._timers.record(name)
+
+    def answer(
+        self,
+        operator: Any,
+        returned: Any,
+        request: EpochRequest,
+        num_steps: int,
+        plain: Callable[[Any], Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> EpochAnswer:
+        """The answer to a call.
+
+        Args:
+            operator: What it ran on.
+            returned: What the operator's method returned. What is no mapping travels as it is.
+            request: What was asked.
+            num_steps: How many steps were taken.
+            plain: Makes something that the driver can read of a result.
+            extra: What the library adds to the metrics.
+        """
+        if not isinstance(returned, Mapping):
+            return EpochAnswer(None, returned, num_steps)
+        together = {**take_outside(operator._raysgd), **returned}
+        values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}
+        if request.profile:
+            values["profile"] = self._timers.stats()
+        behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
+        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
 
 
 class Training:

@@ -138,11 +138,11 @@ INSIDE = {
         "_fit_trainers",
     ),
     "worker": (
-        "data ledger parts running",
-        "answering state worker_callbacks",
+        "data ledger",
+        "state worker_callbacks",
         "hosted operator",
         "activity changeable",
-        "evaluation training",
+        "training",
         "runner",
     ),
 }

@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 from raysgd._numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.balancing import Balancing
+from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples, samples_of
-from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import Ranks

@@ -17,29 +17,26 @@ from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums
 from raysgd.streams.source import StreamData
-from raysgd.torch.data import batch_norms, predicting
+from raysgd.torch.data import predicting
 from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.predicting import PredictionLoader
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
-from raysgd.torch.hosting.arming import StepArming
 from raysgd.torch.hosting.replica_state import TorchState
-from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
+from raysgd.torch.hosting.step_loop import StepArming, StepLoop, make_undo, overrides
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
-from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import joint_batches
-from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.parallel.exchanges import names_of_all
 from raysgd.torch.parallel.joint_record import sums_of
-from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.advice import with_advice
+from raysgd.torch.step.advice import BATCH_NORMS, check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
@@ -144,7 +141,7 @@ class TorchHosted(hosted.Hosted):
     def _warn_of_batch_norms(self) -> None:
         """Says once what shares by speed mean to them."""
         models = self.internals.registered.original_models
-        has_some = any(isinstance(module, batch_norms.LOCAL) for model in models for module in model.modules())
+        has_some = any(isinstance(module, BATCH_NORMS) for model in models for module in model.modules())
         if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
             logger.warning(
                 '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
@@ -319,7 +316,7 @@ class TorchHosted(hosted.Hosted):
         is_divided = has_shares and source.is_divided
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
-            source.check_plan = partial(batch_norms.check_norms, models) if is_whole_pass else None
+            source.check_plan = partial(check_norms, models) if is_whole_pass else None
         with ExitStack() as stack:
             stack.enter_context(with_advice(models, step if is_divided else None))
             if is_divided and self.world.is_distributed and not self.parallel.is_sharded:

@@ -26,11 +26,9 @@ from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.exchanges import Exchanges, StepRows, StreamClock
 from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.step import BatchStep, accept
-from raysgd.torch.parallel.step_rows import StepRows
-from raysgd.torch.parallel.stream_clock import StreamClock
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]

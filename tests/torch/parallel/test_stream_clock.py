@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.stream_clock import StreamClock
+from raysgd.torch.parallel.exchanges import Exchanges, StreamClock
 
 
 class Stream:
