@@ -150,21 +150,23 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if step.drawn.is_last_waiting:  # `train_batch` left it out
+            if step.is_last_waiting:  # `train_batch` left it out
                 step.skip()
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
-                step.confirm()
+                if not step.is_confirmed:
+                    step.confirm()
                 if meters.held:
                     meters.count_held()
-                if schedulers.follow_steps:
+                if schedulers is not None and schedulers.follow_steps:
                     schedulers.after_step(internals.precision, step)
             if not step.is_padding:
                 internals.count(meters, metrics)
             self.global_step += step.is_last_part
         meters.count_held()
         summary = meters.summary()
-        schedulers.after_epoch(summary, internals.mean_over_workers)
+        if schedulers is not None:
+            schedulers.after_epoch(summary, internals.mean_over_workers)
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from raysgd._arguments import is_integer
-from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.connections._origins import with_causes
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.torch import is_connection_error
@@ -17,9 +16,8 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.joint_work import JointWork
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.gradients import tells_of_steps
+from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.logical_shards import LogicalShards
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
@@ -29,6 +27,7 @@ from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+_RUNGS_TO_LOSS = ("train_epoch", "train_batch", "forward")
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
@@ -56,15 +55,23 @@ class StepLoop(Loop):
         self._not_stepped: list[Any] = []  # those that did not step in the batch before it
         self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
+        self._watches = undo is not None or self._keeps_gradients  # what each batch does
+        self._may_run_backward = any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
+        self._has_stock_rungs = not any(overrides(operator, name) for name in _RUNGS_TO_LOSS)
         self._has_own_gradients = False  # that were not exchanged, and wait
         self._is_in_batch = False
         self._global_step_at_boundary = 0
-        self.step.opens = self._begin_batch
+        self.step.opens = self._begin_batch if self._watches else None
         if undo is not None:
             self.step.exchanges = undo.note_exchange
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
             optimizer.register_step_pre_hook(self._note_step)
+
+    @property
+    def calls_criterion(self) -> bool:
+        """True if the criterion is called by the library, and by no one else."""
+        return self._has_stock_rungs and vars(self._operator).keys().isdisjoint(_RUNGS_TO_LOSS)
 
     def is_lost(self, error: BaseException) -> bool:
         return self._parallel.exchanges.has_broken or is_connection_error(error)
@@ -76,7 +83,7 @@ class StepLoop(Loop):
         self._stepped.add(id(optimizer))
         if self.undo is not None:
             self.undo.note_step()
-        if self._parallel.synchronizes:
+        if self._parallel.record is not None:
             self._parallel.record.note(self._works[id(optimizer)])
 
     @property
@@ -133,7 +140,7 @@ class StepLoop(Loop):
 
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step_at_boundary
-        if not self._is_in_batch:
+        if self._watches and not self._is_in_batch:
             return
         self._is_in_batch = False
         waiting = {*map(id, self._waiting)}
@@ -155,9 +162,6 @@ class StepLoop(Loop):
     def own_s(self) -> float | None:
         return self._parallel.step.own_s or None
 
-    def new_meters(self) -> AverageMeterCollection:
-        return self._operator._raysgd.new_meters()
-
     def plain(self, value: Any) -> Any:
         """Tensors as numbers where they have one element, and on the CPU in any case."""
         if isinstance(value, torch.Tensor):
@@ -169,7 +173,74 @@ class StepLoop(Loop):
 
     @property
     def joint_work(self) -> JointWork | None:
-        return self._parallel.record.work
+        return None if self._parallel.record is None else self._parallel.record.work
+
+    # ---------------------------------------------------------------------------------------- the steps of a call
+
+    def arm(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
+        """Gets ready for the steps of a call over such data.
+
+        Raises:
+            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
+                optimizers are registered.
+        """
+        operator, step = self._operator, self.step
+        internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
+        if not is_integer(window) or window < 1:
+            raise ValueError(
+                f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
+                "batches make an optimizer step, at least 1."
+            )
+        if len(self._optimizers) > 1:
+            self._check_window(window)
+        num_shards = 0 if source is None else source.num_shards
+        step.most_parts = 1 if source is None or num_shards else source.most_batches
+        step.shards = self._logical_shards(num_shards, window) if num_shards else None
+        models, can_defer = internals.registered.wrapped, internals.precision.can_defer
+        self._parallel.arm(models, self._may_run_backward, window * step.most_parts, can_defer)
+        internals.own_steps.begin_call()
+
+    def _check_window(self, window: int) -> None:
+        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
+        most = self._operator._raysgd.context.settings.batch_options.max_batch_per_worker
+        if window > 1 or most is not None:
+            option = f"accumulate_grad_batches={window}" if window > 1 else "max_batch_per_worker"
+            raise ValueError(
+                f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
+                "several parameter groups, or omit the option and accumulate in `train_batch`."
+            )
+
+    def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
+        if window > 1:
+            raise ValueError(
+                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the joint batch as "
+                "many times larger, and pass `max_batch_per_worker`."
+            )
+        internals = self._operator._raysgd
+        return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
+
+    def disarm(self, num_batches: int) -> None:
+        """Leaves no gradient behind for another call.
+
+        Raises:
+            ValueError: An option of the trainer had no effect on the steps of these batches.
+        """
+        step, own_steps, name = self.step, self._operator._raysgd.own_steps, type(self._operator).__name__
+        if step.waiting is not None:  # the loop ended before the window did
+            step.is_boundary = True
+            step_with(self._operator, *self._optimizers)
+        if step.window > 1 and num_batches and not step.is_used:
+            raise ValueError(
+                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
+                "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
+                "optimization), or accumulate yourself and omit the option."
+            )
+        if num_batches and own_steps.clips and own_steps.misses_clipping:
+            raise ValueError(
+                f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
+                "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
+                "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
+            )
 
 
 def make_undo(
@@ -225,90 +296,3 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 def overrides(operator: TrainingOperator, name: str) -> bool:
     """Tells whether a method of the operator is not the library's."""
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)
-
-
-class StepArming:
-    """Gets ready for the steps of calls, and ends the last step of each.
-
-    Args:
-        operator: Takes the steps.
-        parallel: How the replicas are kept equal.
-    """
-
-    def __init__(self, operator: TrainingOperator, parallel: NoParallel) -> None:
-        self._operator = operator
-        self._internals: TorchInternals = operator._raysgd
-        self._parallel = parallel
-
-    def begin(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
-        """Gets ready for the steps of a call over such data.
-
-        Raises:
-            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
-                optimizers are registered.
-        """
-        internals, step = self._internals, self._parallel.step
-        window, wrapped = self._window(epoch_idx), internals.registered.wrapped
-        self._check_optimizers(window)
-        num_shards = 0 if source is None else source.num_shards
-        step.most_parts = 1 if source is None or num_shards else source.most_batches
-        step.shards = self._logical_shards(num_shards, window) if num_shards else None
-        may_defer, may_run_backward = internals.precision.can_defer, _may_run_backward(self._operator)
-        self._parallel.arm(wrapped, may_run_backward, window * step.most_parts, may_defer)
-        internals.own_steps.begin_call()
-
-    def _window(self, epoch_idx: int) -> int:
-        """Returns how many batches make an optimizer step, as the operator says."""
-        window = self._operator.accumulate_grad_batches(epoch_idx)
-        if not is_integer(window) or window < 1:
-            raise ValueError(
-                f"`{type(self._operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
-                "batches make an optimizer step, at least 1."
-            )
-        return window
-
-    def _check_optimizers(self, window: int) -> None:
-        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
-        num_registered = len(self._internals.registered.optimizers)
-        most = self._internals.context.settings.batch_options.max_batch_per_worker
-        if num_registered > 1 and (window > 1 or most is not None):
-            option = f"accumulate_grad_batches={window}" if window > 1 else "max_batch_per_worker"
-            raise ValueError(
-                f"`{option}` works with one optimizer, and {num_registered} are registered: register one with several "
-                "parameter groups, or omit the option and accumulate in `train_batch`."
-            )
-
-    def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
-        if window > 1:
-            raise ValueError(
-                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the joint batch as "
-                "many times larger, and pass `max_batch_per_worker`."
-            )
-        world = self._internals.world
-        return LogicalShards(num_shards, world.rank, world.size, self._internals.registered.wrapped)
-
-    def finish(self, num_batches: int) -> None:
-        """Leaves no gradient behind for another call.
-
-        Raises:
-            ValueError: An option of the trainer had no effect on the steps of these batches.
-        """
-        internals, step, name = self._internals, self._parallel.step, type(self._operator).__name__
-        internals.finish_window()
-        if step.window > 1 and num_batches and not step.is_used:
-            raise ValueError(
-                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
-                "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
-                "optimization), or accumulate yourself and omit the option."
-            )
-        if num_batches and internals.own_steps.misses_clipping:
-            raise ValueError(
-                f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
-                "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
-                "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
-            )
-
-
-def _may_run_backward(operator: TrainingOperator) -> bool:
-    """Tells whether user code may compute gradients past the rung that weights the loss."""
-    return any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))

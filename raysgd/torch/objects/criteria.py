@@ -36,18 +36,28 @@ class LossCall(NamedTuple):
         output: What it was called with.
         target: What it compared that with.
         result: What it returned.
-        counting: Where there are labels that count; None if it knows of none that do not.
+        ignored: The label that does not count; None if it knows of none.
         amount: What its mean was divided by: a number, or a tensor on a GPU; None for samples.
-        is_uneven: Whether some labels count less than others in this mean.
+        num_labels: Of how many labels, if all count alike.
     """
 
     reading: Reading
     output: Any
     target: Any
     result: Any
-    counting: Any = None
+    ignored: int | None = None
     amount: Any = None
-    is_uneven: Any = False
+    num_labels: int | None = None
+
+    @property
+    def counting(self) -> torch.Tensor | None:
+        """Where there are labels that count; None if it knows of none that do not."""
+        return None if self.ignored is None else self.target != self.ignored
+
+    @property
+    def is_uneven(self) -> Any:
+        """Whether some labels count less than others in its mean; a tensor if that is not known in the host."""
+        return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
 class _Loss(NamedTuple):
@@ -84,44 +94,57 @@ class LossCalls:
     """Tells listeners how the losses of PyTorch in a criterion, itself included, are called."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[LossCall], None]] = []
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # with whether it hears of labels only
         self._hooked: Any = None
 
     @contextmanager
-    def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Let `listener` hear of all calls inside the block; with `only_labels` of those that may leave labels out."""
+    def on(
+        self,
+        criterion: Any,
+        listener: Callable[[LossCall], None],
+        only_labels: bool = False,
+        is_called_here: bool = False,
+    ) -> Iterator[None]:
+        """Let a listener hear of all calls inside the block.
+
+        Args:
+            criterion: What is called.
+            listener: Called with each call.
+            only_labels: Whether it hears only of those that may leave labels out.
+            is_called_here: Whether only `call` calls it, so that a loss of PyTorch needs no hook.
+        """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
+        takes_hooks = takes_hooks and not (is_called_here and _known(criterion) is not None)
         for part in criterion.modules() if takes_hooks else ():
             loss = _known(part)
             if loss is not None and (loss.counts_labels or not only_labels):
                 hear = partial(_tell, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
-        self._listeners.append(listener)
+        self._listeners.append((listener, only_labels))
         self._hooked = criterion if takes_hooks else None
         try:
             yield
         finally:
             self._hooked = before
-            self._listeners.remove(listener)
+            self._listeners.remove((listener, only_labels))
             for handle in handles:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion, of which listeners hear also if it takes no hooks."""
+        """Call a criterion, of which listeners hear also if it has no hooks."""
         result = criterion(output, target)
-        if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
+        if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
             loss = _known(whole)
-            if loss is not None:
-                for listener in self._listeners:
+            for listener, only_labels in self._listeners if loss is not None else ():
+                if loss.counts_labels or not only_labels:
                     _tell(listener, loss, whole, (output, target), {}, result)
         return result
 
 
 def ignored_by(criterion: Any) -> int:
     """Return the label that a criterion ignores, whatever it does with it."""
-    ignored = _setting(criterion, "ignore_index")
-    return ignored if isinstance(ignored, int) else IGNORED
+    return _settings(criterion)[0]
 
 
 def in_host(number: torch.Tensor) -> Any:
@@ -160,22 +183,31 @@ def _tell(
     if not loss.counts_labels or not are_classes(target):
         listener(LossCall(loss.reading, output, target, result))
         return
-    counting = target != ignored_by(part)
-    if _setting(part, "reduction") not in (None, "mean"):
-        listener(LossCall(loss.reading, output, target, result, counting))
+    ignored, reduction, weights = _settings(part)
+    if reduction not in (None, "mean"):
+        listener(LossCall(loss.reading, output, target, result, ignored))
         return
-    weights = _setting(part, "weight")
+    num_labels = target.numel()
     if isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter):
+        counting = target != ignored
         of_labels = weights[target.where(counting, 0)]
-        amount, is_uneven = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64)), True
+        amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
+        listener(LossCall(loss.reading, output, target, result, ignored, amount))
+        return
+    # A look at the smallest label takes a fifth of the time, and in most batches it is that of a class.
+    are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
+    amount = num_labels if are_all_classes else in_host((target != ignored).sum())
+    listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
+
+
+def _settings(criterion: Any) -> tuple[int, Any, Any]:
+    """Return the label that it ignores, its reduction, and the weights of classes; each None where it names none."""
+    if isinstance(criterion, partial):
+        ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
-        amount = in_host(counting.sum())
-        is_uneven = amount != target.numel()
-    listener(LossCall(loss.reading, output, target, result, counting, amount, is_uneven))
-
-
-def _setting(criterion: Any, name: str) -> Any:
-    return criterion.keywords.get(name) if isinstance(criterion, partial) else getattr(criterion, name, None)
+        ignored, reduction = getattr(criterion, "ignore_index", None), getattr(criterion, "reduction", None)
+        weight = getattr(criterion, "weight", None)
+    return ignored if isinstance(ignored, int) else IGNORED, reduction, weight
 
 
 class Accuracy(NamedTuple):

@@ -23,7 +23,7 @@ from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.step.gradients import Gradients, OwnSteps, step_with
+from raysgd.torch.step.gradients import Gradients, OwnSteps
 from raysgd.utils import IS_PADDING
 from raysgd.worker.data.around_batch import note, set_apart
 from raysgd.worker.operator import Internals, required
@@ -68,7 +68,10 @@ class TrainedParts:
         Args:
             freezes_in_batches: Whether the same holds for each parameter.
         """
-        (flags, counts), (noted, noted_counts) = self.flags, self._flags
+        present = _flags_of(self._registered)
+        if present == self._flags:
+            return False
+        (flags, counts), (noted, noted_counts) = present, self._flags
         if freezes_in_batches:
             noted = [
                 [now and before for now, before in zip(*both, strict=True)] for both in zip(flags, noted, strict=True)
@@ -109,7 +112,7 @@ class TrainedParts:
 
 def _flags_of(registered: RegisteredObjects) -> Flags:
     flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
-    return flags, [len(_groups_of(optimizer)) for optimizer in registered.optimizers]
+    return flags, [len(getattr(optimizer, "param_groups", ())) for optimizer in registered.optimizers]
 
 
 def _read(registered: RegisteredObjects) -> Noted:
@@ -347,14 +350,6 @@ class TorchInternals(Internals):
         """All parameters that are trained."""
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
-    def finish_window(self) -> None:
-        """At the end of a call: steps what is left of a window, where the loop ended before the window did."""
-        step = self.parallel.step
-        if not step.is_pending:
-            return
-        step.is_boundary = True
-        step_with(self._operator, *self.registered.optimizers)
-
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Output, loss and weight of what `forward` returned; its metrics are logged."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
@@ -366,7 +361,7 @@ class TorchInternals(Internals):
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         operator = self._operator
-        told = {USE_FP16: bool(operator.use_fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
+        told = {USE_FP16: bool(self.fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
     def num_samples(self, batch: Any) -> int:
@@ -376,8 +371,10 @@ class TorchInternals(Internals):
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
         """Return the samples of a batch, and its weight if it has one."""
-        num_drawn = None if self.place is None else self.place.num_samples
-        counts = {NUM_SAMPLES: batches.samples_of((*features, target), num_drawn or None)}
+        num = None if self.place is None else self.place.num_samples
+        if not (num and isinstance(target, torch.Tensor) and target.ndim and len(target) == num):
+            num = batches.samples_of((*features, target), num or None)
+        counts = {NUM_SAMPLES: num}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def evaluate(self, batch: Any) -> EvaluatedBatch:
@@ -393,7 +390,7 @@ class TorchInternals(Internals):
     def begin_batch(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.place is not None:
+        if self.place is not None and self.place.amounts:
             self.place.amounts = []
         self.coming = None
 
@@ -415,13 +412,16 @@ class TorchInternals(Internals):
         metrics = super().completed(metrics, batch)
         if self.place is None or not self.place.amounts or not isinstance(metrics, Mapping):
             return metrics
-        return self._weighted(metrics)
+        amounts = self.place.amounts
+        counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if counts_alike else self._weighted(metrics)
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
-        mean = sum(self.place.amounts) / len(self.place.amounts)
+        first, *others = self.place.amounts
+        mean = sum(others, first) / (1 + len(others)) if others else first
         amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
         return {**weights_of(metrics, **amounts), **metrics}
 

@@ -184,12 +184,14 @@ class RegisteredObjects:
     @property
     def trained(self) -> list[torch.nn.Module]:
         """The modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
-        return [*self.original_models, *_present(self.original_criterion)]
+        own = self.original_criterion
+        return [*self.original_models] if own is None else [*self.original_models, own]
 
     @property
     def wrapped(self) -> list[torch.nn.Module]:
         """The same, with wrappers, and a criterion all of whose parameters are frozen, too."""
-        return [*self.models, *_present(self.own_criterion)]
+        own = self.own_criterion
+        return [*self.models] if own is None else [*self.models, own]
 
 
 @dataclass(frozen=True)
@@ -431,10 +433,6 @@ def _warn_of_models_left_out(prepared: Sequence[torch.nn.Module], before: Sequen
             "`register` was called again, so the models of the first call are no longer averaged, saved or restored. "
             "Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
         )
-
-
-def _present(part: torch.nn.Module | None) -> list[torch.nn.Module]:
-    return [] if part is None else [part]
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:

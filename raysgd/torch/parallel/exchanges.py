@@ -40,14 +40,10 @@ class StepRows:
 
     Args:
         step: The step that the replica is in.
-        is_used: Whether rows are exchanged at all; all ranks have to say the same.
-
-    Attributes:
-        is_used: The same.
     """
 
-    def __init__(self, step: BatchStep, is_used: bool) -> None:
-        self._step, self.is_used = step, is_used
+    def __init__(self, step: BatchStep) -> None:
+        self._step = step
         self._gather: Gather | None = None
         self._exchange: RowExchange | None = None
         self.close_call()
@@ -65,7 +61,7 @@ class StepRows:
         gather = _to_itself if size == 1 else None if group is None else group.gather
         if gather != self._gather:
             self._gather, self._exchange = gather, None if gather is None else RowExchange(name, gather)
-        self._read, self._note, self._is_open = read, note, self.is_used
+        self._read, self._note, self._is_open = read, note, True
 
     def close_call(self) -> None:
         """End a call, in whatever way."""
@@ -190,11 +186,6 @@ class Exchanges:
         self._num_made = 0
         if self.clock is not None:
             self.clock.forget()
-
-    def open_call(self) -> None:
-        """A call begins whose steps exchange gradients."""
-        if self.clock is not None:
-            self.clock.begin()
 
     def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""

@@ -33,7 +33,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.step import BatchStep, never_defer
+from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
 
 _HAS_LEFT, _AWAITS, _CALLS = range(3)  # behind the last: the number of the model
@@ -218,7 +218,7 @@ class FSDP(NoParallel):
         Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
         their backward pass never can be. There every batch is exchanged.
         """
-        self.step.defer = _deferrer(_roots(models)) if may_defer and not may_run_backward else never_defer
+        self.step.defer = _deferrer(_roots(models)) if may_defer and not may_run_backward else None
         super().arm(models, may_run_backward, window)
         if self._has_hook:
             return
@@ -228,7 +228,7 @@ class FSDP(NoParallel):
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
-        return self.step.defer is never_defer and super().are_cleared(parameters)
+        return self.step.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

@@ -19,7 +19,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.step import BatchStep, Counted, accept
+from raysgd.torch.parallel.step import BatchStep, Counted
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
@@ -40,7 +40,8 @@ class OwnSteps:
     """Shows gradients to callbacks and clips them right before an optimizer steps, once; notes that it has stepped.
 
     Attributes:
-        check_labels: Refuses gradients of a loss whose labels do not count as its samples do.
+        clips: Whether there is a bound.
+        check_labels: Refuses gradients of a loss whose labels do not count as its samples do; None for no check.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class OwnSteps:
     ) -> None:
         self._callbacks = callbacks
         self._precision = precision
-        self._options, self._clips = options, options.clips
+        self._options, self.clips = options, options.clips
         self._bounds = bounds
         self._step = step
         self._is_clipped = self._has_clipped = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
-        self.check_labels: Callable[[], None] = accept
+        self.check_labels: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # by identity: those with gradients
 
@@ -81,16 +82,17 @@ class OwnSteps:
     def begin_call(self) -> None:
         """Begins a training call, of which it is known how many batches a step has."""
         self._has_clipped = False
-        self._precision.begin_call()
+        if self._precision.is_mixed:
+            self._precision.begin_call()
 
     @property
     def misses_clipping(self) -> bool:
-        """True if a bound was not used in this call, and user code may have stepped past it."""
-        return self._clips and not self._has_clipped and not self._sees_all
+        """True if the bounds were not used in this call, and user code may have stepped past it."""
+        return not self._has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
         """Clips the gradients of an optimizer, which may be scaled, and steps it."""
-        if self._clips or self._callbacks.wants_gradients:
+        if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
         self._is_clipped = True
@@ -102,7 +104,7 @@ class OwnSteps:
     def _clip(self, optimizer: Any) -> None:
         if self._callbacks.wants_gradients:
             self._callbacks.gradients(optimizer)
-        if not self._clips:
+        if not self.clips:
             return
         options, self._has_clipped = self._options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
@@ -154,10 +156,10 @@ class OwnSteps:
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))
-        if not self._is_clipped:
+        if not self._is_clipped and self.check_labels is not None:
             self.check_labels()
         self._precision.check_use()
-        if not self._is_clipped and (self._clips or self._callbacks.wants_gradients):
+        if not self._is_clipped and (self.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 
@@ -229,7 +231,7 @@ class Gradients:
     # ------------------------------------------------------------------------------------ labels
 
     @property
-    def _has_several_batches(self) -> bool:
+    def has_several_batches(self) -> bool:
         """Whether steps of the running call have several batches, so that it matters how much each counts."""
         step = self._parallel.step
         return step.window > 1 or self._parallel.synchronizes or step.shards is not None
@@ -239,10 +241,11 @@ class Gradients:
         if call.amount is None or not torch.is_grad_enabled():
             return
         step = self._parallel.step
-        self._labels = call._replace(output=None, target=None, counting=None)  # large, and not to outlive the batch
         if not step.is_padding:
             step.amounts.append(call.amount)
-            step.has_uncounted = step.has_uncounted | call.is_uneven
+        if self.has_several_batches:
+            self._labels = call._replace(output=None, target=None)  # large, and not to outlive the batch
+            step.has_uncounted = step.has_uncounted | (not step.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
         """Return by how much a batch counts, if not by its samples.
@@ -253,8 +256,8 @@ class Gradients:
         step, labels = self._parallel.step, self._labels
         obstacle = "deterministic=True" if step.shards is not None else self._parallel.weights_obstacle
         weight = labels.amount if given is None else as_weight("weight", given)
-        if given is None and (obstacle is not None or not self._has_several_batches):
-            if labels.is_uneven is True and self._has_several_batches:  # of a device only `end_call` learns it
+        if given is None and obstacle is not None:
+            if labels.is_uneven is True:  # of a device only `end_call` learns it
                 what = "a loss that ignores labels, or counts them by the weights of their classes,"
                 raise _no_weights(str(obstacle), what)
             return None
@@ -269,7 +272,7 @@ class Gradients:
         Labels on a device are looked at when the call ends: to look at them here would wait for the device.
         """
         step = self._parallel.step
-        if step.has_uncounted is not False and self._has_several_batches:
+        if step.has_uncounted is not False and self.has_several_batches:
             self._uncounted, step.has_uncounted = self._uncounted | step.has_uncounted, False
             if not isinstance(self._uncounted, torch.Tensor):
                 self.end_call()
@@ -308,6 +311,13 @@ class Gradients:
             trained: All parameters that are trained.
         """
         step, cleared, is_given = self._parallel.step, [*chosen, *bystanders], weight is not None
+        if not (is_given or self.has_several_batches):  # one batch of one process: it counts alone
+            self._clear(chosen, bystanders)
+            step.note_backward(cleared)
+            if self._parallel.has_others:
+                step.end_forward()
+            self._precision.backward(loss, chosen[0])
+            return
         if is_given or self._labels.result is loss:
             weight = self._weight_of(weight)
         if weight is None and step.has_uncounted is not False:
@@ -407,7 +417,8 @@ class Gradients:
         if step.is_boundary:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
-                self._parallel.rows.exchange()
+                if self._parallel.rows is not None:
+                    self._parallel.rows.exchange()
                 step.shards.add_up(parameters, step.seed_of_step)
             self._parallel.exchanges.count(True)
 

@@ -62,6 +62,8 @@ def forget(internals: Any) -> None:
 
 def take_outside(internals: Any) -> dict[str, Any]:
     """Returns what was logged outside of any batch, for the result of the call."""
+    if not (internals.logged or internals.logged_outside):
+        return {}
     set_apart(internals)
     taken: dict[str, Any] = dict(internals.logged_outside)
     forget(internals)
