@@ -223,6 +223,7 @@ class FSDP(NoParallel):
         if self._has_hook:
             return
         self._has_hook = True
+        assert self.record is not None, "all ranks step together"
         for part in _sharded_parts(models):
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 

@@ -117,7 +117,7 @@ class NoParallel:
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
-        if self.record is not None and self.synchronizes:
+        if self.record is not None:
             self.record.begin()
         if self._left_out:
             self.step.refresh = partial(self._refresh_left_out, in_training=True)
