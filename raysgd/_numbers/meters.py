@@ -442,6 +442,8 @@ class AverageMeterCollection:
     Attributes:
         n: Sum of the weights of all updates.
         held: What was held back.
+        num_batches: How many batches have gone by.
+        has_objects: Whether some of what was measured are metric objects.
     """
 
     def __init__(
@@ -455,8 +457,8 @@ class AverageMeterCollection:
         self._flat_objects = flat_objects
         self._forget_rest: Callable[[], None] | None = None
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
-        self._num_batches = 0
-        self._has_objects = False
+        self.num_batches = 0
+        self.has_objects = False
         self.held: list[tuple[dict[str, Any], int | float]] = []
         self.n: int | float = 0
 
@@ -487,7 +489,7 @@ class AverageMeterCollection:
                 meter = self._new_meter(name, value)
                 meter.add(value, metrics.get(meter.weight_name, weight))
                 meters[name] = meter
-        self._num_batches += 1
+        self.num_batches += 1
         self.n += num_samples
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
@@ -506,8 +508,6 @@ class AverageMeterCollection:
 
     def note_boundary(self) -> None:
         """Say that what metric objects have seen by now counts, whatever becomes of the batches that follow."""
-        if not self._has_objects:
-            return
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         objects = self._flat_objects if metrics else None
@@ -530,7 +530,7 @@ class AverageMeterCollection:
         May be called again after further updates; it then covers all of them.
         """
         self._read_pending()
-        values: dict[str, Any] = {BATCH_COUNT: self._num_batches, NUM_SAMPLES: self.n}
+        values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
         totals: dict[str, tuple[float, float]] = {}
         objects: dict[str, CapturedMetric] = {}
         captured: dict[int, CapturedMetric] = {}
@@ -594,7 +594,7 @@ class AverageMeterCollection:
 
     def go_on_from(self, summary: MetricSummary) -> None:
         """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
-        self._num_batches = max(self._num_batches, summary.get(BATCH_COUNT, 0))
+        self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
             meter = self._meters.setdefault(name, NumberMeter(name, self._to_floats))
@@ -603,7 +603,7 @@ class AverageMeterCollection:
         for name, state in summary.objects.items():
             if self._capture_object is None:
                 raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
-            self._has_objects = True
+            self.has_objects = True
             holder = self._meters.setdefault(name, ObjectMeter(name, self._capture_object))
             assert isinstance(holder, ObjectMeter)
             holder.add_captured(state)
@@ -619,7 +619,7 @@ class AverageMeterCollection:
 
     def skip_to(self, num_batches: int) -> None:
         """Say how many batches there were in total, including those that others counted."""
-        self._num_batches = num_batches
+        self.num_batches = num_batches
 
     @property
     def names(self) -> Collection[Any]:
@@ -631,14 +631,9 @@ class AverageMeterCollection:
         """The names of what metric objects measure."""
         return [name for name, meter in self._meters.items() if isinstance(meter, ObjectMeter)]
 
-    @property
-    def num_batches(self) -> int:
-        """The number of batches that have gone by."""
-        return self._num_batches
-
     def _new_meter(self, name: str, value: Any) -> NumberMeter | ObjectMeter:
         if self._capture_object is not None and is_metric_object(type(value)):
-            self._has_objects = True
+            self.has_objects = True
             return ObjectMeter(name, self._capture_object)
         return NumberMeter(name, self._to_floats)
 

@@ -163,7 +163,8 @@ class TrainingOperator(BaseOperator):
             if not step.is_padding:
                 internals.count(meters, metrics)
             self.global_step += step.is_last_part
-        meters.count_held()
+        if meters.held:
+            meters.count_held()
         summary = meters.summary()
         if schedulers is not None:
             schedulers.after_epoch(summary, internals.mean_over_workers)

@@ -151,7 +151,7 @@ class Training:
         began_at = stream.num_steps_taken - run.num_completed
         self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
-        internals.lost = tuple(run.rows.lost.values()) if self._counts_lost else ()
+        internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
         try:
             with (
@@ -206,12 +206,8 @@ class Training:
         return self._complete(run, answer)
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
-        """The answer with what ranks had measured that are gone, if this rank counts that."""
-        return run.with_lost(answer) if self._counts_lost else answer
-
-    @property
-    def _counts_lost(self) -> bool:
-        return self._hosted.world.rank == 0
+        """The answer with what ranks had measured that are gone; the first rank counts that."""
+        return answer if self._hosted.world.rank else run.with_lost(answer)
 
     def _around_batch(self, operator: Any, loop: Loop) -> list[AroundBatch]:
         """Returns what happens around a batch. The stock loop completes metrics itself where no one sees them first."""
@@ -224,7 +220,8 @@ class Training:
     def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         loop.note_boundary()
-        run.meters.note_boundary()
+        if run.meters.has_objects:
+            run.meters.note_boundary()
         self._ledger.commit()
         if not can_resume:
             return

@@ -496,8 +496,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
             total = count_samples(batch)
         self._step.begin(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
-        if seeds is not None:
-            self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)
+        if seeds is not None and self._step.shards is not None:
+            fraction = (num_samples or 0) / total if total else 0.0
+            self._step.shards.begin_batch(is_first, seeds[0], fraction, seeds[1])
         return batch
 
 

@@ -273,8 +273,9 @@ class TorchHosted(hosted.Hosted):
         if gradients.has_several_batches:
             gradients.begin_call()
         stream.prepare = self._prepare
-        is_called_here = self.loop.calls_criterion
-        noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, True, is_called_here)
+        noting = internals.loss_calls.on(
+            internals.criterion, gradients.note_labels, only_labels=True, is_called_here=self.loop.calls_criterion
+        )
         try:
             if self.loop.undo is not None:
                 can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)

@@ -16,9 +16,9 @@ from raysgd.engine.shared.types import World
 from raysgd.messages.joint_work import JointWork
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import step_with, tells_of_steps
-from raysgd.torch.step.logical_shards import LogicalShards
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.data.loop import Loop

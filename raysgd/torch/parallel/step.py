@@ -21,9 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 @dataclass
@@ -96,22 +98,6 @@ class Counted:
         return share / self.total if self.total else 0.0
 
 
-class ShardGradients(Protocol):
-    """The interface of whatever keeps the gradients of logical shards."""
-
-    def begin_batch(self, is_first: bool, seed: int) -> None:
-        """Begins a shard."""
-
-    def keep(self, parameters: Sequence[Any]) -> None:
-        """Keeps the gradients that a backward pass has just made."""
-
-    def add_up(self, parameters: Sequence[Any], seed: int) -> None:
-        """Puts the sums over all shards where optimizers look for gradients."""
-
-    def check(self) -> None:
-        """Refuses a step whose gradients came from elsewhere."""
-
-
 class BatchStep:
     """The step that a replica is in; written by the stream right before it hands a batch out.
 
@@ -158,7 +144,7 @@ class BatchStep:
         self.began_at = 0.0
         self.own_s = 0.0
         self.most_parts = 1
-        self.shards: ShardGradients | None = None
+        self.shards: LogicalShards | None = None
         self.open_call(1)
 
     def open_call(self, window: int) -> None:
@@ -175,7 +161,7 @@ class BatchStep:
         self._used_in: int | None = None  # the batch of the last backward pass
         self._exchanged_in: int | None = None  # that of the last exchange
         self._index = self._num_batches = 0
-        self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
+        self.is_last_part = True
         self._num_waiting, self.is_last_waiting, self._is_by_samples = 0, False, True
         self._forget_batch()
         if self.defer is not None:
@@ -242,19 +228,6 @@ class BatchStep:
         if (is_boundary, num_samples == 0) != (self.is_boundary, self.num_samples == 0):
             return False
         return not self._is_by_samples or (weight, total) == (self.weight, self._total)
-
-    def begin_shard(self, is_first: bool, fraction: float, seed: int, seed_of_step: int) -> None:
-        """Begins a logical shard.
-
-        Args:
-            is_first: Whether it is the first one of this rank in a step.
-            fraction: Its samples, as a part of those of the joint batch.
-            seed: Where its random numbers come from.
-            seed_of_step: Where those come from that follow the last one.
-        """
-        self.fraction, self.seed_of_step = fraction, seed_of_step
-        if self.shards is not None:
-            self.shards.begin_batch(is_first, seed)
 
     def begin_exchange(self) -> bool:
         """Says that gradients are exchanged; returns whether it is the first time in this batch, the last of a step."""

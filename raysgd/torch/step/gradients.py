@@ -410,7 +410,7 @@ class Gradients:
         step.use()
         for each in optimizers:
             each.zero_grad()
-        self._precision.backward(loss * step.fraction, optimizers[0])
+        self._precision.backward(loss * step.shards.fraction, optimizers[0])
         parameters = [each for each in trained if each.requires_grad]
         if not step.is_padding:
             step.shards.keep(parameters)
@@ -419,7 +419,7 @@ class Gradients:
             with self._parallel.exchanges.noting():
                 if self._parallel.rows is not None:
                     self._parallel.rows.exchange()
-                step.shards.add_up(parameters, step.seed_of_step)
+                step.shards.add_up(parameters, step.shards.seed_of_step)
             self._parallel.exchanges.count(True)
 
     # ------------------------------------------------------------------------------------ steps
