@@ -237,12 +237,12 @@ ToFloats = Callable[[list[Any]], list[float]]
 class NumberMeter:
     """Sum, weight and last value of one metric, with the tensors that were not read yet."""
 
-    __slots__ = ("_last", "_name", "_to_floats", "_weights", "count", "pending", "total", "weight_name")
+    __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
 
     def __init__(self, name: str, to_floats: ToFloats) -> None:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
-        self._last: Any = _UNREAD
+        self.last: Any = _UNREAD
         self._weights: list[int | float | None] = []  # None: it is a tensor, which waits behind that of the value
         self.pending: list[Any] = []
         self.total = 0.0
@@ -252,7 +252,7 @@ class NumberMeter:
         kind = type(value)
         if kind in _PLAIN_NUMBERS:
             number = value
-        elif is_tensor(kind):
+        elif hasattr(kind, "detach"):
             if value.numel() != 1:
                 raise ValueError(_not_one_element(self._name, tuple(value.shape)))
             if not getattr(value, "is_cpu", False):
@@ -261,15 +261,19 @@ class NumberMeter:
             number = value.item()
         else:
             number = _as_float(self._name, value)
-        self._last = number
-        self._count(number, weight if type(weight) is int else self._checked(weight))
+        self.last = number
+        if type(weight) is not int:
+            weight = self._checked(weight)
+        if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
+            self.total += number * weight
+            self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
         """Count what was summed up elsewhere; the last value there counts where there is none here."""
         self.total += total
         self.count += count
-        if self._last is _UNREAD and not self.pending:
-            self._last = last
+        if self.last is _UNREAD and not self.pending:
+            self.last = last
 
     def drop(self) -> None:
         """Nothing: it has what was counted to itself."""
@@ -279,24 +283,18 @@ class NumberMeter:
         numbers = iter(floats)
         for weight in self._weights:
             number = next(numbers)
-            self._count(number, self._checked(next(numbers)) if weight is None else weight)
-        if self._last is _UNREAD:
-            self._last = number
+            weight = self._checked(next(numbers)) if weight is None else weight
+            if weight:
+                self.total += number * weight
+                self.count += weight
+        if self.last is _UNREAD:
+            self.last = number
         self.pending.clear()
         self._weights.clear()
 
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else float("nan")
-
-    @property
-    def last(self) -> Any:
-        return self._last
-
-    def _count(self, number: float, weight: int | float) -> None:
-        if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
-            self.total += number * weight
-            self.count += weight
 
     def _checked(self, weight: Any) -> int | float:
         return as_weight(weight_of(self._name), weight)
@@ -309,7 +307,7 @@ class NumberMeter:
         if waits:
             self.pending.append(weight.detach().clone())
         self._weights.append(None if waits else weight if type(weight) is int else self._checked(weight))
-        self._last = _UNREAD
+        self.last = _UNREAD
         if len(self.pending) >= MAX_PENDING:
             self.fold(self._to_floats(self.pending))
 
@@ -377,7 +375,7 @@ class MetricSummary(dict[str, Any]):
     @property
     def objects(self) -> dict[str, CapturedMetric]:
         """Captured state of each metric object whose value still stands as it was computed."""
-        return {name: state for name, state in self._objects.items() if self._stands(name)}
+        return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
 
     def _stands(self, name: str) -> bool:
         # By text: NaN equals itself then, also in a list, and also once a pickle made a new object of it.
@@ -444,6 +442,8 @@ class AverageMeterCollection:
     Attributes:
         n: Sum of the weights of all updates.
         held: What was held back.
+        num_batches: How many batches have gone by.
+        has_objects: Whether some of what was measured are metric objects.
     """
 
     def __init__(
@@ -457,7 +457,8 @@ class AverageMeterCollection:
         self._flat_objects = flat_objects
         self._forget_rest: Callable[[], None] | None = None
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
-        self._num_batches = 0
+        self.num_batches = 0
+        self.has_objects = False
         self.held: list[tuple[dict[str, Any], int | float]] = []
         self.n: int | float = 0
 
@@ -488,7 +489,7 @@ class AverageMeterCollection:
                 meter = self._new_meter(name, value)
                 meter.add(value, metrics.get(meter.weight_name, weight))
                 meters[name] = meter
-        self._num_batches += 1
+        self.num_batches += 1
         self.n += num_samples
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
@@ -529,7 +530,7 @@ class AverageMeterCollection:
         May be called again after further updates; it then covers all of them.
         """
         self._read_pending()
-        values: dict[str, Any] = {BATCH_COUNT: self._num_batches, NUM_SAMPLES: self.n}
+        values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
         totals: dict[str, tuple[float, float]] = {}
         objects: dict[str, CapturedMetric] = {}
         captured: dict[int, CapturedMetric] = {}
@@ -593,7 +594,7 @@ class AverageMeterCollection:
 
     def go_on_from(self, summary: MetricSummary) -> None:
         """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
-        self._num_batches = max(self._num_batches, summary.get(BATCH_COUNT, 0))
+        self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
             meter = self._meters.setdefault(name, NumberMeter(name, self._to_floats))
@@ -602,6 +603,7 @@ class AverageMeterCollection:
         for name, state in summary.objects.items():
             if self._capture_object is None:
                 raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
+            self.has_objects = True
             holder = self._meters.setdefault(name, ObjectMeter(name, self._capture_object))
             assert isinstance(holder, ObjectMeter)
             holder.add_captured(state)
@@ -617,7 +619,7 @@ class AverageMeterCollection:
 
     def skip_to(self, num_batches: int) -> None:
         """Say how many batches there were in total, including those that others counted."""
-        self._num_batches = num_batches
+        self.num_batches = num_batches
 
     @property
     def names(self) -> Collection[Any]:
@@ -629,13 +631,9 @@ class AverageMeterCollection:
         """The names of what metric objects measure."""
         return [name for name, meter in self._meters.items() if isinstance(meter, ObjectMeter)]
 
-    @property
-    def num_batches(self) -> int:
-        """The number of batches that have gone by."""
-        return self._num_batches
-
     def _new_meter(self, name: str, value: Any) -> NumberMeter | ObjectMeter:
         if self._capture_object is not None and is_metric_object(type(value)):
+            self.has_objects = True
             return ObjectMeter(name, self._capture_object)
         return NumberMeter(name, self._to_floats)
 

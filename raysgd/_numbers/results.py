@@ -71,10 +71,24 @@ class Metrics(dict[str, Any]):
 
 def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
     """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
+    if len(workers) == 1 and workers[0].values.get(NUM_SAMPLES):
+        return _of_one(workers[0])
     merged = Metrics({NUM_SAMPLES: _total_samples(workers)})
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
         if name != NUM_SAMPLES:
             merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])
+    return merged
+
+
+def _of_one(worker: WorkerMetrics) -> Metrics:
+    """Return the result of a single worker with samples, whose means are those of all."""
+    merged = Metrics({NUM_SAMPLES: math.nan, **worker.values})
+    for name, value in merged.items():
+        if name in worker.objects:
+            merged[name] = worker.objects[name].value()
+        elif (number := as_number(value)) is not None:
+            is_count = name == NUM_SAMPLES or name in _PER_WORKER or _is_last_value(str(name), worker)
+            merged[name] = number if is_count else number * 1.0
     return merged
 
 

@@ -28,8 +28,7 @@ from raysgd.tf.operator.internals import OperatorContext, RegisteredData, Regist
 from raysgd.tf.parallel.joint_metrics import check_aggregation
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # is found here too
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, required, rung
-from raysgd.worker.parts import RegisteredParts
+from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, required, rung
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 

@@ -37,9 +37,8 @@ from raysgd.torch.lightning.module import (
     optimizers_and_schedulers,
     run_in_forward_of,
 )
-from raysgd.torch.lightning.progress import LightningProgress
 from raysgd.torch.lightning.subset import check_optimizers, warn_of_what_is_not_called
-from raysgd.torch.lightning.values import EpochValues, detached, loss_of, numbers_in, result_of_hook
+from raysgd.torch.lightning.values import EpochValues, LightningProgress, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator

@@ -39,11 +39,10 @@ from raysgd.streams.stream import Stream
 from raysgd.torch import constants
 from raysgd.torch.checkpoints import checkpoint_file, shared_state
 from raysgd.torch.data import call_data, predicting
-from raysgd.torch.driver import arguments, epoch_checks, partial_loading, retired, saving
+from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.driver.progress_bar import epoch_bar
-from raysgd.torch.driver.saving import FileFormat
-from raysgd.torch.driver.state_loader import StateLoader
+from raysgd.torch.driver.saving import FileFormat, StateLoader
 from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -190,9 +189,9 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
-        retired.take_creators(unknown)
+        arguments.take_creators(unknown)
         arguments.check_place(num_workers, use_local)
-        self.serialize_data_creation = retired.take_others(unknown)
+        self.serialize_data_creation = arguments.take_others(unknown)
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery_options=Recovery, step_options=StepOptions)
         arguments.check_operator_class(training_operator_cls)
@@ -245,7 +244,7 @@ class TorchTrainer(ChangingTrainer[OperatorT]):
         def __new__(cls, *args: Any, host: str | Host | None = None, **kwargs: Any) -> Any:
             """Return a trainer of this program or, with `host`, the handle on one that outlives it."""
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-                retired.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
+                arguments.take_creators(kwargs)  # without the class, Python does not get as far as `__init__`
             if host is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")

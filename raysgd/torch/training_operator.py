@@ -21,13 +21,12 @@ from raysgd._arguments import answer_mistakes
 from raysgd._imports import lazy_names
 from raysgd.messages.epochs import bind_batch_info
 from raysgd.torch.data import batches
-from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import ignored_by
+from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.operator.internals import TorchInternals, weights_of
-from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import register_data
+from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau, SchedulerSteps, plateaus_of
@@ -151,21 +150,24 @@ class TrainingOperator(BaseOperator):
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_batch()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
-            if step.drawn.is_last_waiting:  # `train_batch` left it out
+            if step.is_last_waiting:  # `train_batch` left it out
                 step.skip()
             metrics = internals.completed(metrics, batch)
             if step.is_boundary:
-                step.confirm()
+                if not step.is_confirmed:
+                    step.confirm()
                 if meters.held:
                     meters.count_held()
-                if schedulers.follow_steps:
+                if schedulers is not None and schedulers.follow_steps:
                     schedulers.after_step(internals.precision, step)
             if not step.is_padding:
                 internals.count(meters, metrics)
             self.global_step += step.is_last_part
-        meters.count_held()
+        if meters.held:
+            meters.count_held()
         summary = meters.summary()
-        schedulers.after_epoch(summary, internals.mean_over_workers)
+        if schedulers is not None:
+            schedulers.after_epoch(summary, internals.mean_over_workers)
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:

@@ -203,8 +203,9 @@ class Ledger:
     def _settle(self, broken: str, left: str) -> None:
         if self._bin in (BROKEN, LEFT):
             self.enter(self._bin)
-        self._move(BROKEN, broken)
-        self._move(LEFT, left)
+        for name, target in ((BROKEN, broken), (LEFT, left)):
+            if self._seconds[name]:
+                self._move(name, target)
 
     def own_s(self) -> float:
         """Seconds of training so far that this replica needed no other one for: for data, and for useful steps."""

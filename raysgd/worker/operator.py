@@ -7,8 +7,8 @@ first version of the library are views on it, and assignments to those are refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
@@ -16,9 +16,8 @@ from raysgd._numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSu
 from raysgd._numbers.timers import TimerCollection
 from raysgd._text.log_lines import Once
 from raysgd.engine.shared.types import World
-from raysgd.exceptions import NotRegisteredError
-from raysgd.worker.data.around_batch import AroundBatch
-from raysgd.worker.data.logged import note, set_apart, with_logged
+from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
+from raysgd.worker.data.around_batch import AroundBatch, note, set_apart, with_logged
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 if TYPE_CHECKING:
@@ -165,7 +164,8 @@ class Internals:
                 "metrics, an empty one if there are no metrics."
             )
         metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
-        return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
+        values = dict(metrics)
+        return values, values.pop(NUM_SAMPLES, 1)
 
 
 class BaseOperator:
@@ -302,3 +302,54 @@ def required(operator: BaseOperator, name: str) -> Any:
             f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the "
             f"method that uses it (`{type(operator).__name__}` does neither)."
         ) from None
+
+
+@dataclass(frozen=True)
+class RegisteredParts:
+    """The objects of one kind, and the kind of container that they came in.
+
+    Attributes:
+        items: The objects.
+        container: `tuple`, `list`, or None for a single object.
+    """
+
+    items: list[Any]
+    container: type | None
+
+    def mirror(self, items: Sequence[Any]) -> Any:
+        """`items` in the container that the user used."""
+        if self.container is None:
+            return items[0]
+        return tuple(items) if self.container is tuple else list(items)
+
+
+def parts_of(
+    name: str, given: Any, is_one: Callable[[Any], bool], what: str, *, may_be_empty: bool = False
+) -> RegisteredParts:
+    """One object or several of a kind.
+
+    Args:
+        name: The argument that they were passed as.
+        given: What was passed.
+        is_one: Whether an object is of that kind. It may be iterable as well.
+        what: The kind, in words.
+        may_be_empty: Whether a container of none will do.
+
+    Raises:
+        InvalidRegistrationError: Something in it is of another kind, or there is none.
+    """
+    if is_one(given):
+        return RegisteredParts([given], None)
+    is_single = not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping) or hasattr(given, "shape")
+    items = [given] if is_single else list(given)
+    strangers = [item for item in items if not is_one(item)]
+    if strangers or not (items or may_be_empty):
+        found = _found(strangers[0]) if strangers else "nothing"
+        raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
+    return RegisteredParts(items, tuple if isinstance(given, tuple) else list)
+
+
+def _found(item: Any) -> str:
+    if isinstance(item, type):
+        return f"the class `{item.__name__}` instead of an object of it, `{item.__name__}(...)`"
+    return f"`{type(item).__name__}`"

@@ -1,7 +1,7 @@
 """The base of the replicas of operators: the calls that the engine and the driver make by name.
 
-What they do is elsewhere: `hosted` has the operator and its framework, `training` the training calls, `evaluation` the
-other ones, `state_copies` copies of the state, and `activity` signs of life. Why: ADR 115.
+What they do is elsewhere: `hosted` has the operator and its framework, `training` its calls, `state` copies of the
+state, and `activity` signs of life. Why: ADR 115.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from raysgd.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.messages.joint_work import JointWork
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.worker.activity import Activity
-from raysgd.worker.answering import CallAnswers
 from raysgd.worker.changeable import OperatorChanges
 from raysgd.worker.data.epoch_run import RunState
-from raysgd.worker.evaluation import Evaluation
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.state.state_copies import StateCopies
-from raysgd.worker.training import Training
+from raysgd.worker.state.replica_state import StateCopies
+from raysgd.worker.training import CallAnswers, Evaluation, Training
 
 
 class ClassRunner(OperatorChanges):

@@ -1,28 +1,78 @@
-"""The training calls of one replica: each from its first step to its answer, across losses."""
+"""The calls of one replica, each up to its answer: `train`, across losses; and `validate` and `predict`."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES
+from raysgd._numbers.meters import NUM_SAMPLES, MetricSummary
+from raysgd._numbers.results import WorkerMetrics
+from raysgd._numbers.timers import TimerCollection
 from raysgd.engine.shared.types import HeldAtStep, ReplicaProgress
 from raysgd.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.worker.activity import Activity
-from raysgd.worker.answering import CallAnswers
-from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing
+from raysgd.messages.prediction import PredictionPlace, PredictRequest, Work, coming, outputs_of
+from raysgd.worker.activity import Activity, RunningCall
+from raysgd.worker.data.around_batch import AroundBatch, around_batches, completing, forget, take_outside
 from raysgd.worker.data.batch_streams import BatchSupply, WatchedBatches, redrawing
 from raysgd.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.worker.data.logged import forget
 from raysgd.worker.data.loop import Loop
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.hosted import Hosted
 from raysgd.worker.ledger import Ledger
-from raysgd.worker.running import RunningCall
-from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.state.replica_state import StateCopies
+
+
+class CallAnswers:
+    """Makes the answers of a replica. It keeps the operator's timers, which run in calls that ask for a profile."""
+
+    def __init__(self) -> None:
+        self._timers = TimerCollection()
+
+    def begin(self, operator: Any, profile: bool) -> None:
+        """Gets the timers ready for a call."""
+        if profile:
+            self._timers.reset()
+            self._timers.enable()
+        else:
+            self._timers.disable()
+        operator.timers = self._timers
+
+    def timed(self, name: str) -> AbstractContextManager[Any]:
+        """Measures the body."""
+        return self._timers.record(name)
+
+    def answer(
+        self,
+        operator: Any,
+        returned: Any,
+        request: EpochRequest,
+        num_steps: int,
+        plain: Callable[[Any], Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> EpochAnswer:
+        """The answer to a call.
+
+        Args:
+            operator: What it ran on.
+            returned: What the operator's method returned. What is no mapping travels as it is.
+            request: What was asked.
+            num_steps: How many steps were taken.
+            plain: Makes something that the driver can read of a result.
+            extra: What the library adds to the metrics.
+        """
+        if not isinstance(returned, Mapping):
+            return EpochAnswer(None, returned, num_steps)
+        together = {**take_outside(operator._raysgd), **returned}
+        values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}
+        if request.profile:
+            values["profile"] = self._timers.stats()
+        behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
+        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
 
 
 class Training:
@@ -89,6 +139,7 @@ class Training:
         """Runs the operator's `train_epoch` over these batches, once."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
+        callbacks = internals.callbacks
         info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
         epoch_before = feed.epoch
         run.attach(stream)
@@ -100,17 +151,18 @@ class Training:
         began_at = stream.num_steps_taken - run.num_completed
         self._activity.running = RunningCall(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
-        internals.lost = tuple(run.rows.lost.values()) if self._counts_lost else ()
+        internals.lost = () if hosted.world.rank else tuple(run.rows.lost.values())
         forget(internals)
         try:
             with (
                 self._ledger.call(loop.first_bin),
                 hosted.training(run, stream),
                 around_batches(operator, "train_batch", loop.step, self._around_batch(operator, loop)),
-                internals.callbacks.listening(operator),
+                callbacks.listening(operator) if callbacks.are_there else nullcontext(),
                 self._answering.timed("train_epoch"),
             ):
-                internals.callbacks.begin_epoch(run, operator)
+                if callbacks.are_there:
+                    callbacks.begin_epoch(run, operator)
                 loop.note_boundary()
                 args, named = accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
@@ -135,7 +187,8 @@ class Training:
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         operator, loop = self._hosted.operator, self._hosted.loop
-        returned = operator._raysgd.callbacks.end_epoch(operator, returned)
+        callbacks = operator._raysgd.callbacks
+        returned = callbacks.end_epoch(operator, returned) if callbacks.are_there else returned
         extra = loop.extra_results()
         extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
         answer = self._answering.answer(operator, returned, request, run.num_completed, loop.plain, extra)
@@ -153,23 +206,22 @@ class Training:
         return self._complete(run, answer)
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
-        """The answer with what ranks had measured that are gone, if this rank counts that."""
-        return run.with_lost(answer) if self._counts_lost else answer
-
-    @property
-    def _counts_lost(self) -> bool:
-        return self._hosted.world.rank == 0
+        """The answer with what ranks had measured that are gone; the first rank counts that."""
+        return answer if self._hosted.world.rank else run.with_lost(answer)
 
     def _around_batch(self, operator: Any, loop: Loop) -> list[AroundBatch]:
         """Returns what happens around a batch. The stock loop completes metrics itself where no one sees them first."""
         internals = operator._raysgd
-        parts = [*internals.around_batch, *internals.callbacks.around_batch(operator, loop.step)]
+        parts = [*internals.around_batch]
+        if internals.callbacks.are_there:
+            parts += internals.callbacks.around_batch(operator, loop.step)
         return parts if not parts and loop.completes_metrics else [completing(internals, loop.step), *parts]
 
     def _at_boundary(self, loop: Loop, run: EpochRun, can_resume: bool) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         loop.note_boundary()
-        run.meters.note_boundary()
+        if run.meters.has_objects:
+            run.meters.note_boundary()
         self._ledger.commit()
         if not can_resume:
             return
@@ -254,7 +306,7 @@ class Training:
         return self._new_run(state.epoch_idx, state.num_requested)
 
     def _new_run(self, epoch_idx: int, num_steps: int | None) -> EpochRun:
-        return EpochRun(epoch_idx, num_steps, self._hosted.loop.new_meters(), RankRows(self.name))
+        return EpochRun(epoch_idx, num_steps, self._hosted.operator._raysgd.new_meters(), RankRows(self.name))
 
     def settle(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
         """Goes on in another group.
@@ -272,3 +324,88 @@ class Training:
         """Forgets the call: the state is another one."""
         self._activity.running = self._activity.run = None
         self._inside.clear()
+
+
+class Evaluation:
+    """Validates and predicts.
+
+    Args:
+        hosted: The operator and what belongs to it.
+        activity: What the replica is doing.
+        answering: Makes the answers.
+        ledger: Where the time is booked.
+
+    Attributes:
+        has_left: Whether no more batches are to be validated; None where nothing says so.
+    """
+
+    has_left: Callable[[], bool] | None = None
+
+    def __init__(self, hosted: Hosted, activity: Activity, answering: CallAnswers, ledger: Ledger) -> None:
+        self._hosted = hosted
+        self._activity = activity
+        self._answering = answering
+        self._ledger = ledger
+
+    def validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
+        """Runs the operator's `validate` once.
+
+        Args:
+            request: What is asked.
+            share: This replica's part of data that the driver divides; None if it has that already.
+        """
+        with self._ledger.evaluating():
+            return self._validate(request, share)
+
+    def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
+        operator, loop, feed = self._hosted.operator, self._hosted.loop, self._hosted.feed
+        options = loop.validation_options(request)
+        self._answering.begin(operator, request.profile)
+        feed.take_share("validation", request, share)
+        if feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
+            request = replace(request, starts_over=True)
+        forget(operator._raysgd)
+        with (
+            self._hosted.evaluating(),
+            feed.validation.stream(request) as stream,
+            around_batches(operator, "validate_batch", stream.place, [completing(operator._raysgd, stream.place)]),
+        ):
+            began_at = stream.num_steps_taken
+            self._activity.running = RunningCall(stream, began_at, request.num_steps, request.info, "validation")
+            operator._raysgd.latest_metrics = {}
+            try:
+                batches = stream.take(request.num_steps)
+                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                if (has_left := self.has_left) is not None:
+                    batches = takewhile(lambda batch: not has_left(), batches)
+                args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
+                with self._answering.timed("validation"):
+                    returned = operator.validate(*args, **named)
+            finally:
+                self._activity.running = None
+        num_steps = stream.num_steps_taken - began_at
+        answer = self._answering.answer(operator, returned, request, num_steps, loop.plain)
+        return replace(answer, epoch_idx=max(0, feed.epoch - 1))
+
+    def predict(self, request: PredictRequest, work: Work, share: Any) -> list[Any]:
+        """Takes part in a round.
+
+        Args:
+            request: What is asked.
+            work: This replica's batches.
+            share: What it needs for the whole prediction; None if nothing, or if it has that already.
+
+        Returns:
+            The output for each batch, as arrays.
+        """
+        hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
+        with self._ledger.evaluating():
+            self._answering.begin(operator, profile=False)
+            self._activity.running = RunningCall(place, 0, request.total, request.info, "predict")
+            operator._raysgd.latest_metrics = {}
+            try:
+                with hosted.predicting():
+                    batches = (coming(request, *each) for each in hosted.to_predict(request, work, share))
+                    return outputs_of(operator, batches, request, place, hosted.as_array)
+            finally:
+                self._activity.running = None

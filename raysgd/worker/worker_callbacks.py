@@ -25,12 +25,14 @@ class InstalledCallbacks:
     A state that no callback has claimed is kept: the next callback with the same `state_key` gets it.
 
     Attributes:
+        are_there: Whether there is one.
         wants_gradients: Whether one is to be called before an optimizer steps.
         wants_steps: Whether one is to be called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[WorkerCallback] = []
+        self.are_there = False
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
         self._operator: Any = None
@@ -44,6 +46,7 @@ class InstalledCallbacks:
         """Puts copies of `callbacks` in the place of those that there are."""
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
+        self.are_there = bool(self._callbacks)
         for each in self._callbacks:
             call_event(each, "on_begin", operator)
         self._claim(states)

@@ -136,6 +136,17 @@ def test_a_metric_that_one_worker_lacks_is_averaged_over_the_others() -> None:
     assert (merged["a"], merged["b"]) == (2.0, 7.0)
 
 
+def test_a_single_worker_reports_what_two_workers_with_the_same_share_would() -> None:
+    one = averaged(3, loss=(3.0, 3), last_loss=(0.5, 1))
+    one = WorkerMetrics({"right": True, "epoch": 2, "text": "x", **one.values, "last_right": 1}, one.totals)
+    alone, together = merge([one]), merge([one, one])
+    assert alone == {**together, "num_samples": 3}
+    assert list(alone) == list(together)
+    assert {name: type(value) for name, value in alone.items()} == {
+        name: type(value) for name, value in together.items()
+    }
+
+
 def test_names_come_in_the_order_in_which_they_are_first_met() -> None:
     assert list(merge([plain(b=1, num_samples=1), plain(a=1, c=1)])) == ["num_samples", "b", "a", "c"]
 

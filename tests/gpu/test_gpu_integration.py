@@ -23,8 +23,8 @@ from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.exchanges import StreamClock
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
-from raysgd.torch.parallel.stream_clock import StreamClock
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer

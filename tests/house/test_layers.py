@@ -137,11 +137,11 @@ INSIDE = {
         "_tune data_parallel_trainer",
     ),
     "worker": (
-        "data ledger memory parts running",
-        "answering state worker_callbacks",
+        "data ledger memory",
+        "state worker_callbacks",
         "hosted operator",
         "activity changeable",
-        "evaluation training",
+        "training",
         "runner",
     ),
 }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from raysgd.arrays.division import Division
 from raysgd.engine.shared.replica import Capture
 from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.worker.data.rank_rows import RankRows
 from raysgd.worker.state.copies import MidCallSnapshots, PendingCopies, StateCopy

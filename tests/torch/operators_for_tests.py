@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.engine.shared.types import World
 from raysgd.torch import TrainingOperator
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 
 NUM_FEATURES = 3
 

@@ -1,6 +1,6 @@
 """Lightning modules on one worker in this process, without Ray.
 
-Covers `raysgd.torch.lightning.module`, `raysgd.torch.lightning.progress` and `raysgd.torch.lightning.values`: a
+Covers `raysgd.torch.lightning.module`, `raysgd.torch.lightning.values` and `raysgd.torch.lightning.values`: a
 module calls them, never a user.
 """
 

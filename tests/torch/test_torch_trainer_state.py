@@ -1,6 +1,6 @@
 """Saving and loading the state of one worker in this process.
 
-Covers `raysgd.torch.objects.state_checks` and `raysgd.torch.driver.state_loader`: whether a state fits is
+Covers `raysgd.torch.objects.loading` and `raysgd.torch.driver.saving`: whether a state fits is
 decided before anything of it is loaded.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.worker.parts import RegisteredParts
+from raysgd.worker.operator import RegisteredParts
 
 
 @pytest.mark.parametrize(("container", "mirrored"), [(None, 3), (list, [3]), (tuple, (3,))])

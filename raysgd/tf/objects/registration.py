@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects.datasets import zeros
-from raysgd.worker.parts import RegisteredParts, parts_of
+from raysgd.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:

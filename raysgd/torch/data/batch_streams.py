@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 from raysgd._numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.balancing import Balancing
+from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples, samples_of
-from raysgd.torch.data.pass_plan import PassPlan
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import Ranks
@@ -92,7 +92,7 @@ class DividedLoaderSource:
         )
         self._has_warned = False
         sharded.loader.generator = self._generator = torch.Generator()
-        self._check_order: Callable[[bool], None] = lambda is_resumed: None
+        self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
         self.agreement: Agreement | None = None
@@ -100,16 +100,17 @@ class DividedLoaderSource:
         self.order = sharded.sampler.order
 
     def join(self, ranks: Ranks) -> None:
+        if self._ranks is ranks:
+            return
         if self.has_own_order:
             start_sum = ranks.start_sum if ranks.is_joint else None
             self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
-        if self._ranks is not ranks:  # what was measured and agreed on belongs to the former group
-            self._ranks, self.balancing, self.agreement = ranks, None, None
+        self._ranks, self.balancing, self.agreement = ranks, None, None  # those of the former group
         if not ranks.is_joint or self.num_shards:
             return
         if not ranks.balance:
             self.agreement = Agreement(ranks.start_sum) if self.has_own_collator else None
-        elif self._sharded.sampler.joint is not None and self.balancing is None:
+        elif self._sharded.sampler.joint is not None:
             self.follow(Balancing(ranks.rank, ranks.world_size, ranks.own_s, ranks.start_sum))
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
@@ -231,7 +232,8 @@ class DividedLoaderSource:
         if balancing is not None:
             balancing.begin_pass()
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
-        self._check_order(consumed > 0)
+        if self._check_order is not None:
+            self._check_order(consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
         self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
@@ -494,8 +496,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, BatchStep]):
             total = count_samples(batch)
         self._step.begin(weight, num_samples, total, is_last, is_last_of_step)
         self._num_steps_in_pass += is_first
-        if seeds is not None:
-            self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)
+        if seeds is not None and self._step.shards is not None:
+            fraction = (num_samples or 0) / total if total else 0.0
+            self._step.shards.begin_batch(is_first, seeds[0], fraction, seeds[1])
         return batch
 
 

@@ -22,8 +22,8 @@ from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_streams import length_of
 from raysgd.torch.data.batches import TensorCollate, count_samples
 from raysgd.torch.data.call_data import has_samples
-from raysgd.torch.data.loader_process import EndsWithParent, kept_options
 from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.sampling import EndsWithParent, kept_options
 
 KINDS = (
     "an array or tensor, a tuple or dict of them, a data frame, a dataset or `DataLoader` of PyTorch, a list of "

@@ -1,5 +1,7 @@
 """Division of a user's loader over the workers: it is rebuilt around our batch sampler, or left alone, with the reason.
 
+Its processes end with the process that they load for, for which PyTorch lets them look every 5 s only.
+
 Why the loader's own order is kept: ADR 2.
 """
 
@@ -16,14 +18,15 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     Sampler,
 )
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatchRule
-from raysgd.torch.data.loader_process import EndsWithParent, kept_options
+from raysgd.streams.loaders import end_with_parent
+from raysgd.torch.data.batch_sampler import ElasticBatchSampler, JointBatchRule, SeededIndices
 from raysgd.torch.data.sample_order import BatchesOrder, divides_data, has_no_length, order_of
-from raysgd.torch.data.seeded_rows import SeededRows
+from raysgd.torch.objects import rng
 
 logger = logging.getLogger(__name__)
 
@@ -240,3 +243,62 @@ def _seed_hint(loader: DataLoader[Any], sampler: Any) -> int:
         if isinstance(generator, torch.Generator):
             return generator.initial_seed()
     return torch.initial_seed()
+
+
+_KEPT_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
+
+
+def kept_options(loader: Any, *more: str) -> dict[str, Any]:
+    """Return how a user's `DataLoader` loads: what another loader over the same dataset is made with."""
+    return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
+
+
+@dataclass(frozen=True)
+class EndsWithParent:
+    """A `worker_init_fn` that calls the user's own."""
+
+    user_function: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        end_with_parent()
+        if self.user_function is not None:
+            self.user_function(worker_id)
+
+
+class SeededRows(Dataset[Any]):
+    """A map-style dataset that gives whole batches, and seeds the generators for each of them.
+
+    What `collate_fn` draws comes from there, too. Other attributes are those of the dataset inside.
+
+    Args:
+        dataset: The user's.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """The samples of a batch."""
+        if isinstance(indices, SeededIndices):
+            rng.seed_alike(indices.seed)
+        whole = getattr(self._dataset, "__getitems__", None)
+        return whole(list(indices)) if whole else [self._dataset[index] for index in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)

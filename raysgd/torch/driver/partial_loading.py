@@ -13,7 +13,7 @@ from raysgd import _arguments as checks
 from raysgd.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
 from raysgd.torch.hosting.replica_state import CRITERION, as_in_file
-from raysgd.torch.objects.plain_names import with_plain_names
+from raysgd.torch.objects.loading import with_plain_names
 from raysgd.worker.state.replica_state import RESUME
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")

@@ -2,25 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from raysgd import _arguments as checks
-from raysgd.driver.keeping import FileSaves
+from raysgd._state.state_codec import EncodedState, lend
+from raysgd.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.shared.call import Call
 from raysgd.engine.shared.types import World
-from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.engine.transfers import DividedValue, StoringTransfer
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, shared_state, weights_file
+from raysgd.torch.checkpoints.checkpoint_file import OpenedFile, OtherFileError
+from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.driver.state_loader import StateLoader
+from raysgd.torch.hosting.hosted import TorchFacts
 from raysgd.torch.hosting.replica_state import as_in_file
+from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.worker.state.replica_state import RESUME
+from raysgd.worker.state.state_checks import check_parts, check_progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """A state to load.
+
+    Attributes:
+        shared: What concerns all ranks.
+        rank_states: What each rank had for itself.
+        is_complete: Whether it leaves nothing out: it is of a file, with one of those for each rank of today.
+    """
+
+    shared: dict[str, Any]
+    rank_states: tuple[Any, ...]
+    is_complete: bool
+
+
+class StateLoader:
+    """Loads states into the workers of a trainer."""
+
+    def __init__(self, controller: ElasticController) -> None:
+        self._controller = controller
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        self._load(self._checked(state, is_file=False))
+
+    def load_file(self, file: OpenedFile, weights_only: bool, held: ExitStack) -> None:
+        """Loads an open file.
+
+        Args:
+            file: The file, checked.
+            weights_only: How it may be read.
+            held: Keeps it open; taken over where the driver needs it longer than this call.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        content = self._checked(file.state, is_file=True)
+        if not self._load_where_it_lies(file, content, weights_only, held):
+            self._load(content)
+
+    def load_folder(self, path: str, weights_only: bool) -> None:
+        """Loads the folder of a checkpoint of divided models. Workers whose models are divided read it themselves.
+
+        Raises:
+            CheckpointCorruptedError: It is damaged.
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        from raysgd.torch.checkpoints import (
+            divided_files,  # here, since it loads parts of PyTorch that others do without
+        )
+
+        folder = divided_files.opened(path, weights_only)
+        if not self._controller.facts[0].is_sharded:
+            self._load(self._checked(folder.read_whole(), is_file=True))
+            return
+        rank_states = self._checked(folder.outline(), is_file=True).rank_states
+        place = StateInFolder(os.path.realpath(path), weights_only)
+        load_into_all(self._controller, TorchRunner.restore, place, rank_states, is_complete=False)
+
+    def load_snapshot(self, snapshot: Snapshot) -> None:
+        """Loads what another trainer's workers had. It may be shared: nothing of it is changed.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        controller, shared = self._controller, snapshot.shared_state
+        _check_parts(shared_state.outline(shared), controller.facts[0])
+        if controller.ensure_group().is_driver_only:
+            state = shared_state.whole(shared, copy=False)
+            controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
+            return
+        if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
+            lent = lend(shared_state.whole(shared, copy=False))
+            snapshot = replace(snapshot, shared_state=lent, reference=None)
+        load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
+
+    def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
+        """Return what of `state` concerns all ranks, and what each of them."""
+        _check_parts(state, self._controller.facts[0])
+        check_progress(state["epoch"], state.get(RESUME))
+        resume = dict(as_in_file(state).get(RESUME) or {})
+        rank_states = _checked_rank_states(resume.pop(RNG, ()))
+        # A file of this very group leaves nothing out: afterwards it is what the workers have.
+        is_complete = is_file and len(rank_states) == self._controller.num_workers
+        return CheckedState({**state, RESUME: resume}, rank_states, is_complete)
+
+    def _load_where_it_lies(self, file: OpenedFile, content: CheckedState, weights_only: bool, held: ExitStack) -> bool:
+        """Lets the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
+
+        Returns:
+            Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
+        """
+        group = self._controller.ensure_group()
+        if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
+            return False
+        call = Call(
+            TorchRunner.restore_file,
+            lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
+            keeps_alike=True,
+        )
+        with self._controller.turn():  # a call of another thread in between would count as covered
+            try:
+                self._controller.run(call)
+            except OtherFileError as error:
+                logger.debug("the workers get the state from the driver: %s", error)
+                return False
+            file.check_unchanged()
+            kept = held.pop_all()
+            storing = StoringTransfer(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+            self._controller.snapshots.expect(storing, content.rank_states, call)
+        return True
+
+    def _load(self, content: CheckedState) -> None:
+        """Loads into all workers; nothing of `content` is kept."""
+        whole, rank_states = content.shared, content.rank_states
+        if self._controller.ensure_group().is_driver_only:
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
+            return
+        stored = self._controller.ensure_group().store(lend(whole))
+        load_into_all(self._controller, TorchRunner.restore, stored, rank_states, content.is_complete)
+
+
+@contextmanager
+def _lent(state: dict[str, Any], held: ExitStack) -> Iterator[EncodedState]:
+    """`state`, to be copied as long as its file is held."""
+    with held:
+        yield lend(state)
+
+
+def _checked_rank_states(states: Any) -> tuple[Any, ...]:
+    if not isinstance(states, list | tuple):
+        raise ValueError(f"The random states are a `{type(states).__name__}` instead of a list. Nothing was loaded.")
+    for state in states:
+        if state is not None:
+            rng.check(state)
+    return tuple(states)
+
+
+def _check_parts(state: Mapping[str, Any], facts: TorchFacts) -> None:
+    counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
+    if facts.num_schedulers is not None or state.get("schedulers"):
+        counts["schedulers"] = facts.num_schedulers or 0
+    check_parts(state, counts, "operator")
+
 
 FileFormat = Literal["torch", "safetensors"]
 Writer = Callable[[str, dict[str, Any]], object]

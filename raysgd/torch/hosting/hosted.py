@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +18,11 @@ from raysgd.messages.facts import RunnerFacts
 from raysgd.messages.prediction import PredictRequest, Work
 from raysgd.messages.weight_sums import WeightSums
 from raysgd.streams.source import StreamData
-from raysgd.torch.data import batch_norms, predicting
+from raysgd.torch.data import predicting
 from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.predicting import PredictionLoader
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
-from raysgd.torch.hosting.arming import StepArming
 from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, overrides
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
@@ -31,16 +30,14 @@ from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
-from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import joint_batches
-from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.parallel.exchanges import StepRows, names_of_all
 from raysgd.torch.parallel.joint_record import sums_of
-from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.advice import with_advice
+from raysgd.torch.step.advice import BATCH_NORMS, check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from raysgd.worker import hosted
@@ -128,7 +125,6 @@ class TorchHosted(hosted.Hosted):
         self.internals.begin_training()
         self._check_data()
         self._warn_of_batch_norms()
-        self._arming = StepArming(self.operator, self.parallel)
         undo = make_undo(self.operator, self.parallel, settings.recovery_options.undo, world, self._ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
@@ -158,7 +154,7 @@ class TorchHosted(hosted.Hosted):
     def _warn_of_batch_norms(self) -> None:
         """Says once what shares by speed mean to them."""
         models = self.internals.registered.original_models
-        has_some = any(isinstance(module, batch_norms.LOCAL) for model in models for module in model.modules())
+        has_some = any(isinstance(module, BATCH_NORMS) for model in models for module in model.modules())
         if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
             logger.warning(
                 '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
@@ -235,7 +231,7 @@ class TorchHosted(hosted.Hosted):
         if not isinstance(data, ShardedLoader) or self._has_own_steps():
             return
         try:
-            self._arming.begin(0)
+            self.loop.arm(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
                 internals = self.internals
@@ -285,27 +281,33 @@ class TorchHosted(hosted.Hosted):
         self.parallel.exchanges.ledger = self._ledger
         self._modes.give_back()
         self._prediction.close()
-        self._arming.begin(run.epoch_idx, stream.source)
-        internals = self.internals
-        internals.gradients.begin_call()
+        self.loop.arm(run.epoch_idx, stream.source)
+        internals, parallel = self.internals, self.parallel
+        gradients, began_at = internals.gradients, stream.num_steps_taken
+        if gradients.has_several_batches:
+            gradients.begin_call()
         stream.prepare = self._prepare
-        began_at = stream.num_steps_taken
+        noting = internals.loss_calls.on(
+            internals.criterion, gradients.note_labels, only_labels=True, is_called_here=self.loop.calls_criterion
+        )
         try:
-            noting = internals.loss_calls.on(internals.criterion, internals.gradients.note_labels, only_labels=True)
             if self.loop.undo is not None:
                 can_rejoin = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
                 self.loop.undo.open_call(can_rejoin and self.loop.can_resume(stream))
-            self._open_rows(run, stream)
-            with self.parallel.record.of_call():
+            if parallel.rows is not None:
+                self._open_rows(parallel.rows, run, stream)
+            with nullcontext() if parallel.record is None else parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
-                self._arming.finish(stream.num_steps_taken - began_at)
-            internals.gradients.end_call()
+                self.loop.disarm(stream.num_steps_taken - began_at)
+            if gradients.has_several_batches:
+                gradients.end_call()
         finally:
-            self.parallel.rows.close_call()
-            self.parallel.step.close_call()
+            if parallel.rows is not None:
+                parallel.rows.close_call()
+            parallel.step.close_call()
 
-    def _open_rows(self, run: EpochRun, stream: Any) -> None:
+    def _open_rows(self, rows: StepRows, run: EpochRun, stream: Any) -> None:
         """Lets the ranks tell each other what they have measured, where others could go on without one."""
         if self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return
@@ -316,30 +318,30 @@ class TorchHosted(hosted.Hosted):
         def read() -> dict[str, Part]:
             return {METRICS: run.part_of_row(*(counted() if is_stock else (None, 0)))}
 
-        def note(rows: Mapping[str, Row]) -> None:
-            run.rows.note(run.num_completed, rows)
+        def note(told: Mapping[str, Row]) -> None:
+            run.rows.note(run.num_completed, told)
 
-        self.parallel.rows.open_call(run.rows.name, self.world.size, read, note)
+        rows.open_call(run.rows.name, self.world.size, read, note)
 
     def _prepare(self) -> None:
         """Refuses ahead of a pass what would not be trained as it was wrapped."""
         self.internals.trained.check(self.operator._freezes_in_batches)
 
-    @contextmanager
-    def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
+    def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Returns the advice for user code about shares of joint batches that do not work, and PyTorch's own errors."""
-        models, step = self.internals.registered.wrapped, self.parallel.step
-        has_shares = self.world.is_distributed or bool(source.num_shards)
-        is_divided = has_shares and source.is_divided
+        is_distributed = self.world.is_distributed
+        is_divided = source.is_divided and (is_distributed or bool(source.num_shards))
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
-            source.check_plan = partial(batch_norms.check_norms, models) if is_whole_pass else None
-        with ExitStack() as stack:
-            stack.enter_context(with_advice(models, step if is_divided else None))
-            if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
-                is_balanced = self.settings.batch_options.balance is not None
-                stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
-            yield
+            source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
+        if not (is_distributed or is_divided):
+            return nullcontext()
+        stack, models, step = ExitStack(), self.internals.registered.wrapped, self.parallel.step
+        stack.enter_context(with_advice(models, step if is_divided else None))
+        if is_divided and is_distributed and not self.parallel.is_sharded:
+            is_balanced = self.settings.batch_options.balance is not None
+            stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
+        return stack
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

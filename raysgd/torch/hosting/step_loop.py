@@ -1,4 +1,4 @@
-"""The loop of an operator of PyTorch: it knows whether a step is half done, and the way back to before it."""
+"""The steps of a training call: what they are made of, whether one is half done, and the way back to before it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import AverageMeterCollection
+from raysgd._arguments import is_integer
 from raysgd.connections._origins import with_causes
 from raysgd.connections.mesh.mesh import NotAligned
 from raysgd.connections.torch import is_connection_error
 from raysgd.engine.shared.types import World
 from raysgd.messages.joint_work import JointWork
+from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.own_steps import tells_of_steps
+from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.worker.data.loop import Loop
@@ -25,6 +27,7 @@ from raysgd.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+_RUNGS_TO_LOSS = ("train_epoch", "train_batch", "forward")
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
@@ -52,16 +55,24 @@ class StepLoop(Loop):
         self._not_stepped: list[Any] = []  # those that did not step in the batch before it
         self._waiting: list[torch.Tensor] = []  # parameters with gradients where this batch began
         self._keeps_gradients = needs_copies(operator) is not False  # from batch to batch
+        self._watches = undo is not None or self._keeps_gradients  # what each batch does
+        self._may_run_backward = any(overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
+        self._has_stock_rungs = not any(overrides(operator, name) for name in _RUNGS_TO_LOSS)
         self._has_own_gradients = False  # that were not exchanged, and wait
         self._has_exchanged = self._has_taken_steps = False  # in the batches of this call
         self._is_in_batch = False
         self._global_step_at_boundary = 0
-        self.step.opens = self._begin_batch
+        self.step.opens = self._begin_batch if self._watches else None
         if undo is not None:
             self.step.exchanges = undo.note_exchange
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
             optimizer.register_step_pre_hook(self._note_step)
+
+    @property
+    def calls_criterion(self) -> bool:
+        """True if the criterion is called by the library, and by no one else."""
+        return self._has_stock_rungs and vars(self._operator).keys().isdisjoint(_RUNGS_TO_LOSS)
 
     def is_lost(self, error: BaseException) -> bool:
         return self._parallel.exchanges.has_broken or is_connection_error(error)
@@ -73,7 +84,7 @@ class StepLoop(Loop):
         self._stepped.add(id(optimizer))
         if self.undo is not None:
             self.undo.note_step()
-        if self._parallel.synchronizes:
+        if self._parallel.record is not None:
             self._parallel.record.note(self._works[id(optimizer)])
 
     @property
@@ -132,7 +143,7 @@ class StepLoop(Loop):
 
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step_at_boundary
-        if not self._is_in_batch:
+        if self._watches and not self._is_in_batch:
             return
         self._is_in_batch = False
         waiting = {*map(id, self._waiting)}
@@ -154,9 +165,6 @@ class StepLoop(Loop):
     def own_s(self) -> float | None:
         return self._parallel.step.own_s or None
 
-    def new_meters(self) -> AverageMeterCollection:
-        return self._operator._raysgd.new_meters()
-
     def plain(self, value: Any) -> Any:
         """Tensors as numbers where they have one element, and on the CPU in any case."""
         if isinstance(value, torch.Tensor):
@@ -169,7 +177,74 @@ class StepLoop(Loop):
 
     @property
     def joint_work(self) -> JointWork | None:
-        return self._parallel.record.work
+        return None if self._parallel.record is None else self._parallel.record.work
+
+    # ---------------------------------------------------------------------------------------- the steps of a call
+
+    def arm(self, epoch_idx: int, source: LoaderSource | None = None) -> None:
+        """Gets ready for the steps of a call over such data.
+
+        Raises:
+            ValueError: The operator's `accumulate_grad_batches` returned something that cannot work, or several
+                optimizers are registered.
+        """
+        operator, step = self._operator, self.step
+        internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
+        if not is_integer(window) or window < 1:
+            raise ValueError(
+                f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
+                "batches make an optimizer step, at least 1."
+            )
+        if len(self._optimizers) > 1:
+            self._check_window(window)
+        num_shards = 0 if source is None else source.num_shards
+        step.most_parts = 1 if source is None or num_shards else source.most_batches
+        step.shards = self._logical_shards(num_shards, window) if num_shards else None
+        models, can_defer = internals.registered.wrapped, internals.precision.can_defer
+        self._parallel.arm(models, self._may_run_backward, window * step.most_parts, can_defer)
+        internals.own_steps.begin_call()
+
+    def _check_window(self, window: int) -> None:
+        """Refuse steps of several batches with several optimizers, each of which would need its own window."""
+        most = self._operator._raysgd.context.settings.batch_options.max_batch_per_worker
+        if window > 1 or most is not None:
+            option = f"accumulate_grad_batches={window}" if window > 1 else "max_batch_per_worker"
+            raise ValueError(
+                f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
+                "several parameter groups, or omit the option and accumulate in `train_batch`."
+            )
+
+    def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
+        if window > 1:
+            raise ValueError(
+                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the joint batch as "
+                "many times larger, and pass `max_batch_per_worker`."
+            )
+        internals = self._operator._raysgd
+        return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
+
+    def disarm(self, num_batches: int) -> None:
+        """Leaves no gradient behind for another call.
+
+        Raises:
+            ValueError: An option of the trainer had no effect on the steps of these batches.
+        """
+        step, own_steps, name = self.step, self._operator._raysgd.own_steps, type(self._operator).__name__
+        if step.waiting is not None:  # the loop ended before the window did
+            step.is_boundary = True
+            step_with(self._operator, *self._optimizers)
+        if step.window > 1 and num_batches and not step.is_used:
+            raise ValueError(
+                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
+                "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
+                "optimization), or accumulate yourself and omit the option."
+            )
+        if num_batches and own_steps.clips and own_steps.misses_clipping:
+            raise ValueError(
+                f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
+                "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
+                "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
+            )
 
 
 def make_undo(

@@ -1,14 +1,25 @@
-"""The losses of PyTorch as criteria: how they read outputs and targets, and which labels their mean is over."""
+"""The losses of PyTorch as criteria: how they read outputs, which labels their mean is over, and what is accurate.
+
+Outputs alone do not tell where their classes are: scores of shape `(samples, 5, 5)` may hold five classes in either
+dimension, and a single number per sample may be a logit, a probability or a value. The losses of PyTorch say so, and
+what they are called with is watched. For any other criterion the shapes decide, where only one reading fits them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch.nn import functional
+
+from raysgd._text.log_lines import Once
+
+logger = logging.getLogger(__name__)
 
 IGNORED = -100
 """The label that the losses of PyTorch ignore, unless they are told otherwise."""
@@ -25,18 +36,28 @@ class LossCall(NamedTuple):
         output: What it was called with.
         target: What it compared that with.
         result: What it returned.
-        counting: Where there are labels that count; None if it knows of none that do not.
+        ignored: The label that does not count; None if it knows of none.
         amount: What its mean was divided by: a number, or a tensor on a GPU; None for samples.
-        is_uneven: Whether some labels count less than others in this mean.
+        num_labels: Of how many labels, if all count alike.
     """
 
     reading: Reading
     output: Any
     target: Any
     result: Any
-    counting: Any = None
+    ignored: int | None = None
     amount: Any = None
-    is_uneven: Any = False
+    num_labels: int | None = None
+
+    @property
+    def counting(self) -> torch.Tensor | None:
+        """Where there are labels that count; None if it knows of none that do not."""
+        return None if self.ignored is None else self.target != self.ignored
+
+    @property
+    def is_uneven(self) -> Any:
+        """Whether some labels count less than others in its mean; a tensor if that is not known in the host."""
+        return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
 class _Loss(NamedTuple):
@@ -73,44 +94,57 @@ class LossCalls:
     """Tells listeners how the losses of PyTorch in a criterion, itself included, are called."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[LossCall], None]] = []
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # with whether it hears of labels only
         self._hooked: Any = None
 
     @contextmanager
-    def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Let `listener` hear of all calls inside the block; with `only_labels` of those that may leave labels out."""
+    def on(
+        self,
+        criterion: Any,
+        listener: Callable[[LossCall], None],
+        only_labels: bool = False,
+        is_called_here: bool = False,
+    ) -> Iterator[None]:
+        """Let a listener hear of all calls inside the block.
+
+        Args:
+            criterion: What is called.
+            listener: Called with each call.
+            only_labels: Whether it hears only of those that may leave labels out.
+            is_called_here: Whether only `call` calls it, so that a loss of PyTorch needs no hook.
+        """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
+        takes_hooks = takes_hooks and not (is_called_here and _known(criterion) is not None)
         for part in criterion.modules() if takes_hooks else ():
             loss = _known(part)
             if loss is not None and (loss.counts_labels or not only_labels):
                 hear = partial(_tell, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
-        self._listeners.append(listener)
+        self._listeners.append((listener, only_labels))
         self._hooked = criterion if takes_hooks else None
         try:
             yield
         finally:
             self._hooked = before
-            self._listeners.remove(listener)
+            self._listeners.remove((listener, only_labels))
             for handle in handles:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion, of which listeners hear also if it takes no hooks."""
+        """Call a criterion, of which listeners hear also if it has no hooks."""
         result = criterion(output, target)
-        if criterion is not self._hooked and self._listeners and not _takes_hooks(criterion):
+        if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
             loss = _known(whole)
-            if loss is not None:
-                for listener in self._listeners:
+            for listener, only_labels in self._listeners if loss is not None else ():
+                if loss.counts_labels or not only_labels:
                     _tell(listener, loss, whole, (output, target), {}, result)
         return result
 
 
 def ignored_by(criterion: Any) -> int:
     """Return the label that a criterion ignores, whatever it does with it."""
-    ignored = _setting(criterion, "ignore_index")
-    return ignored if isinstance(ignored, int) else IGNORED
+    return _settings(criterion)[0]
 
 
 def in_host(number: torch.Tensor) -> Any:
@@ -149,19 +183,139 @@ def _tell(
     if not loss.counts_labels or not are_classes(target):
         listener(LossCall(loss.reading, output, target, result))
         return
-    counting = target != ignored_by(part)
-    if _setting(part, "reduction") not in (None, "mean"):
-        listener(LossCall(loss.reading, output, target, result, counting))
+    ignored, reduction, weights = _settings(part)
+    if reduction not in (None, "mean"):
+        listener(LossCall(loss.reading, output, target, result, ignored))
         return
-    weights = _setting(part, "weight")
+    num_labels = target.numel()
     if isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter):
+        counting = target != ignored
         of_labels = weights[target.where(counting, 0)]
-        amount, is_uneven = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64)), True
+        amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
+        listener(LossCall(loss.reading, output, target, result, ignored, amount))
+        return
+    # A look at the smallest label takes a fifth of the time, and in most batches it is that of a class.
+    are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
+    amount = num_labels if are_all_classes else in_host((target != ignored).sum())
+    listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
+
+
+def _settings(criterion: Any) -> tuple[int, Any, Any]:
+    """Return the label that it ignores, its reduction, and the weights of classes; each None where it names none."""
+    if isinstance(criterion, partial):
+        ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
-        amount = in_host(counting.sum())
-        is_uneven = amount != target.numel()
-    listener(LossCall(loss.reading, output, target, result, counting, amount, is_uneven))
+        ignored, reduction = getattr(criterion, "ignore_index", None), getattr(criterion, "reduction", None)
+        weight = getattr(criterion, "weight", None)
+    return ignored if isinstance(ignored, int) else IGNORED, reduction, weight
 
 
-def _setting(criterion: Any, name: str) -> Any:
-    return criterion.keywords.get(name) if isinstance(criterion, partial) else getattr(criterion, name, None)
+class Accuracy(NamedTuple):
+    """The share of right predictions.
+
+    Attributes:
+        share: The share of the labels that are predicted right; NaN where nothing is classified.
+        num_labels: How many labels that is of; None where nothing is classified.
+    """
+
+    share: Any = math.nan
+    num_labels: Any = None
+
+
+def accuracy(
+    output: Any, target: Any, comparisons: Sequence[LossCall] = (), weight: Any = None, ignored: int = IGNORED
+) -> Accuracy | None:
+    """Compare predictions with targets: one label for each sample, or for each pixel and the like.
+
+    Labels that the criterion ignores do not count.
+
+    Args:
+        output: What the model returned.
+        target: The target in the batch.
+        comparisons: What the criterion was called with.
+        weight: How much the batch counts, if user code says so.
+        ignored: The label that a criterion of the user's ignores.
+
+    Returns:
+        Numbers, or tensors with one; None where it is not known what they are.
+    """
+    if len(comparisons) > 1:
+        comparisons = [each for each in comparisons if each.output is output]
+    if len(comparisons) == 1:
+        return _as_read(comparisons[0])
+    if not isinstance(output, torch.Tensor) or not are_classes(target):
+        return Accuracy()
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class has a negative number
+    return None if found is not None and _leaves_out(weight, found, len(target)) else found
+
+
+def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
+    """Return whether a weight is a number of labels, and not that of all of them: it is unknown which are ignored."""
+    if weight is None or found.num_labels is None:
+        return False
+    number = float(weight)
+    return number.is_integer() and number < found.num_labels and number != num_samples
+
+
+def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
+    """NaN for an accuracy that the library cannot tell, and a warning once, on the worker that `says_so`."""
+    if found is not None:
+        return found
+    if once.is_first("accuracy") and says_so:
+        logger.warning(
+            "`val_accuracy` is NaN: the shapes of outputs and targets do not tell where the classes are, or what "
+            "one number per sample means, or which labels are ignored. Use a loss of PyTorch as `self.criterion`, such "
+            "as `CrossEntropyLoss` (classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and "
+            "return it yourself"
+        )
+    return Accuracy()
+
+
+def _as_read(found: LossCall) -> Accuracy:
+    output, target = found.output, found.target
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return Accuracy()
+    if found.reading == "classes":
+        place = min(1, output.ndim - 1)
+        return _largest(output, target, place, found.counting) if are_classes(target) else Accuracy()
+    if found.reading == "values" or output.shape != target.shape:
+        return Accuracy()
+    return _above(0.0 if found.reading == "logits" else 0.5, output, target)
+
+
+def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tensor) -> Accuracy | None:
+    if output.ndim < 2:
+        output = output.reshape(-1, 1)
+    places = [dim for dim in {1, output.ndim - 1} if _fit(output, target, dim)]
+    if not places:
+        return Accuracy()
+    if len(places) > 1 or output.shape[places[0]] == 1:
+        return None
+    return _largest(output, target, places[0], counting)
+
+
+def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
+    """Return whether there is a target for each place, if the classes are in dimension `dim`."""
+    places = [size for index, size in enumerate(output.shape) if index != dim]
+    return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
+
+
+def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: torch.Tensor | None) -> Accuracy:
+    predicted = output.argmax(dim=dim)
+    if predicted.numel() != target.numel():
+        return Accuracy()
+    hits = predicted.reshape(-1) == target.reshape(-1)
+    if counting is None:
+        return _of(hits.sum(), hits.numel())
+    return _of((hits & counting.reshape(-1)).sum(), in_host(counting.sum()))
+
+
+def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
+    """Compare true and false; targets between them are probabilities, of which none is right or wrong."""
+    found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
+    are_certain = ((target == 0) | (target == 1)).all()
+    return found._replace(share=torch.where(are_certain, found.share, math.nan))
+
+
+def _of(num_hits: torch.Tensor, num_labels: Any) -> Accuracy:
+    return Accuracy(num_hits / num_labels, num_labels)

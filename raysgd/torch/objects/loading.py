@@ -1,16 +1,22 @@
-"""Loads saved states into the memory that is there already, and keeps nothing of what it is given.
+"""Saved states and what is registered: the checks that they fit, and the way into models and optimizers.
 
-A saved state may be a view of a file or of another process's memory. And fresh memory for a large state costs
-several times as much as the copy itself.
+All of a state is looked at before anything is replaced. What does not fit would show later in any case: with one model
+loaded and the next one not, or in the first step, or never. So the checks look at kinds and sizes, not only at what
+loading itself would stumble over. Names are those without what `torch.compile(model)` adds to them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+
+from raysgd._arguments import is_integer
+from raysgd.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
 """The end of the keys under which modules keep what `get_extra_state` returned: their owners may hold on to it."""
@@ -62,3 +68,232 @@ def _is_alike(own: Any, saved: Any) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+_COMPILED = "_orig_mod"
+
+
+def plain(name: Any) -> Any:
+    """Return the name that a parameter or a module has where nothing is compiled.
+
+    Examples:
+        >>> plain("encoder._orig_mod.0.weight")
+        'encoder.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if isinstance(name, str) else name
+
+
+def with_plain_names(state: Any) -> Any:
+    """Return the state of a model with plain names."""
+    return _renamed(state, plain, plain)
+
+
+def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
+    """Return a saved state with the names that it has in this model, compiled or not."""
+    own = model.state_dict()
+    names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
+    return _renamed(
+        saved, lambda name: names.get(plain(name), plain(name)), lambda name: modules.get(plain(name), plain(name))
+    )
+
+
+def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any], Any]) -> Any:
+    """The same state where no name changes. PyTorch keeps versions of modules beside the tensors."""
+    if not isinstance(state, Mapping) or all(name_of(name) == name for name in state):
+        return state
+    renamed: Any = OrderedDict((name_of(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if isinstance(versions, Mapping):
+        renamed._metadata = OrderedDict((module_of(name), value) for name, value in versions.items())
+    return renamed
+
+
+def check_model(model: torch.nn.Module, saved: Any) -> None:
+    """Refuses what is no state of this model.
+
+    Raises:
+        ValueError: It has other entries or other shapes.
+    """
+    require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(map(str, saved.keys() - own.keys()))
+    shapes = [
+        f"{name}: {_shown(saved[name])} instead of {_shown(tensor)}"
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor) and name in saved and not _takes(tensor, saved[name])
+    ]
+    if missing or extra or shapes:
+        raise ValueError(
+            "The state of a model does not fit the registered model, nothing was loaded. "
+            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
+        )
+    _check_versions(getattr(saved, "_metadata", None))
+
+
+def _takes(own: torch.Tensor, saved: Any) -> bool:
+    """Return whether a tensor can take the values of another; a lazy one takes its shape from what is loaded."""
+    if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
+        return False
+    return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a `{type(value).__name__}`"
+    return "any shape" if is_lazy(value) else str(tuple(value.shape))
+
+
+def _check_versions(metadata: Any) -> None:
+    """PyTorch keeps the versions of layers beside a model's state, and compares them while it loads."""
+    if metadata is None:
+        return
+    require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
+    for entry in metadata.values():
+        require(
+            isinstance(entry, Mapping) and is_integer(entry.get("version") or 0), "a layer's version is not a number"
+        )
+
+
+def check_optimizer(optimizer: Any, saved: Any) -> None:
+    """Refuses what is no state of this optimizer.
+
+    Raises:
+        ValueError: Its groups, its settings or its tensors are others.
+    """
+    require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
+    own = optimizer.state_dict()
+    groups, saved_groups = own.get("param_groups", ()), saved.get("param_groups", ())
+    require(isinstance(saved_groups, Sequence), "the groups of an optimizer are not a list")
+    for group in saved_groups:
+        is_group = isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
+        require(is_group and all(map(is_integer, group["params"])), "a group of an optimizer has no parameters")
+    sizes, saved_sizes = ([len(group["params"]) for group in one] for one in (groups, saved_groups))
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
+            f"parameters, the registered optimizer's {sizes}. Give it the same groups in `setup`."
+        )
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        _check_settings(optimizer, group, saved_group)
+    if "param_groups" in own:
+        _check_slots(optimizer, saved)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _rehearse(optimizer, saved)
+
+
+def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    needed = {
+        name
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    }  # others come and go with the versions of PyTorch, which sets those that are missing
+    if missing := sorted(needed - saved.keys()):
+        raise ValueError(
+            "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
+            f"without {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+        )
+    rest = {name: value for name, value in own.items() if name != "params"}
+    _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")
+
+
+def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Check what an optimizer keeps for each parameter: a fused one reads it without a look at its size."""
+    slots = saved.get("state", {})
+    require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    require(len(set(indices)) == len(indices), "an optimizer has a parameter twice")
+    is_by_element = "fused" in getattr(optimizer, "defaults", {})
+    for index, parameter in zip(indices, parameters, strict=True):
+        entry = slots.get(index, {})
+        require(isinstance(entry, Mapping), "the state of an optimizer's parameter is not a dict")
+        for name, value in entry.items():
+            if is_by_element and isinstance(value, torch.Tensor) and value.numel() != 1:
+                is_alike = value.shape == parameter.shape and value.layout == torch.strided and not value.is_meta
+                require(is_alike, f"{str(name)[:50]!r} of a parameter has another shape than the parameter")
+
+
+def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
+    slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
+    try:
+        copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
+    except Exception as error:
+        raise ValueError(
+            f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
+        ) from error
+
+
+def _without_memory(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {
+        name: torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape) if _is_large(value) else value
+        for name, value in entry.items()
+    }
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta and value.numel() > 1
+
+
+def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
+    """Refuses what is no state of these schedulers.
+
+    Raises:
+        ValueError: There are more or fewer, or one is of another kind.
+    """
+    require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
+    strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
+    if strangers or len(states) != len(schedulers):
+        raise ValueError(
+            f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
+            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is not a state' if strangers else ''}."
+        )
+    for scheduler, saved in zip(schedulers, states, strict=True):
+        own = scheduler.state_dict()
+        foreign = [str(name)[:50] for name in saved if name not in own and hasattr(scheduler, str(name))]
+        require(not foreign, f"the state of a scheduler would replace its {foreign}")
+        _check_kinds(own, saved, "the scheduler's")
+
+
+def check_precision(own: Mapping[str, Any], saved: Any) -> None:
+    """Refuses what is no state of this way to compute in mixed precision.
+
+    Raises:
+        ValueError: It lacks something, or is of another kind.
+    """
+    require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
+    if saved:
+        missing = sorted(own.keys() - saved.keys())
+        require(not missing, f"the state of mixed precision lacks {missing}")
+        _check_kinds(own, saved, "mixed precision's")
+
+
+def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -> None:
+    for name, value in own.items():
+        if name in saved and not _is_of_kind(value, saved[name]):
+            raise ValueError(
+                f"The state does not fit, nothing was loaded: {whose} {name!r} is a `{type(saved[name]).__name__}` "
+                f"instead of a `{type(value).__name__}`."
+            )
+
+
+def _is_of_kind(own: Any, saved: Any) -> bool:
+    """Return whether one may stand in the place of the other. What None stands for is not known."""
+    if own is None or saved is None:
+        return own is None or isinstance(own, bool)
+    if _is_number(own):
+        return _is_number(saved)
+    if isinstance(own, tuple) and all(map(_is_number, own)):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_number, saved))
+    for kind in (str, list | tuple, Mapping):
+        if isinstance(own, kind):
+            return isinstance(saved, kind)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
+    return isinstance(value, int | float)

@@ -37,6 +37,8 @@ class ModuleModes:
 
     def give_back(self) -> None:
         """Gives the modules the modes that they had, but for those that were changed since `note`."""
+        if not self._before:
+            return
         wanted = [
             (part, before if part.training == after else part.training)
             for (part, before), after in zip(self._before, self._after, strict=True)
@@ -52,6 +54,8 @@ def begin_training(model: torch.nn.Module) -> None:
     A part in evaluation mode beside others in training mode was put there on purpose, and a model without anything to
     train has no use for the mode.
     """
+    if model.training:
+        return
     is_evaluating = not any(part.training for part in model.modules())
     if is_evaluating and any(parameter.requires_grad for parameter in model.parameters()):
         model.train()

@@ -1,9 +1,13 @@
-"""The library's record of an operator of PyTorch: what it registered, and what its methods use."""
+"""The library's record of an operator of PyTorch: what it registered, what of that is trained, what its methods use.
+
+Frozen parameters and groups of optimizers count as `setup` or the last `rewrap` has left them. Snapshots carry what
+`rewrap` has changed, so that other processes, whose `setup` did not, freeze and add the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,15 +21,207 @@ from raysgd.torch.objects import hyperparameters, metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.moving import read_tensors
-from raysgd.torch.objects.optimizer_choice import OptimizerChoice
-from raysgd.torch.operator.operator_context import OperatorContext
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, Registrar
-from raysgd.torch.operator.trained_parts import Noted, TrainedParts
-from raysgd.torch.step.gradients import Gradients, step_with
-from raysgd.torch.step.own_steps import OwnSteps
+from raysgd.torch.operator.settings import OperatorContext
+from raysgd.torch.step.gradients import Gradients, OwnSteps
 from raysgd.utils import IS_PADDING
-from raysgd.worker.data.logged import note, set_apart
+from raysgd.worker.data.around_batch import note, set_apart
 from raysgd.worker.operator import Internals, required
+from raysgd.worker.state.state_checks import require
+
+Flags = tuple[list[list[bool]], list[int]]
+Noted = dict[str, Any]
+"""`frozen`: for each module the names of its frozen parameters; `groups`: for each optimizer those of its groups."""
+
+
+class TrainedParts:
+    """The record of what is trained.
+
+    Args:
+        registered: As `setup` has left it.
+    """
+
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
+        self._of_setup = _read(registered)
+        self.note()
+
+    def note(self) -> None:
+        """Notes what is trained now."""
+        self._now, self._flags = _read(self._registered), _flags_of(self._registered)
+
+    @property
+    def since_setup(self) -> Noted | None:
+        """What is trained, for a state; None where it is what `setup` chose."""
+        return None if self._now == self._of_setup else self._now
+
+    @property
+    def flags(self) -> Flags:
+        """What is trained now, without names: which parameters, and how many groups."""
+        return _flags_of(self._registered)
+
+    def has_changed(self, freezes_in_batches: bool = False) -> bool:
+        """Tell whether parameters were frozen or unfrozen, or groups added, since it was noted.
+
+        A model that is all frozen counts as unchanged: models are frozen for a part of each batch, too.
+
+        Args:
+            freezes_in_batches: Whether the same holds for each parameter.
+        """
+        present = _flags_of(self._registered)
+        if present == self._flags:
+            return False
+        (flags, counts), (noted, noted_counts) = present, self._flags
+        if freezes_in_batches:
+            noted = [
+                [now and before for now, before in zip(*both, strict=True)] for both in zip(flags, noted, strict=True)
+            ]
+        return counts != noted_counts or any(
+            any(now) and now != before for now, before in zip(flags, noted, strict=True)
+        )
+
+    def check(self, freezes_in_batches: bool = False) -> None:
+        """Refuses to train anything else than what was noted; see `has_changed`.
+
+        Raises:
+            ValueError: Something was changed since.
+        """
+        if self.has_changed(freezes_in_batches):
+            raise ValueError(
+                "Parameters were frozen or unfrozen (`requires_grad`), or parameter groups were added, since `setup` "
+                "or the last `self.rewrap()`. Call `self.rewrap()` on all workers after such a change."
+            )
+
+    def take(self, noted: Noted | None) -> bool:
+        """Freezes, unfreezes and adds groups as in a state; tells whether anything was changed.
+
+        Raises:
+            ValueError: A group has parameters that are not registered.
+        """
+        noted = noted or self._of_setup
+        if noted == self._now and not self.has_changed():
+            return False
+        for part, frozen in zip(self._registered.trained, map(set, noted["frozen"]), strict=True):
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+        for optimizer, groups in zip(self._registered.optimizers, noted["groups"], strict=True):
+            _give_groups(optimizer, groups, _names(self._registered))
+        self.note()
+        return True
+
+
+def _flags_of(registered: RegisteredObjects) -> Flags:
+    flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
+    return flags, [len(getattr(optimizer, "param_groups", ())) for optimizer in registered.optimizers]
+
+
+def _read(registered: RegisteredObjects) -> Noted:
+    names = {id(parameter): name for name, parameter in _names(registered).items()}
+    frozen = [[name for name, each in part.named_parameters() if not each.requires_grad] for part in registered.trained]
+    return {"frozen": frozen, "groups": [_named(optimizer, names) for optimizer in registered.optimizers]}
+
+
+def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    return groups
+
+
+def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
+    """Return the names of the parameters in each group; None for those that nothing saves."""
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
+
+
+def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}.{name}": parameter
+        for index, part in enumerate(registered.trained)
+        for name, parameter in part.named_parameters()
+    }
+
+
+def _give_groups(
+    optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
+) -> None:
+    """Drops the groups of an optimizer from the first one that differs on, and adds those of a state."""
+    own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
+    num_alike = 0
+    for ours, theirs in zip(own, groups, strict=False):
+        if ours != theirs:
+            break
+        num_alike += 1
+    added = groups[num_alike:]
+    strangers = [name for group in added for name in group if name not in parameters]
+    require(not strangers, f"an optimizer has parameters that are not registered here ({strangers})")
+    for group in _groups_of(optimizer)[num_alike:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    if len(own) > num_alike:
+        del optimizer.param_groups[num_alike:]
+    for names in added:
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+
+_NOTHING = nullcontext()
+
+
+class OptimizerChoice:
+    """Knows it from the argument, from what stock code is doing, or because there is only one.
+
+    Args:
+        default: `self.optimizer` of the operator; raises where there is none.
+
+    Attributes:
+        registered: All registered optimizers.
+    """
+
+    def __init__(self, default: Callable[[], Any], registered: Sequence[Any] = ()) -> None:
+        self.registered = registered
+        self._default = default
+        self._acting: Any = None
+
+    def acting_on_usual(self) -> AbstractContextManager[None]:
+        """Says the same of `self.optimizer`, which is the one anyway where it is the only one."""
+        return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
+
+    @contextmanager
+    def acting_on(self, optimizer: Any) -> Iterator[None]:
+        """Says which one the methods are for, to overrides without such an argument too."""
+        before, self._acting = self._acting, optimizer
+        try:
+            yield
+        finally:
+            self._acting = before
+
+    def chosen(self, method: str, given: Any) -> list[Any]:
+        """The optimizers that a method is to act on.
+
+        Raises:
+            ValueError: It is not known which ones.
+        """
+        if given is not None:
+            chosen = list(given) if isinstance(given, list | tuple) else [given]
+            if not chosen or not all(hasattr(each, "zero_grad") and hasattr(each, "step") for each in chosen):
+                raise ValueError(
+                    f"`optimizer={given!r}`: pass an optimizer that `register` returned, or a list of them."
+                )
+            return chosen
+        if self._acting is not None:
+            return [self._acting]
+        num_registered = len(self.registered)
+        if num_registered > 1:
+            arguments = "loss, " if method == "backward" else ""
+            raise ValueError(
+                f"`self.{method}` was called without `optimizer`, and {num_registered} optimizers are registered: pass "
+                f"the one that it is for, as in `self.{method}({arguments}optimizer=self.optimizer)`, or a list of "
+                "them. The gradients of the others would add up."
+            )
+        return [self._default()]
+
+    def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
+        """Optimizers that stock code does not step, but whose gradients its one loss is to be the only source of."""
+        registered = () if given is not None else self.registered
+        return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
+
 
 _LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
 
@@ -154,14 +350,6 @@ class TorchInternals(Internals):
         """All parameters that are trained."""
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
-    def finish_window(self) -> None:
-        """At the end of a call: steps what is left of a window, where the loop ended before the window did."""
-        step = self.parallel.step
-        if not step.is_pending:
-            return
-        step.is_boundary = True
-        step_with(self._operator, *self.registered.optimizers)
-
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Output, loss and weight of what `forward` returned; its metrics are logged."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
@@ -173,7 +361,7 @@ class TorchInternals(Internals):
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         operator = self._operator
-        told = {USE_FP16: bool(operator.use_fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
+        told = {USE_FP16: bool(self.fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
     def num_samples(self, batch: Any) -> int:
@@ -183,8 +371,10 @@ class TorchInternals(Internals):
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
         """Return the samples of a batch, and its weight if it has one."""
-        num_drawn = None if self.place is None else self.place.num_samples
-        counts = {NUM_SAMPLES: batches.samples_of((*features, target), num_drawn or None)}
+        num = None if self.place is None else self.place.num_samples
+        if not (num and isinstance(target, torch.Tensor) and target.ndim and len(target) == num):
+            num = batches.samples_of((*features, target), num or None)
+        counts = {NUM_SAMPLES: num}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def evaluate(self, batch: Any) -> EvaluatedBatch:
@@ -200,7 +390,7 @@ class TorchInternals(Internals):
     def begin_batch(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.place is not None:
+        if self.place is not None and self.place.amounts:
             self.place.amounts = []
         self.coming = None
 
@@ -222,13 +412,16 @@ class TorchInternals(Internals):
         metrics = super().completed(metrics, batch)
         if self.place is None or not self.place.amounts or not isinstance(metrics, Mapping):
             return metrics
-        return self._weighted(metrics)
+        amounts = self.place.amounts
+        counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if counts_alike else self._weighted(metrics)
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Metrics of a batch, with what losses in it are averaged by where that is not the samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
-        mean = sum(self.place.amounts) / len(self.place.amounts)
+        first, *others = self.place.amounts
+        mean = sum(others, first) / (1 + len(others)) if others else first
         amounts = dict.fromkeys([name for name in _LOSSES if name in metrics], mean)
         return {**weights_of(metrics, **amounts), **metrics}
 

@@ -1,17 +1,19 @@
 """The work of `register` and `register_data`: they check, place, prepare and wrap, and make the record of it all.
 
 The record is what the library trains, saves and restores. Nothing else says what is registered, whatever other
-attributes an operator has.
+attributes an operator has. What was given may be one object or several, in whatever container, and comes back in the
+same one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from raysgd.arrays.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.engine.shared.types import World
@@ -21,16 +23,136 @@ from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import JointBatchRule
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
-from raysgd.torch.objects import registration
 from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.filling import is_empty, refuse_states
-from raysgd.torch.operator.operator_context import OperatorContext
-from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.strategy import unwrap
-from raysgd.worker.parts import RegisteredParts
+from raysgd.worker.operator import RegisteredParts, parts_of
 
 logger = logging.getLogger(__name__)
+
+
+def models_of(given: Any) -> RegisteredParts:
+    """One module (iterable or not) or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it is no module, or there is none.
+    """
+    what = "a `torch.nn.Module` (criteria go into `criterion`, loaders into `register_data`)"
+    return parts_of("models", given, lambda item: isinstance(item, torch.nn.Module), what)
+
+
+def optimizers_of(given: Any) -> RegisteredParts:
+    """One optimizer, also one that merely behaves like one, or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it cannot step.
+    """
+    parts = parts_of("optimizers", given, _steps, "an optimizer, which has a `step`", may_be_empty=True)
+    for optimizer in parts.items:
+        _check_parameters(optimizer)
+    return parts
+
+
+def _check_parameters(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if isinstance(groups, list) and not any(group["params"] for group in groups):
+        raise InvalidRegistrationError(
+            f"`register(optimizers=...)` got a `{type(optimizer).__name__}` without parameters, which trains nothing: "
+            "make it with `model.parameters()` of a model that has some."
+        )
+
+
+def criterion_of(given: Any) -> Any:
+    """The criterion, or None when none was given.
+
+    Raises:
+        InvalidRegistrationError: It cannot be called.
+    """
+    if not given:
+        return None
+    if not callable(given) or isinstance(given, type):
+        raise InvalidRegistrationError(
+            f"`register(criterion={given!s:.100})`: pass a loss module such as `torch.nn.MSELoss()`, or a function of "
+            "output and target."
+        )
+    return given
+
+
+def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
+    """Refuses what yields no batches, and warns of a dataset that may yield samples.
+
+    Raises:
+        InvalidRegistrationError: It cannot be iterated over, or yields samples.
+    """
+    can_be_iterated = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if given is not None and (not can_be_iterated or isinstance(given, type | str | bytes | Mapping)):
+        raise InvalidRegistrationError(
+            f"`register_data({name}={given!s:.100})`: pass a `DataLoader`, or something else that yields batches."
+        )
+    inner = given
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    if isinstance(inner, TensorDataset):
+        raise InvalidRegistrationError(
+            f"`register_data({name}=...)` got a `{type(given).__name__}`, whose samples would be batches of one: wrap "
+            f"it in a loader, `{name}=DataLoader(dataset, batch_size=32, shuffle=True)`."
+        )
+    if warn and isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        logger.warning(
+            "`register_data(%s=...)` got a `%s`, and each worker takes all its items as batches. If they are samples, "
+            "wrap it in a loader: `%s=DataLoader(dataset, batch_size=32, shuffle=True)`",
+            name,
+            type(given).__name__,
+            name,
+        )
+
+
+def schedulers_of(given: Any) -> RegisteredParts | None:
+    """One scheduler or several; None when none were given. An empty container counts as given."""
+    if given is None or given is False:
+        return None
+    return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
+
+
+def _steps(item: Any) -> bool:
+    return hasattr(item, "step") and not isinstance(item, type)
+
+
+def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters of a criterion that are not those of a model which it looks at."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
+    return [parameter for parameter in parameters if id(parameter) not in known]
+
+
+def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
+    """Parameters of the optimizers that are in none of the modules, in words.
+
+    Args:
+        optimizers: Those that were registered, before anything replaces their parameters.
+        modules: What is trained together, saved and restored.
+        owner: In whose attributes the parameters may have a name.
+    """
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [
+        _named(parameter, owner) or f"parameter {index} in group {group_index} of `{type(optimizer).__name__}`"
+        for optimizer in optimizers
+        for group_index, group in enumerate(getattr(optimizer, "param_groups", ()))
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]
+
+
+def _named(parameter: Any, owner: Any) -> str | None:
+    for name, value in vars(owner).items():
+        if value is parameter:
+            return f"`self.{name}`"
+        for inner, each in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
+            if each is parameter:
+                return f"`self.{name}.{inner}`"
+    return None
 
 
 @dataclass(frozen=True)
@@ -62,12 +184,14 @@ class RegisteredObjects:
     @property
     def trained(self) -> list[torch.nn.Module]:
         """The modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
-        return [*self.original_models, *_present(self.original_criterion)]
+        own = self.original_criterion
+        return [*self.original_models] if own is None else [*self.original_models, own]
 
     @property
     def wrapped(self) -> list[torch.nn.Module]:
         """The same, with wrappers, and a criterion all of whose parameters are frozen, too."""
-        return [*self.models, *_present(self.own_criterion)]
+        own = self.own_criterion
+        return [*self.models] if own is None else [*self.models, own]
 
 
 @dataclass(frozen=True)
@@ -127,15 +251,15 @@ class Registrar:
         """
         context, parallel = self._context, self._parallel
         ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
-        models = registration.models_of(given["models"])
-        optimizers = registration.optimizers_of(given["optimizers"])
-        criterion = registration.criterion_of(given["criterion"])
-        schedulers = registration.schedulers_of(given["schedulers"])
+        models = models_of(given["models"])
+        optimizers = optimizers_of(given["optimizers"])
+        criterion = criterion_of(given["criterion"])
+        schedulers = schedulers_of(given["schedulers"])
         self._check_schedulers(schedulers)
         placed = self._placed(models.items, optimizers.items)
         criterion = context.place(criterion) if criterion is not None else None
         self._check_parameters(optimizers.items, [*placed, criterion])
-        own_of_criterion = registration.own_parameters(criterion, placed)
+        own_of_criterion = own_parameters(criterion, placed)
         prepared, stepped = context.precision.prepare(
             placed, optimizers.items, lambda *parts: self._operator._configure_apex_amp(*parts, apex_args)
         )
@@ -197,7 +321,7 @@ class Registrar:
         if is_distributed and not self._parallel.synchronizes:
             return  # the user keeps the replicas equal
         modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        found = registration.outsiders(optimizers, modules, self._operator)
+        found = outsiders(optimizers, modules, self._operator)
         if not found:
             return
         words = (
@@ -239,7 +363,7 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):
-            registration.check_loader(name, loader, warn=context.world.rank == 0)
+            check_loader(name, loader, warn=context.world.rank == 0)
     return RegisteredData(
         _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
     )
@@ -309,10 +433,6 @@ def _warn_of_models_left_out(prepared: Sequence[torch.nn.Module], before: Sequen
             "`register` was called again, so the models of the first call are no longer averaged, saved or restored. "
             "Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
         )
-
-
-def _present(part: torch.nn.Module | None) -> list[torch.nn.Module]:
-    return [] if part is None else [part]
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel import ddp_hooks
-from raysgd.torch.parallel.step import never_defer
 from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, trainable
 
 # What a module is given from outside, and what making it again would clear.
@@ -127,8 +126,9 @@ class DDP(NoParallel):
         wrapped.__dict__.update(kept)
         self._register_hook(wrapped, each.options)
 
-    def _check_step(self, came_through: Callable[[], None]) -> None:
-        came_through()
+    def _check_step(self, came_through: Callable[[], None] | None) -> None:
+        if came_through is not None:
+            came_through()
         if any(parameter.requires_grad for parameter in self._uncovered):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
@@ -145,7 +145,7 @@ class DDP(NoParallel):
             ValueError: The user registered one by hand; PyTorch allows one each.
         """
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
-        self.step.defer = _deferrer(wrapped) if may_defer else never_defer
+        self.step.defer = _deferrer(wrapped) if may_defer else None
         super().arm(models, may_run_backward, window)
         self.step.check = partial(self._check_step, self.step.check)
         for model in wrapped:
@@ -164,7 +164,8 @@ class DDP(NoParallel):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        self.step.exchanges()
+        if self.step.exchanges is not None:
+            self.step.exchanges()
         has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=reachable())
         with self.exchanges.noting():
             self.all_sum(has_gradient)

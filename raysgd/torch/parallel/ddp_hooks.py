@@ -116,7 +116,7 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
-        if is_last:
+        if is_last and parallel.rows is not None:
             parallel.rows.exchange_beside_gloo()
     return future
 
@@ -129,13 +129,14 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     if weight != 1.0:
         gradients.mul_(weight)
     numbers = gradients.numpy()
+    rows = parallel.rows if bucket.is_last() else None
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
         if counted is not None:
             gather = partial(_add_up_with_amounts, group, numbers, counted)
-            if not (bucket.is_last() and parallel.rows.exchange(gather)):
+            if rows is None or not rows.exchange(gather):
                 gather(_NO_ROW)
             divisor = counted.total / counted.reference or 1.0
-        elif not (bucket.is_last() and parallel.rows.exchange(partial(group.add_up_with, numbers))):
+        elif rows is None or not rows.exchange(partial(group.add_up_with, numbers)):
             group.add_up(numbers)
     parallel.exchanges.count(bucket.is_last())
     return completed(gradients.div_(divisor))

@@ -6,24 +6,155 @@ exchange and perhaps no update, and still count as done. So this is looked at be
 Every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended. Where a step made none
 that is known, it counts only if the connections are still open. A rank that was lost *after* the
 step's exchanges leaves the step valid, with the gradients of all ranks.
+
+With its last gradients a step exchanges the rows of the ranks, once, whatever else it exchanges; see
+`raysgd.worker.data.rank_rows`. Rows go over the mesh of the ranks, so there are some where there is one: with gloo.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.connections.group import Group
-from raysgd.connections.torch import is_connection_error, is_group_broken
-from raysgd.torch.parallel.stream_clock import StreamClock
+from raysgd.connections.group import Array, Group
+from raysgd.connections.mesh.mesh import MeshBroken
+from raysgd.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
+from raysgd.torch.parallel.step import BatchStep
+from raysgd.worker.data.rank_rows import Gather, Part, Row, RowExchange
 from raysgd.worker.ledger import Ledger
+
+ReadParts = Callable[[], Mapping[str, Part]]
+NoteRows = Callable[[Mapping[str, Row]], None]
+
+
+class StepRows:
+    """Exchanges the rows of a replica with those of the others.
+
+    Args:
+        step: The step that the replica is in.
+    """
+
+    def __init__(self, step: BatchStep) -> None:
+        self._step = step
+        self._gather: Gather | None = None
+        self._exchange: RowExchange | None = None
+        self.close_call()
+
+    def open_call(self, name: str, size: int, read: ReadParts, note: NoteRows) -> None:
+        """Begin a call, as all ranks do.
+
+        Args:
+            name: What this rank is known by.
+            size: How many ranks there are. One that is left alone keeps its rows for others who may join it.
+            read: Returns what it tells.
+            note: Called with what all ranks have told, before the step is taken.
+        """
+        group = exchanges_at_once()
+        gather = _to_itself if size == 1 else None if group is None else group.gather
+        if gather != self._gather:
+            self._gather, self._exchange = gather, None if gather is None else RowExchange(name, gather)
+        self._read, self._note, self._is_open = read, note, True
+
+    def close_call(self) -> None:
+        """End a call, in whatever way."""
+        self._is_open = False
+
+    def exchange(self, gather: Gather | None = None) -> bool:
+        """Exchange rows, unless that was done in this step, or the step goes on with other batches.
+
+        Args:
+            gather: As for `RowExchange.exchange`.
+
+        Returns:
+            Whether that was done now.
+
+        Raises:
+            MeshBroken: A connection to another rank ended.
+        """
+        if self._exchange is None or not self._is_open or not self._step.begin_exchange():
+            return False
+        self._note(self._exchange.exchange(self._read(), gather))
+        return True
+
+    def exchange_beside_gloo(self) -> None:
+        """Do the same while gloo exchanges gradients, in which other ranks may wait.
+
+        Raises:
+            DistNetworkError: A connection to another rank ended; those of gloo have to be ended, too.
+        """
+        try:
+            self.exchange()
+        except MeshBroken as error:
+            raise DistNetworkError(str(error)) from None  # else it would be taken for one that no rank waits in
+
+
+def _to_itself(row: Array) -> list[Array]:
+    return [row]
+
+
+def names_of_all(name: str) -> Collection[str] | None:
+    """Return what the ranks of the group are known by; None where there is no mesh. All ranks have to ask."""
+    group = exchanges_at_once()
+    if group is None:
+        return None
+    return {row.tobytes().decode() for row in group.gather(np.frombuffer(name.encode(), np.uint8))}
+
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class StreamClock:
+    """Takes the time that a rank computes on a GPU without waiting for other ranks.
+
+    A program only starts kernels, so its own clock shows how long it waits for results, and these may wait for all
+    ranks. Here the time is taken in the stream: from the end of an exchange until the gradients of the next one are
+    complete. Time in which the stream is idle counts, for instance when it waits for data.
+
+    Args:
+        make_event: Makes an event that knows its time.
+    """
+
+    def __init__(self, make_event: Callable[[], Any] = _timed_event) -> None:
+        self._make_event = make_event
+        self._seconds = 0.0
+        self._intervals: list[tuple[Any, Any]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """The exchange that was to end the present interval does not come."""
+        self._began: Any = None
+
+    def begin(self) -> None:
+        """An exchange is over: called where the present stream has waited for it."""
+        self._began = self._recorded()
+
+    def end(self) -> None:
+        """All gradients of an exchange are complete."""
+        if self._began is not None:
+            self._intervals.append((self._began, self._recorded()))
+            self._began = None
+
+    def seconds(self) -> float:
+        """The sum of all intervals so far; waits for the stream to pass the last one."""
+        for began, ended in self._intervals:
+            ended.synchronize()
+            self._seconds += began.elapsed_time(ended) / 1000
+        self._intervals.clear()
+        return self._seconds
+
+    def _recorded(self) -> Any:
+        event = self._make_event()
+        event.record()
+        return event
 
 
 class Exchanges:
@@ -55,11 +186,6 @@ class Exchanges:
         self._num_made = 0
         if self.clock is not None:
             self.clock.forget()
-
-    def open_call(self) -> None:
-        """A call begins whose steps exchange gradients."""
-        if self.clock is not None:
-            self.clock.begin()
 
     def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""

@@ -20,6 +20,7 @@ import torch
 from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.joint_record import JointRecord
 from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel, Summation
 
@@ -44,6 +45,7 @@ class HorovodParallel(HorovodByHand):
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self.synchronizes = self.step.is_joint = world_size > 1
+        self.record = JointRecord() if self.synchronizes else None
         self._outgoing = _OutgoingGradient(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._averaged: set[torch.Tensor] = set()
@@ -165,7 +167,8 @@ class HorovodParallel(HorovodByHand):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self.record.note("gradients were exchanged")
+        if self.record is not None:
+            self.record.note("gradients were exchanged")
         try:
             for _, wrapped in self._pairs:
                 wrapped.synchronize()

@@ -21,34 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from raysgd.worker.data.drawn_ahead import DrawnAhead
-
-
-def accept() -> None:
-    """Does nothing, where any step counts or nothing is to do at a place."""
-
-
-def never_defer(is_deferred: bool) -> None:
-    """Puts nothing off, as an answer to `BatchStep.defer`."""
-
-
-class _Terms(NamedTuple):
-    """The weight of a batch, and what is to be done on it."""
-
-    weight: float = 1.0
-    num_samples: int | None = None
-    total: int | None = None
-    is_boundary: bool = True
-
-    def are_alike(self, other: _Terms, by_samples: bool) -> bool:
-        """Tells whether it makes no difference which of two batches a loss comes from."""
-        kinds = [(terms.is_boundary, terms.num_samples == 0) for terms in (self, other)]
-        amounts = [(terms.weight, terms.total) for terms in (self, other)]
-        return kinds[0] == kinds[1] and (not by_samples or amounts[0] == amounts[1])
+from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 @dataclass
@@ -121,22 +98,6 @@ class Counted:
         return share / self.total if self.total else 0.0
 
 
-class ShardGradients(Protocol):
-    """The interface of whatever keeps the gradients of logical shards."""
-
-    def begin_batch(self, is_first: bool, seed: int) -> None:
-        """Begins a shard."""
-
-    def keep(self, parameters: Sequence[Any]) -> None:
-        """Keeps the gradients that a backward pass has just made."""
-
-    def add_up(self, parameters: Sequence[Any], seed: int) -> None:
-        """Puts the sums over all shards where optimizers look for gradients."""
-
-    def check(self) -> None:
-        """Refuses a step whose gradients came from elsewhere."""
-
-
 class BatchStep:
     """The step that a replica is in; written by the stream right before it hands a batch out.
 
@@ -151,6 +112,7 @@ class BatchStep:
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
         is_joint: Whether gradients are averaged over the ranks, so that all ranks' samples count.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
+            As with the next four, None is for nothing.
         check: Called before a step counts as done; raises if it cannot.
         refresh: Called before the first batch of each joint batch of a call, on all ranks.
         opens: Called before the first batch of each step of the optimizers.
@@ -166,28 +128,30 @@ class BatchStep:
         has_uncounted: Whether a loss left labels out, or counted some more than others, and no one has said so; a
             tensor where that is not known without waiting for a device.
         is_padding: Whether the batch is only there to take part in the collectives.
-        drawn: The batches that were drawn and not trained on yet, where it matters.
+        is_last_waiting: Whether the batch that was drawn last is not trained on yet, where that matters: it is the one
+            that counts.
+        is_confirmed: Whether nothing is to be checked any more before the step counts as done.
         left_out: The optimizers, by identity, in whose gradients nothing counts, so that they are not to step.
     """
 
     def __init__(self) -> None:
         self.is_joint = False
-        self.defer: Callable[[bool], None] = never_defer
-        self.check: Callable[[], None] = accept
-        self.opens: Callable[[], None] = accept
-        self.exchanges: Callable[[], None] = accept
-        self._is_confirmed = False
+        self.defer: Callable[[bool], None] | None = None
+        self.check: Callable[[], None] | None = None
+        self.opens: Callable[[], None] | None = None
+        self.exchanges: Callable[[], None] | None = None
+        self.is_confirmed = False
         self.began_at = 0.0
         self.own_s = 0.0
         self.most_parts = 1
-        self.shards: ShardGradients | None = None
+        self.shards: LogicalShards | None = None
         self.open_call(1)
 
     def open_call(self, window: int) -> None:
         """Begins a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
         self.is_used = False
-        self.refresh: Callable[[], None] = accept
+        self.refresh: Callable[[], None] | None = None
         self._is_weighted = False
         self.counted: Counted | None = None
         self.waiting: Window | None = None
@@ -197,10 +161,21 @@ class BatchStep:
         self._used_in: int | None = None  # the batch of the last backward pass
         self._exchanged_in: int | None = None  # that of the last exchange
         self._index = self._num_batches = 0
-        self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
-        self.drawn, self._is_by_samples = DrawnAhead(), True
-        self._take(_Terms())
-        self.defer(False)
+        self.is_last_part = True
+        self._num_waiting, self.is_last_waiting, self._is_by_samples = 0, False, True
+        self._forget_batch()
+        if self.defer is not None:
+            self.defer(False)
+
+    def _forget_batch(self) -> None:
+        """What follows is no batch of the data."""
+        self.weight = 1.0
+        self.num_samples: int | None = None
+        self._total: int | None = None
+        self.is_boundary, self.is_padding = True, False
+        self.weights: list[float] = []
+        self.amounts: list[Any] = []
+        self.has_uncounted: Any = False
 
     def close_call(self) -> None:
         """Ends a call, in whatever way: what user code does between two calls is no step over the data."""
@@ -216,9 +191,9 @@ class BatchStep:
         is_last_part: bool = True,
     ) -> None:
         """Begins a batch."""
-        if self.is_last_part and self.refresh is not accept:  # the batch before was
+        if self.refresh is not None and self.is_last_part:  # the batch before was
             self.refresh()
-        if self.is_boundary:  # the batch before was
+        if self.opens is not None and self.is_boundary:  # the batch before was
             self.opens()
         is_boundary = True
         if self.window > 1:
@@ -226,35 +201,33 @@ class BatchStep:
             self._index = (0 if self.is_boundary else self._index) + is_last_part
             is_boundary = is_last_part and (is_last or self._index * self.most_parts >= self.window)
             total = total if self.is_joint or num_samples is None else num_samples
+        else:
+            total = None
         self._num_batches += 1
         if self.shards is not None:
             is_boundary = is_last_part
-            self.defer(True)
-        self._is_confirmed = False
+            if self.defer is not None:
+                self.defer(True)
+        self.is_confirmed = self.check is None and self.shards is None
         self.is_last_part = is_last_part
         self.left_out.clear()
         self._computed.clear()
-        terms = _Terms(weight, num_samples, total if self.window > 1 else None, is_boundary)
-        if self.drawn and not terms.are_alike(self._terms, self._is_by_samples):
-            raise self._drawn_too_early(terms)
-        self._take(terms)
+        if self._num_waiting and not self._counts_like(weight, num_samples, total, is_boundary):
+            raise self._drawn_too_early(weight)
+        self.weight, self.num_samples, self._total = weight, num_samples, total
+        self.is_boundary, self.is_padding = is_boundary, num_samples == 0
+        self.weights, self.amounts, self.has_uncounted = [], [], False
         if self.window > 1 or self.is_joint:
-            self.drawn.draw()
-        if self.window > 1:
+            self._num_waiting += 1
+            self.is_last_waiting = True
+        if self.window > 1 and self.defer is not None:
             self.defer(not is_boundary)
 
-    def begin_shard(self, is_first: bool, fraction: float, seed: int, seed_of_step: int) -> None:
-        """Begins a logical shard.
-
-        Args:
-            is_first: Whether it is the first one of this rank in a step.
-            fraction: Its samples, as a part of those of the joint batch.
-            seed: Where its random numbers come from.
-            seed_of_step: Where those come from that follow the last one.
-        """
-        self.fraction, self.seed_of_step = fraction, seed_of_step
-        if self.shards is not None:
-            self.shards.begin_batch(is_first, seed)
+    def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
+        """Return whether it makes no difference if a loss comes from a batch like this or from the last one."""
+        if (is_boundary, num_samples == 0) != (self.is_boundary, self.num_samples == 0):
+            return False
+        return not self._is_by_samples or (weight, total) == (self.weight, self._total)
 
     def begin_exchange(self) -> bool:
         """Says that gradients are exchanged; returns whether it is the first time in this batch, the last of a step."""
@@ -269,41 +242,35 @@ class BatchStep:
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
-        if not self.drawn:
-            self._take(_Terms())
-
-    def _take(self, terms: _Terms) -> None:
-        self._terms = terms
-        self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
-        self.is_padding = terms.num_samples == 0
-        self.weights: list[float] = []
-        self.amounts: list[Any] = []
-        self.has_uncounted: Any = False
+        if not self._num_waiting:
+            self._forget_batch()
 
     def confirm(self) -> None:
         """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
-        if not self._is_confirmed:
+        if not self.is_confirmed:
             if self.shards is not None:
                 self.shards.check()
-            if self.check is not accept:
+            if self.check is not None:
                 self.check()
-            self._is_confirmed = True
+            self.is_confirmed = True
 
     @property
     def samples(self) -> int | None:
         """This rank's samples in the batch, also if no one divided them; None when unknown."""
-        return self._terms.total if self.num_samples is None else self.num_samples
+        return self._total if self.num_samples is None else self.num_samples
 
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows."""
         self._is_by_samples = by_samples
-        self.drawn.use()
+        self.skip()
 
     def skip(self) -> None:
-        """Says that no backward pass follows for this batch."""
-        self.drawn.use()
+        """Says that the last batch waits for no backward pass any more: it had one, or is left out."""
+        if self.is_last_waiting:
+            self._num_waiting -= 1
+            self.is_last_waiting = False
 
-    def _drawn_too_early(self, terms: _Terms) -> Exception:
+    def _drawn_too_early(self, weight: float) -> Exception:
         if self.window > 1:
             return ValueError(
                 f"`{self.option}`: `self.backward` was not called for the batch that was drawn before this one. Call "
@@ -311,18 +278,10 @@ class BatchStep:
                 "accumulate yourself, omit the option."
             )
         return RuntimeError(
-            f"A batch with weight {terms.weight:g} was drawn while one with weight {self._terms.weight:g} waits for "
+            f"A batch with weight {weight:g} was drawn while one with weight {self.weight:g} waits for "
             "its backward pass, and would count as that one. Draw one batch, train on it, then draw the next; to "
             "leave one out, call `self.skip_batch()`; to draw ahead, pass `drop_last=True` to the loader."
         )
-
-    @property
-    def is_pending(self) -> bool:
-        """True if gradients of earlier batches wait for their optimizer step.
-
-        While they do, a training cannot resume from this position in the data, only from the last one without them.
-        """
-        return self.waiting is not None
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
         """Notes a backward pass for optimizers; returns whether this batch had one before, for any optimizer.
@@ -367,7 +326,7 @@ class BatchStep:
         Raises:
             ValueError: Others of the window count by something else.
         """
-        total = self._terms.total if weight is None else None
+        total = self._total if weight is None else None
         amount = weight
         if amount is None:
             total = num_ranks if total is None else total  # of a batch that is not of the data

@@ -26,11 +26,9 @@ from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.exchanges import Exchanges
+from raysgd.torch.parallel.exchanges import Exchanges, StepRows, StreamClock
 from raysgd.torch.parallel.joint_record import JointRecord
-from raysgd.torch.parallel.step import BatchStep, accept
-from raysgd.torch.parallel.step_rows import StepRows
-from raysgd.torch.parallel.stream_clock import StreamClock
+from raysgd.torch.parallel.step import BatchStep
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
@@ -51,12 +49,13 @@ class NoParallel:
 
     Attributes:
         synchronizes: Whether every step involves all ranks.
+        has_others: Whether there are other ranks.
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
         exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
-        rows: What the ranks tell each other in each step.
-        record: What was done in the call that all ranks have to do alike.
+        rows: What the ranks tell each other in each step; None where they tell nothing.
+        record: What was done in the call that all ranks have to do alike; None where nothing is.
         forward_context: The context of forward passes.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
@@ -66,11 +65,11 @@ class NoParallel:
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.step = BatchStep()
-        self.rows = StepRows(self.step, tells_rows)
-        self._has_others = has_others
+        self.rows = StepRows(self.step) if tells_rows else None
+        self.has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
-        self.record = JointRecord()
+        self.record = JointRecord() if self.synchronizes else None
         self.times_exchanges = False
         self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -118,12 +117,13 @@ class NoParallel:
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
-        if self.synchronizes:
+        if self.record is not None:
             self.record.begin()
         if self._left_out:
             self.step.refresh = partial(self._refresh_left_out, in_training=True)
-        self.exchanges.open_call()
-        self.step.check = self.exchanges.check if may_run_backward and self._has_others else accept
+        if self.exchanges.clock is not None:
+            self.exchanges.clock.begin()
+        self.step.check = self.exchanges.check if may_run_backward and self.has_others else None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         """Averages gradients of all that the wrapped `models` train by now. All ranks do it at the same time.
@@ -161,7 +161,8 @@ class NoParallel:
     def reform(self) -> None:
         """Connects the models to the new group; they stay the same objects."""
         self.exchanges.forget()
-        self.record.forget()
+        if self.record is not None:
+            self.record.forget()
 
     @property
     def num_ranks(self) -> int:
@@ -204,8 +205,10 @@ class NoParallel:
 
     def note_exchange(self, work: str) -> None:
         """Notes that gradients are exchanged."""
-        self.record.note(work)
-        self.step.exchanges()
+        if self.record is not None:
+            self.record.note(work)
+        if self.step.exchanges is not None:
+            self.step.exchanges()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients over the ranks whose exchange was put off for a batch that never came."""

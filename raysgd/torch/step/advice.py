@@ -1,13 +1,22 @@
-"""Advice for mistakes that PyTorch reports: its own words name things that users never see."""
+"""Advice for mistakes that PyTorch reports in words for others, or with a hang: said ahead, or put before its words.
+
+Where the ranks' shares of a joint batch differ, gathers of user code compare sizes: gloo ends the process of a rank
+that receives more than it has room for, and NCCL waits for ever. A pass whose shares a batch norm cannot train on is
+refused when it begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partialmethod
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
-from raysgd.torch.data.batch_norms import SINGLE_SAMPLE
+from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.parallel.step import BatchStep
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -47,3 +56,74 @@ def _of_unused_parameters(models: Iterable[torch.nn.Module]) -> str:
         "take part in other batches, pass `register(ddp_args={'find_unused_parameters': True})`. If they are never "
         "trained, call `parameter.requires_grad_(False)` on them before `register`."
     )
+
+
+BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
+"""Those that look at the batch of their own rank."""
+
+SINGLE_SAMPLE = (
+    "A batch norm cannot train on a single sample, and sizes leave a worker one here: the joint batch has one sample, "
+    "or batches of a worker have two at most. Pass `drop_last=True` to the train loader, choose another batch size or "
+    "`max_batch_per_worker` (at least 3), pass `sync_batchnorm=True` on GPUs, or use a norm that looks at each sample "
+    "by itself, such as `GroupNorm`."
+)
+
+_NO_SAMPLE = (
+    "`sync_batchnorm=True` needs a sample on each worker, and sizes leave a worker none here: pass `drop_last=True` to "
+    "the train loader, or choose a batch size of at least two samples for each worker."
+)
+
+
+def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
+    """Refuse the rest of a pass if it has a share that a batch norm cannot train on.
+
+    Norms of images are not refused: an image has many values for each channel.
+
+    Raises:
+        ValueError: It has.
+    """
+    in_training = [module for model in models for module in model.modules() if module.training]
+    if any(isinstance(module, BatchNorm1d) for module in in_training) and plan.has_single_samples:
+        raise ValueError(SINGLE_SAMPLE)
+    if any(isinstance(module, SyncBatchNorm) for module in in_training) and plan.has_empty_shares:
+        raise ValueError(_NO_SAMPLE)
+
+
+_NAMES = ("allgather", "_allgather_base", "all_gather_single")
+
+
+@contextmanager
+def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
+    """Compare what the ranks gather with each other.
+
+    Args:
+        differ: Whether shares differ in this step; all ranks have to answer alike.
+    """
+    kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
+    for name in kept:
+        setattr(dist.ProcessGroup, name, partialmethod(_gather, getattr(dist.ProcessGroup, name), differ))
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(dist.ProcessGroup, name, value)
+
+
+def _gather(
+    group: Any, method: Any, differ: Callable[[], bool], output: Any, given: Any, *more: Any, **options: Any
+) -> Any:
+    if differ():
+        _compare(group, given[0] if isinstance(given, list) else given)
+    return method(group, output, given, *more, **options)
+
+
+def _compare(group: Any, own: torch.Tensor) -> None:
+    sizes = torch.tensor([own.numel(), -own.numel()], device=own.device)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    most, least = sizes.tolist()
+    if most != -least:
+        raise ValueError(
+            f"The workers gather tensors of different sizes, of {-least} to {most} numbers, because "
+            "their shares of this joint batch differ. PyTorch gathers equal sizes only. Pass `drop_last=True` to the "
+            "train loader and a batch size that the number of workers divides, or fill the tensors up to one size."
+        )

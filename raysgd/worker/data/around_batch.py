@@ -2,18 +2,72 @@
 
 So a loop of the user's goes through it like the stock one. And it is around the method and not inside it: an override
 may compute with what the stock one reports.
+
+Metrics that operators report by `self.log` instead of returning them are added there, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from raysgd._numbers.meters import NUM_SAMPLES, is_weight
+from raysgd._numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
 from raysgd.worker.data.batch_streams import PlaceInStep
+
+_COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
+
+
+def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Keeps a metric until the batch is counted. Of several with one name the last one stays.
+
+    Raises:
+        TypeError: The name is no text, or the value belongs to a graph of TensorFlow that is being traced.
+        ValueError: The name is that of a counter.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f'`log({name!r}, ...)`: the first argument is the name of a metric, such as "iou".')
+    if name in _COUNTERS:
+        raise ValueError(f"`log({name!r}, ...)`: this counts what metrics are averaged by. Return it from the method.")
+    if hasattr(value, "graph"):
+        raise TypeError(
+            f"`log({name!r}, ...)` inside a graph of TensorFlow: return the value from `train_step` or `test_step`, or "
+            "call `log` in `train_batch` or `validate_batch`, which are not traced."
+        )
+    logged[name] = value.detach() if hasattr(value, "detach") else value
+
+
+def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """The metrics of a batch together with what was logged in it; what was returned goes first. Empties `logged`."""
+    if not logged:
+        return metrics
+    together = {**logged, **metrics}
+    logged.clear()
+    return together
+
+
+def set_apart(internals: Any) -> None:
+    """Keeps what was logged before this batch for the result of the call."""
+    internals.logged_outside.update(internals.logged)
+    internals.logged.clear()
+
+
+def forget(internals: Any) -> None:
+    """Forgets what was logged, at the beginning of a call."""
+    internals.logged.clear()
+    internals.logged_outside.clear()
+
+
+def take_outside(internals: Any) -> dict[str, Any]:
+    """Returns what was logged outside of any batch, for the result of the call."""
+    if not (internals.logged or internals.logged_outside):
+        return {}
+    set_apart(internals)
+    taken: dict[str, Any] = dict(internals.logged_outside)
+    forget(internals)
+    return taken
 
 
 def _nothing() -> None:

@@ -253,9 +253,9 @@ class EpochRun:
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
         """The answer of the rank that counts what ranks had measured that are gone."""
-        lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
-        if not lost or answer.metrics is None:
+        if not self.rows.lost or answer.metrics is None:
             return answer
+        lost = [WorkerMetrics(each, each.totals, each.objects) for each in self.rows.lost.values()]
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
         if metrics is answer.metrics:  # of a loop of the user's

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from raysgd._numbers.meters import AverageMeterCollection
 from raysgd.engine.shared.time_spent import OTHER
 from raysgd.engine.shared.types import DataLedger
 from raysgd.messages.epochs import EpochRequest
@@ -61,10 +60,6 @@ class Loop:
     def joint_work(self) -> JointWork | None:
         """The record of what all ranks have to do alike in the training call; None where there is none."""
         return None
-
-    def new_meters(self) -> AverageMeterCollection:
-        """Returns what a training call measures with."""
-        return AverageMeterCollection()
 
     def plain(self, value: Any) -> Any:
         """A result as something that the driver can read: tensors of one element as numbers."""

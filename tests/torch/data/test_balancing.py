@@ -11,7 +11,7 @@ import torch
 
 from raysgd.arrays.division import Division
 from raysgd.torch.data.balancing import Balancing
-from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.batch_sampler import PassPlan
 
 JOINT_SIZE = 64
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from raysgd.arrays.division import Division
 from raysgd.messages.batch_options import BatchOptions
-from raysgd.torch.data.batch_norms import check_norms
-from raysgd.torch.data.pass_plan import PassPlan
+from raysgd.torch.data.batch_sampler import PassPlan
+from raysgd.torch.step.advice import check_norms
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import BatchNormOperator
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from raysgd.torch.data.loader_process import EndsWithParent
+from raysgd.torch.data.sampling import EndsWithParent
 from tests.helpers.processes import is_alive
 
 

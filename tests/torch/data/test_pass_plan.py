@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysgd.arrays.division import Division
-from raysgd.torch.data.pass_plan import PassPlan, Share, SpeedsAt
+from raysgd.torch.data.batch_sampler import PassPlan, Share, SpeedsAt
 
 
 def make_plan(

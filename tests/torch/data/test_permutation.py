@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.torch.data.permutation import Permutation
+from raysgd.torch.data.sample_order import Permutation
 
 FIRST_TEN = [5, 8, 2, 9, 1, 6, 4, 0, 3, 7]
 DIGEST = "f132f0a5a961d3fa"

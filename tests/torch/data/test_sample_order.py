@@ -18,8 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.torch.data.batch_sampler import ElasticBatchSampler
-from raysgd.torch.data.permutation import Permutation
-from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.data.sample_order import Permutation, SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from tests.torch.samplers import Epochs, EveryGlobalSource, as_list
 
 

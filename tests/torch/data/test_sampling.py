@@ -24,9 +24,8 @@ from torch.utils.data import (
 )
 
 from raysgd.torch.data.batch_sampler import JointBatchRule
-from raysgd.torch.data.loader_process import EndsWithParent
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from raysgd.torch.data.sampling import DataSignature, ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import DataSignature, EndsWithParent, ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs, as_list
 
 

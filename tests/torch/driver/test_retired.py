@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.torch import TorchTrainer
-from raysgd.torch.driver import retired
+from raysgd.torch.driver import arguments
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from raysgd.torch.driver import retired
 )
 def test_the_first_of_several_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(DeprecationWarning, match=message):
-        retired.take_others(given)
+        arguments.take_others(given)
 
 
 def test_creators_are_refused_before_the_others() -> None:
     given = {"num_replicas": 2, "loss_creator": print}
     with pytest.raises(DeprecationWarning, match="Creator functions"):
-        retired.take_creators(given)
+        arguments.take_creators(given)
 
 
 def test_creators_are_refused_before_the_missing_operator_class() -> None:
@@ -48,11 +48,11 @@ def test_a_trainer_may_have_creators_of_its_own() -> None:
 
 def test_what_asks_for_nothing_is_taken_out_and_the_rest_is_left() -> None:
     given = {"model_creator": None, "loss_creator": 0, "batch_size": None, "data_loader_args": {}, "unknown": 1}
-    retired.take_creators(given)
-    assert retired.take_others(given) is None
+    arguments.take_creators(given)
+    assert arguments.take_others(given) is None
     assert given == {"unknown": 1}
 
 
 def test_what_has_no_effect_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    assert retired.take_others({"serialize_data_creation": True}) is True
+    assert arguments.take_others({"serialize_data_creation": True}) is True
     assert "`serialize_data_creation` of the trainer has no effect" in caplog.text

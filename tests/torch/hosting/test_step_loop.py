@@ -76,7 +76,6 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
     operator = OwnBatch()
     loop = loop_of(operator, parallel=NoParallel())
     assert loop.undo is None
-    loop.step.opens()
     operator.compute()
     assert loop.is_whole
     operator.sgd.step()

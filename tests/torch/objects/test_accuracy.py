@@ -12,8 +12,7 @@ import torch
 from torch.nn import functional
 
 from raysgd._text.log_lines import Once
-from raysgd.torch.objects.accuracy import accuracy, known
-from raysgd.torch.objects.criteria import LossCall, LossCalls
+from raysgd.torch.objects.criteria import LossCall, LossCalls, accuracy, known
 
 SAMPLES, PLACES = 40, 5
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

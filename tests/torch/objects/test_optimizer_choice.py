@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.torch.objects.optimizer_choice import OptimizerChoice
+from raysgd.torch.operator.internals import OptimizerChoice
 from tests.torch.operators_for_tests import an_optimizer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
-from raysgd.torch.objects.plain_names import with_names_of, with_plain_names
+from raysgd.torch.objects.loading import with_names_of, with_plain_names
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 Make = Callable[..., TorchTrainer]

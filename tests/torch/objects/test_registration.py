@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch.objects import registration
+from raysgd.torch.operator import registrar
 
 
 def a_model() -> torch.nn.Module:
@@ -45,7 +45,7 @@ class IterableOptimizer(torch.optim.SGD):
 )
 def test_several_models_come_back_in_the_container_they_came_in(container: Any, kind: type) -> None:
     models = [a_model(), a_model()]
-    parts = registration.models_of(container(models))
+    parts = registrar.models_of(container(models))
     assert {*parts.items} == {*models}
     mirrored = parts.mirror(["first", "second"])
     assert type(mirrored) is kind
@@ -54,7 +54,7 @@ def test_several_models_come_back_in_the_container_they_came_in(container: Any, 
 
 @pytest.mark.parametrize("container", [list, tuple])
 def test_a_container_of_one_stays_a_container(container: type) -> None:
-    parts = registration.models_of(container([a_model()]))
+    parts = registrar.models_of(container([a_model()]))
     assert parts.mirror(["only"]) == container(["only"])
 
 
@@ -69,7 +69,7 @@ def test_a_container_of_one_stays_a_container(container: type) -> None:
     ids=["plain", "Sequential", "ModuleList", "empty Sequential"],
 )
 def test_a_module_is_one_model_even_if_it_is_iterable(model: torch.nn.Module) -> None:
-    parts = registration.models_of(model)
+    parts = registrar.models_of(model)
     assert parts.items == [model]
     assert parts.mirror([model]) is model
 
@@ -89,20 +89,20 @@ def test_a_module_is_one_model_even_if_it_is_iterable(model: torch.nn.Module) ->
 )
 def test_what_is_no_model_is_refused_by_name(given: Any, named: str) -> None:
     with pytest.raises(InvalidRegistrationError, match=named):
-        registration.models_of(given)
+        registrar.models_of(given)
 
 
 @pytest.mark.parametrize("kind", [AssertionError, TypeError, ValueError])
 def test_a_refusal_is_of_every_class_that_callers_may_expect(kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"torch\.nn\.Module"):
-        registration.models_of(["not a model"])
+        registrar.models_of(["not a model"])
 
 
 @pytest.mark.parametrize(
     "optimizer", [an_optimizer(), DuckOptimizer(), IterableOptimizer(a_model().parameters(), lr=0.1)]
 )
 def test_a_single_optimizer_is_one_also_if_iterable_or_only_like_one(optimizer: Any) -> None:
-    parts = registration.optimizers_of(optimizer)
+    parts = registrar.optimizers_of(optimizer)
     assert parts.items == [optimizer]
     assert parts.mirror([optimizer]) is optimizer
 
@@ -110,37 +110,37 @@ def test_a_single_optimizer_is_one_also_if_iterable_or_only_like_one(optimizer: 
 @pytest.mark.parametrize("container", [list, tuple])
 def test_several_optimizers_come_back_in_the_container_they_came_in(container: type) -> None:
     given = container([an_optimizer(), DuckOptimizer()])
-    parts = registration.optimizers_of(given)
+    parts = registrar.optimizers_of(given)
     assert parts.mirror(parts.items) == given
 
 
 @pytest.mark.parametrize("given", [None, "sgd", 0.1, [an_optimizer(), None]])
 def test_what_cannot_step_is_no_optimizer(given: Any) -> None:
     with pytest.raises(InvalidRegistrationError):
-        registration.optimizers_of(given)
+        registrar.optimizers_of(given)
 
 
 @pytest.mark.parametrize("given", [None, False])
 def test_no_schedulers_are_none(given: Any) -> None:
-    assert registration.schedulers_of(given) is None
+    assert registrar.schedulers_of(given) is None
 
 
 @pytest.mark.parametrize("container", [list, tuple])
 def test_an_empty_container_of_schedulers_counts_as_registered(container: type) -> None:
-    parts = registration.schedulers_of(container())
+    parts = registrar.schedulers_of(container())
     assert parts is not None
     assert parts.mirror(parts.items) == container()
 
 
 def test_a_scheduler_that_cannot_be_iterated_is_one() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(an_optimizer(), step_size=1)
-    parts = registration.schedulers_of(scheduler)
+    parts = registrar.schedulers_of(scheduler)
     assert parts is not None
     assert parts.mirror(parts.items) is scheduler
 
 
 def test_several_schedulers_come_back_in_the_container_they_came_in() -> None:
     given = tuple(torch.optim.lr_scheduler.StepLR(an_optimizer(), step_size=1) for _ in range(2))
-    parts = registration.schedulers_of(given)
+    parts = registrar.schedulers_of(given)
     assert parts is not None
     assert parts.mirror(parts.items) == given

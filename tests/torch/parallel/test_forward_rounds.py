@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.torch.parallel.forward_rounds import ForwardRounds, hook_of
+from raysgd.torch.parallel.fsdp import ForwardRounds, hook_of
 
 TIMEOUT_S = 60.0
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
 
-from raysgd.torch.parallel.gathers import comparing_sizes
+from raysgd.torch.step.advice import comparing_sizes
 
 
 def gathered_in_all_ways() -> list[list[float]]:

@@ -52,7 +52,7 @@ def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -
         assert not step.adds_to(OPTIMIZER)
         step.note_backward([OPTIMIZER])
         assert step.adds_to(OPTIMIZER)
-        assert not step.is_pending
+        assert step.waiting is None
     assert (step.weight, step.num_samples) == (0.5, 4)
 
 
@@ -111,7 +111,7 @@ def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> No
     step.begin(1.0, 4, 4, is_last=False)
     assert not step.adds_to(OPTIMIZER), "the first clears what is left from the window before"
     backward(step)
-    assert step.is_pending
+    assert step.waiting is not None
     assert step.waiting is not None
     assert not step.waiting.is_exchanged
     step.begin(1.0, 4, 4, is_last=True)
@@ -121,7 +121,7 @@ def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> No
     assert step.waiting.is_exchanged
     assert (step.waiting.num_batches, step.waiting.total) == (2, 8)
     step.stepped(OPTIMIZER)
-    assert not step.is_pending
+    assert step.waiting is None
 
 
 def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
@@ -140,7 +140,7 @@ def test_a_new_call_forgets_what_a_failed_one_left() -> None:
     step.begin(1.0, 4, 4, is_last=False)
     backward(step)
     step.open_call(2)
-    assert not step.is_pending
+    assert step.waiting is None
     assert step.is_boundary
     assert not step.is_used
 

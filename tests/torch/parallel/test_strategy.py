@@ -13,8 +13,7 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel, unwrap
-from raysgd.torch.step.gradients import Gradients
-from raysgd.torch.step.own_steps import OwnSteps
+from raysgd.torch.step.gradients import Gradients, OwnSteps
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.wrapping import a_model, gradient
 

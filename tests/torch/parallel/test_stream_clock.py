@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.stream_clock import StreamClock
+from raysgd.torch.parallel.exchanges import Exchanges, StreamClock
 
 
 class Stream:
@@ -36,7 +35,7 @@ def test_time_counts_from_the_end_of_an_exchange_to_the_last_gradient_of_the_nex
     stream = Stream()
     exchanges = Exchanges()
     exchanges.clock = stream.clock
-    exchanges.open_call()
+    stream.clock.begin()
     for computing_ms, exchanging_ms in ((30, 500), (50, 700)):
         stream.now_ms += computing_ms
         futures = [torch.futures.Future() for _ in range(2)]
@@ -66,7 +65,7 @@ def test_an_exchange_in_another_group_does_not_end_what_was_begun() -> None:
     stream = Stream()
     exchanges = Exchanges()
     exchanges.clock = stream.clock
-    exchanges.open_call()
+    stream.clock.begin()
     stream.now_ms += 10
     exchanges.forget()
     stream.clock.end()

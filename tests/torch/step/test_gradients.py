@@ -13,8 +13,7 @@ from raysgd._text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.torch.step.gradients import Gradients, backward_with, step_with
-from raysgd.torch.step.own_steps import OwnSteps
+from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with, step_with
 from raysgd.worker.worker_callbacks import InstalledCallbacks
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from raysgd.arrays.division import proportional_counts
-from raysgd.worker.data.balance import SpeedPlan, SpeedRule
+from raysgd.torch.data.balancing import SpeedPlan, SpeedRule
 
 
 def test_times_that_hardly_differ_change_nothing() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
-from raysgd.worker.data.logged import note, with_logged
+from raysgd.worker.data.around_batch import note, with_logged
 from tests.torch.conftest import make_local  # noqa: F401  a fixture
 from tests.torch.operators_for_tests import LinearOperator
 

@@ -11,8 +11,7 @@ from raysgd.engine.shared.replica import Capture
 from raysgd.worker.data.epoch_run import EpochRun
 from raysgd.worker.ledger import Ledger
 from raysgd.worker.state.copies import StateCopy
-from raysgd.worker.state.replica_state import ReplicaState
-from raysgd.worker.state.state_copies import StateCopies
+from raysgd.worker.state.replica_state import ReplicaState, StateCopies
 
 LARGE, SMALL = 10**6, 10  # bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysgd.torch.step.logical_shards import LogicalShards
+from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 def parameters_with(*gradients: torch.Tensor | None) -> list[torch.Tensor]:

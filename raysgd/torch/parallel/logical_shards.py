@@ -28,6 +28,9 @@ class LogicalShards:
         rank: The place among the ranks.
         world_size: How many ranks there are.
         models: As training calls them.
+
+    Attributes:
+        fraction, seed_of_step: Those of the shard that was begun last; see `begin_batch`.
     """
 
     def __init__(self, num_shards: int, rank: int, world_size: int, models: Iterable[torch.nn.Module] = ()) -> None:
@@ -36,9 +39,18 @@ class LogicalShards:
         self._rows = torch.empty(0)
         self._num_kept = 0
         self._is_summed = False
+        self.fraction, self.seed_of_step = 1.0, 0
 
-    def begin_batch(self, is_first: bool, seed: int) -> None:
-        """Begins a shard: what is random in it comes from its place in the data."""
+    def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
+        """Begins a shard: what is random in it comes from its place in the data.
+
+        Args:
+            is_first: Whether it is the first one of this rank in a step.
+            seed: Where its random numbers come from.
+            fraction: Its samples, as a part of those of the joint batch.
+            seed_of_step: Where those come from that follow the last one.
+        """
+        self.fraction, self.seed_of_step = fraction, seed_of_step
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
