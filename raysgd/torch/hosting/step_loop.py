@@ -17,6 +17,7 @@ from raysgd.messages.joint_work import JointWork
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.step import BatchStep
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
@@ -40,6 +41,8 @@ class StepLoop(Loop):
         feed: Has the data.
         undo: Copies what batches change; None where no batch is repeated after a loss.
     """
+
+    step: BatchStep
 
     def __init__(
         self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed, undo: Undo | None = None

@@ -136,8 +136,8 @@ class LossCalls:
         if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
             loss = _known(whole)
-            for listener, only_labels in self._listeners if loss is not None else ():
-                if loss.counts_labels or not only_labels:
+            for listener, only_labels in self._listeners:
+                if loss is not None and (loss.counts_labels or not only_labels):
                     _tell(listener, loss, whole, (output, target), {}, result)
         return result
 
