@@ -71,7 +71,8 @@ class Metrics(dict[str, Any]):
 
 def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
     """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
-    merged = Metrics({NUM_SAMPLES: _total_samples(workers)})
+    counts = any(NUM_SAMPLES in worker.values for worker in workers)
+    merged = Metrics({NUM_SAMPLES: _total_samples(workers)} if counts else {})
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
         if name != NUM_SAMPLES:
             merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])
