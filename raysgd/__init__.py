@@ -99,9 +99,9 @@ _check_place()
 
 def _take_over_aliases() -> None:
     """Makes a worker import the old library's modules from where they were, if its program does."""
-    from raysgd.compat import installing
+    from raysgd.compat import aliases
 
-    installing.install_from_environment()
+    aliases.install()
 
 
 if "RAYSGD_COMPAT" in os.environ:

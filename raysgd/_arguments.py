@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields
 from functools import wraps
 from numbers import Integral, Real
@@ -171,10 +172,18 @@ def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Refuses anything but None or a dict, and returns a copy."""
+    """Refuses anything but None or a dict, and returns a copy of its kind."""
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
-    return dict(config or {})
+    return {} if config is None else with_entries(config)
+
+
+def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a copy of a config with other entries. It is of the same kind: a `DictConfig` keeps its attributes."""
+    copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
+    for name, value in (changes or {}).items():
+        copied[name] = value
+    return copied  # type: ignore[no-any-return]
 
 
 def check_num_steps(num_steps: Any) -> int | None:

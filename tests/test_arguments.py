@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,3 +49,17 @@ def test_a_time_may_be_its_least_unless_that_is_excluded() -> None:
     assert checks.check_seconds("t", 0) == 0
     with pytest.raises(ValueError, match="`t=0`: need a number of seconds, more than 0"):
         checks.check_seconds("t", 0, may_be_least=False)
+
+
+class Options(dict[str, Any]):
+    """Has its entries as attributes, as an `AttrDict` has."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def test_a_config_is_copied_as_what_it_is() -> None:
+    given = Options(lr=0.1)
+    copied: Any = checks.with_entries(checks.check_config(given), {"depth": 2})
+    assert (copied.lr, copied.depth, given) == (0.1, 2, {"lr": 0.1})
+    assert type(checks.check_config(MappingProxyType(given))) is dict

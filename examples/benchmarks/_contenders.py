@@ -31,7 +31,7 @@ from _counted import (
     optimizer_of,
 )
 from _counted import write_state as write
-from _kills import Schedule, Trail, killing, samples_begun, wall_of
+from _kills import Schedule, Trail, kill, killing, nodes, samples_begun, wall_of
 from _torchft import ReplicaGroup, run_groups
 
 MANY = 10**6  # retries
@@ -43,8 +43,13 @@ Kills = dict[str, Any] | None
 # ------------------------------------------------------------------------------------------------------ raysgd
 
 
-def run_raysgd(num_passes: int, kills: Kills, patience_s: float = 0.0, **options: Any) -> dict[str, float]:
-    """A trainer whose workers are killed. If that takes longer than `patience_s`, it tells where it stands."""
+def run_raysgd(
+    num_passes: int, kills: Kills, patience_s: float = 0.0, num_nodes: int = 0, **options: Any
+) -> dict[str, float]:
+    """A trainer whose workers are killed, or, with `num_nodes` workers on as many nodes, told to go.
+
+    If that takes longer than `patience_s`, it tells where it stands.
+    """
     from raysgd import Recovery, TorchTrainer
 
     if patience_s:
@@ -52,24 +57,32 @@ def run_raysgd(num_passes: int, kills: Kills, patience_s: float = 0.0, **options
     schedule = _schedule(kills)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
-        stack.enter_context(ray_cluster(NUM_WORKERS + options.get("spare_workers", 0)))
+        take = _cluster(stack, num_nodes, NUM_WORKERS + options.get("spare_workers", 0))
         trainer = stack.enter_context(
             TorchTrainer(
                 training_operator_cls=CountedOperator,
-                num_workers=NUM_WORKERS,
+                num_workers=num_nodes or NUM_WORKERS,
                 config={"folder": folder},
                 recovery_options=Recovery(snapshot_every_n_steps=SAVE_EVERY),
                 **options,
             )
         )
         looks = []
-        with killing(folder, schedule):
+        with killing(folder, schedule, take):
             for _ in range(num_passes):
                 trainer.train(max_retries=MANY)
                 looks.append(look())
             ended = time.monotonic()
         used = trainer.state_dict()["models"][0]["used"]
         return {**_told(folder, schedule, num_passes, ended, used), **growth(looks)}
+
+
+def _cluster(stack: ExitStack, num_nodes: int, num_cpus: int) -> Callable[[int], None]:
+    """Starts a cluster; returns what takes a worker away."""
+    if num_nodes:
+        return stack.enter_context(nodes(num_nodes)).drain
+    stack.enter_context(ray_cluster(num_cpus))
+    return kill
 
 
 Look = tuple[float, int, float]
@@ -168,22 +181,20 @@ def torchft_worker(peer: str, folder: str, num_passes: int) -> None:
             os._exit(0)
 
 
-def run_ray_train(num_passes: int, kills: Kills) -> dict[str, float]:
-    """Ray Train with its own failure handling and checkpoints."""
+def run_ray_train(num_passes: int, kills: Kills, num_nodes: int = 0) -> dict[str, float]:
+    """Ray Train with its own failure handling and checkpoints: every 50 steps, and before a node goes."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 
     schedule = _schedule(kills)
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        ray_cluster(NUM_WORKERS + 1),
-        killing(folder, schedule),
-    ):
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        stack.enter_context(killing(folder, schedule, _cluster(stack, num_nodes, NUM_WORKERS + 1)))
         failures = FailureConfig(max_failures=-1)
         RayTrainer(
             _ray_train_loop,
-            train_loop_config={"folder": folder, "num_passes": num_passes},
-            scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+            train_loop_config={"folder": folder, "num_passes": num_passes, "watches": num_nodes > 0},
+            scaling_config=ScalingConfig(num_workers=num_nodes or NUM_WORKERS),
             run_config=RunConfig(storage_path=f"{folder}/runs", name="goodput", failure_config=failures),
         ).fit()
         return _read_end(folder, schedule, num_passes, "")
@@ -204,8 +215,15 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
                 write(Path(place) / "last.pt", state())
             ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(place) if rank == 0 else None)
 
+    has_saved = False
+
+    def is_preempted() -> bool:
+        nonlocal has_saved
+        before, has_saved = has_saved, ray.train.get_preemption_info() is not None
+        return has_saved and not before
+
     training = HandWritten(rank, config["folder"], before)
-    training.run(config["num_passes"], save)
+    training.run(config["num_passes"], save, is_preempted if config["watches"] else lambda: False)
     _note_end(config["folder"], rank, training.used)
 
 

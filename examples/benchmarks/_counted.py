@@ -114,7 +114,7 @@ class HandWritten:
             self._optimizer.load_state_dict(state["optimizer"])
             self._done = state["done"]
         self._model, self._trail = DistributedDataParallel(self._counted), Trail(folder)
-        self._sampler: DistributedSampler[Any] = DistributedSampler(self._data, NUM_WORKERS, rank, seed=0)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(self._data, rank=rank, seed=0)
 
     @property
     def used(self) -> torch.Tensor:
@@ -125,15 +125,18 @@ class HandWritten:
         """Of the training, with how many steps it has done."""
         return {"model": self._counted.state_dict(), "optimizer": self._optimizer.state_dict(), "done": self._done}
 
-    def run(self, num_passes: int, save: Callable[[Callable[[], Any]], None]) -> None:
-        """Up to the end of so many passes; calls `save` with `state` now and then."""
-        for number in range(self._done // STEPS_OF_PASS, num_passes):
+    def run(
+        self, num_passes: int, save: Callable[[Callable[[], Any]], None], has_to: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Up to the end of so many passes; calls `save` with `state` now and then, and where it has to."""
+        steps_of_pass = len(self._sampler) // BATCH_SIZE
+        for number in range(self._done // steps_of_pass, num_passes):
             self._sampler.set_epoch(number)
-            skipped = self._done - number * STEPS_OF_PASS
+            skipped = self._done - number * steps_of_pass
             for index, batch in enumerate(DataLoader(self._data, batch_size=BATCH_SIZE, sampler=self._sampler)):
                 if index >= skipped:
                     self._step(batch)
-                    if self._done % SAVE_EVERY == 0:
+                    if has_to() or self._done % SAVE_EVERY == 0:
                         save(self.state)
 
     def _step(self, batch: Any) -> None:

@@ -1,17 +1,21 @@
-"""Kills workers on a schedule: what workers leave behind so that they are found, and who dies when."""
+"""Takes workers away on a schedule, by a kill or with their node: what they leave behind, and who goes when."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _LOOK_S = 0.01
+GRACE_S = 10.0
+"""A node goes so long after Ray was told."""
 
 
 class Trail:
@@ -101,17 +105,67 @@ class Schedule:
         return self._chance.choice(alive)
 
 
+def kill(pid: int) -> None:
+    """Ends a worker without a word."""
+    os.kill(pid, signal.SIGKILL)
+
+
+class Nodes:
+    """A Ray cluster of this process alone, with nodes of one CPU each.
+
+    Args:
+        num_nodes: How many, beside the one of the driver.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        cluster: Any = importlib.import_module("ray.cluster_utils").Cluster
+        self._cluster = cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(num_nodes)]
+        self.address: str = self._cluster.address
+
+    def drain(self, pid: int) -> None:
+        """Tells Ray that the node of a process goes, as a cloud would; another one takes its place."""
+        by_raylet = {node.all_processes["raylet"][0].process.pid: node for node in self._nodes}
+        while pid not in by_raylet:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+        node = by_raylet[pid]
+        self._nodes.remove(node)
+        protocol: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
+        reason = protocol.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        worker: Any = importlib.import_module("ray._private.worker").global_worker
+        worker.gcs_client.drain_node(node.node_id, reason, "preempted", int((time.time() + GRACE_S) * 1000))
+        self._nodes.append(self._cluster.add_node(num_cpus=1))
+        threading.Timer(GRACE_S, self._cluster.remove_node, [node]).start()
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes(num_nodes: int) -> Iterator[Nodes]:
+    """A cluster of so many nodes, joined."""
+    ray: Any = importlib.import_module("ray")
+    cluster = Nodes(num_nodes)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 class Killer(threading.Thread):
     """Follows a schedule, from the first step on.
 
     Args:
         folder: Where the workers leave their trails.
         schedule: What to follow.
+        take: Takes the worker away that has a process of this number.
     """
 
-    def __init__(self, folder: str, schedule: Schedule) -> None:
+    def __init__(self, folder: str, schedule: Schedule, take: Callable[[int], None] = kill) -> None:
         super().__init__(name="killer", daemon=True)
-        self._folder, self._schedule = folder, schedule
+        self._folder, self._schedule, self._take = folder, schedule, take
         self._is_stopped = threading.Event()
 
     def run(self) -> None:
@@ -123,19 +177,19 @@ class Killer(threading.Thread):
                 return
             victim = self._schedule.victim(alive_in(self._folder))
             if victim is not None:
-                os.kill(victim, signal.SIGKILL)
+                self._take(victim)
 
     def stop(self) -> None:
         self._is_stopped.set()
 
 
 @contextmanager
-def killing(folder: str, schedule: Schedule | None) -> Iterator[None]:
-    """Inside, workers are killed; without a schedule none is."""
+def killing(folder: str, schedule: Schedule | None, take: Callable[[int], None] = kill) -> Iterator[None]:
+    """Inside, workers are taken away; without a schedule none is."""
     if schedule is None:
         yield
         return
-    killer = Killer(folder, schedule)
+    killer = Killer(folder, schedule, take)
     killer.start()
     try:
         yield

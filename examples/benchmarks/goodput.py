@@ -14,6 +14,10 @@ see `_counted`. Samples done again are those of steps that a kill broke off, and
 torchft counts steps and not samples: a step of the worker that is left counts as one of both, and the samples of the
 other, and of steps that it discards, are lost. Samples that are lost do not count, so its goodput is that much smaller.
 
+`--drained` measures something else: eight workers on as many nodes take 1,600 steps, and four times Ray is told that a
+node goes in ten seconds. raysgd leaves it behind the step; Ray Train saves when it hears of it, as its guide says, and
+starts again when the node is gone. Steps done again are wasted.
+
 The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
 again and it measures the rows that are missing. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
 """
@@ -31,7 +35,7 @@ from typing import Any
 
 from _common import OWN, JobError, Report, Target, choose_peers, dispatch, machine, make_parser, run_job
 from _contenders import run_ray_train, run_raysgd, run_torchft, run_torchrun
-from _counted import NUM_SAMPLES, NUM_WORKERS, STEPS_OF_PASS
+from _counted import BATCH_SIZE, NUM_SAMPLES, NUM_WORKERS, STEPS_OF_PASS
 from _torchft import PYTHON as TORCHFT
 
 PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
@@ -63,6 +67,7 @@ FIGURES = {
     "store_mib_grown": "its object store by, MiB",
     "load": "load at the end",
 }
+DRAINED_FIGURES = {"wall_s": "seconds", "kills": "nodes that went", "wasted": "steps done again"}
 ROLES = {
     OWN: run_raysgd,
     "torchrun": run_torchrun,
@@ -70,6 +75,9 @@ ROLES = {
     "torchft_tuned": functools.partial(run_torchft, peer="torchft_tuned"),
     "ray_train": run_ray_train,
 }
+
+DRAINED = (OWN, "ray_train")
+STEPS_DRAINED, NODES_DRAINED = 1600, 8
 
 Row = dict[str, Any]
 
@@ -197,6 +205,9 @@ def main() -> None:
     peers = choose_peers(arguments, PEERS)
     plans = _plans(arguments, [*OWN_WAYS, *peers.selected])
     report = Report("goodput", arguments, peers)
+    if arguments.drained:
+        _report_drained(arguments, [OWN, *peers.selected], report)
+        return
     found = measured(plans, Rows(arguments.rows), report)
     goodput = _report(report, found)
     targets = [
@@ -214,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--contenders", help=f"only some of: {'; '.join([*OWN_WAYS, *PEERS])} (separated by `;`)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of victims")
+    parser.add_argument("--drained", action="store_true", help="nodes are told to go, and no worker is killed")
     parser.add_argument("--rows", type=Path, help="file for the rows that are finished, to go on from")
     return parser
 
@@ -237,6 +249,25 @@ def _report(report: Report, found: Mapping[Plan, Row]) -> dict[tuple[str, float]
         told = report.figures(f"One of {NUM_WORKERS} workers is killed every {every_s:g} s", FIGURES, runs)
         goodput.update({(name, every_s): value for (name, figure), value in told.items() if figure == "goodput"})
     return goodput
+
+
+def _report_drained(arguments: argparse.Namespace, names: Sequence[str], report: Report) -> None:
+    """Prints what the contenders waste where nodes are told to go."""
+    num_nodes, num_drains = (2, 1) if arguments.smoke_test else (NODES_DRAINED, 4)
+    joint_batch = BATCH_SIZE * num_nodes
+    num_passes = 1 if arguments.smoke_test else STEPS_DRAINED * joint_batch // NUM_SAMPLES
+    num_steps = num_passes * NUM_SAMPLES / joint_batch
+    every_s = num_steps * GUESSED_STEP_S / (num_drains + 1)
+    drains = {"every_s": every_s, "seed": arguments.seed, "max_kills": num_drains}
+    runs: dict[str, list[Row]] = {}
+    for name in DRAINED:
+        if name in names:
+            row = run_job(__file__, name, timeout_s=1800, num_passes=num_passes, kills=drains, num_nodes=num_nodes)
+            runs[name] = [{**row, "wasted": row["again"] * num_steps / 100}]
+            print(json.dumps(runs[name][0]), flush=True)
+    report.figures(
+        f"{num_drains} of {num_nodes} nodes go, one after the other, in {num_steps:g} steps", DRAINED_FIGURES, runs
+    )
 
 
 def check(plans: Sequence[Plan], found: Mapping[Plan, Row]) -> None:

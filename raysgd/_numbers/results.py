@@ -73,7 +73,8 @@ def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
     """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
     if len(workers) == 1 and workers[0].values.get(NUM_SAMPLES):
         return _of_one(workers[0])
-    merged = Metrics({NUM_SAMPLES: _total_samples(workers)})
+    counts = any(NUM_SAMPLES in worker.values for worker in workers)
+    merged = Metrics({NUM_SAMPLES: _total_samples(workers)} if counts else {})
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
         if name != NUM_SAMPLES:
             merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])

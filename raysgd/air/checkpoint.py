@@ -359,6 +359,20 @@ class TensorflowCheckpoint(Checkpoint):
             raise TypeError(f"`model={model!r:.200}`: need a Keras model.")
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: model.get_weights()})
 
+    @classmethod
+    def from_h5(cls, file_path: str | Path, *, preprocessor: Any = None) -> TensorflowCheckpoint:
+        """A checkpoint with the weights of a model that Keras has saved as a whole, `model.save("model.h5")`.
+
+        Raises:
+            ValueError: It is no such file.
+        """
+        import tensorflow as tf
+
+        if not Path(file_path).is_file() or Path(file_path).suffix != ".h5":
+            raise ValueError(f"`file_path={str(file_path)!r}`: need a file that ends in `.h5`.")
+        model = tf.keras.models.load_model(file_path, compile=False)
+        return cls.from_model(model, preprocessor=preprocessor)
+
     def get_model_weights(self) -> list[Any]:
         """Return the weights that were saved: NumPy arrays, in the order of `model.get_weights()`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -16,6 +17,7 @@ from raysgd._arguments import is_number
 if TYPE_CHECKING:
     from raysgd.air.checkpoint import Checkpoint
 
+logger = logging.getLogger(__name__)
 
 VALIDATION_KEY = "_raysgd_validation"
 """The validation that a report asks for, among its metrics on their way to the driver."""
@@ -246,6 +248,9 @@ FILLED_IN = (
 )
 """All that are filled in: they are no metrics of the user."""
 
+_REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
+"""Those that replace what was reported; of the others, that counts."""
+
 
 @dataclass(frozen=True)
 class RunProgress:
@@ -297,6 +302,7 @@ class MetricsFiller:
         self._trial_id = trial_id
         self._clock = clock
         self._last = clock()
+        self._has_warned = False
         self._began_at = RunProgress()
         self.progress = RunProgress()
 
@@ -308,6 +314,7 @@ class MetricsFiller:
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
         """Return the whole report. Keys that are filled in replace those of the function, except for the two times."""
         now = self._clock()
+        self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)
         time_this_iter_s = float(reported) if reported is not None else now - self._last
         self._last = now
@@ -325,6 +332,15 @@ class MetricsFiller:
             "iterations_since_restore": self.progress.iteration - self._began_at.iteration,
             **self._constant,
         }
+
+    def _warn_of_replaced(self, metrics: Mapping[str, Any]) -> None:
+        names = sorted(_REPLACED & metrics.keys())
+        if names and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "these metrics are replaced by what a run fills in: %s. Report them under other names",
+                ", ".join(f"`{name}`" for name in names),
+            )
 
     def initial(self) -> dict[str, Any]:
         """Return what is known before the first report."""

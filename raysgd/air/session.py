@@ -66,7 +66,7 @@ def report(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         TypeError: Anything else.
-        ValueError: There is a tensor among the metrics of a function that `fit` runs, or an option is not done here.
+        ValueError: An option is not done here.
     """
     session = current_session()
     is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
@@ -110,8 +110,9 @@ def get_checkpoint() -> Checkpoint | None:
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's part of a dataset that you passed to the trainer.
 
-    In a function that `fit` runs, the name says which, and is needed if there are several; None is returned for a name
-    that does not exist. In a function that `Trainer.run` runs, a name is needed if you passed a dict of datasets.
+    In a function that `fit` runs, the name says which, and is needed if there are several. For a name that does not
+    exist None is returned, and the log says which there are. In a function that `Trainer.run` runs, a name is needed if
+    you passed a dict of datasets.
 
     Raises:
         RuntimeError: There are several, and no name was given.

@@ -313,6 +313,11 @@ def _checked(callback: Any) -> Any:
     """
     if isinstance(callback, type) or not any(hasattr(callback, hook) for hook in TUNE_HOOKS):
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
+        if hasattr(callback, "after_report"):  # one of Ray Train, such as its `TuneReportCallback`
+            instead = (
+                ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
+                "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"
+            )
         raise TypeError(
             f"`RunConfig(callbacks=[{callback!r}])`: need objects of subclasses of `ray.tune.Callback`, "
             "`ray.tune.logger.LoggerCallback`, `raysgd.train.TrainingCallback` or "

@@ -1,6 +1,7 @@
 """Support for programs of the old library where the code they import has a new name or place.
 
-`install` lets them run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate` rewrites them.
+`install` lets those for `ray.util.sgd` run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate`
+rewrites them, and those for the former `ray.train` and `ray.air`.
 `paths.py` has the one table of old and new names; `names.py` lists names that the old library had in other modules.
 The packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
 docs/adr/0086-old-imports-lead-to-raysgd.md says why.
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 from raysgd._imports import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.compat.installing import install
+    from raysgd.compat.aliases import install
 
 __all__ = ["install"]
 
-lazy_names(__name__, {"install": "raysgd.compat.installing"})
+lazy_names(__name__, {"install": "raysgd.compat.aliases"})

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of the old library, under whose paths a program finds those of this one.
+"""`install`, with which programs for `ray.util.sgd` run unchanged, and the stand-ins that they import.
 
 They are no copies: what a program reads from one, or sets on one, it reads from and sets on raysgd's module. Ray's own
 `ray.util.sgd`, which raises on import, is never executed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -18,8 +19,10 @@ from typing import Any
 
 from raysgd.compat.paths import Paths
 
-_EXECUTED = ("ray.util.sgd",)
-"""Packages that Ray has, but whose import raises."""
+VARIABLE = "RAYSGD_COMPAT"
+"""Tells worker processes that the driver called `install`."""
+_EXECUTED = "ray.util.sgd"
+"""A package that Ray has, but whose import raises."""
 
 
 class Alias(ModuleType):
@@ -43,7 +46,7 @@ class Alias(ModuleType):
         except AttributeError:
             if hasattr(target, "__path__") and importlib.util.find_spec(f"{target.__name__}.{name}") is not None:
                 return importlib.import_module(f"{target.__name__}.{name}")  # imported in another process only
-            place = None if name.startswith("_") else Paths(ray_train=True).find(f"{vars(self)['__name__']}.{name}")
+            place = None if name.startswith("_") else Paths().find(f"{vars(self)['__name__']}.{name}")
             if place is None or place.new is not None:
                 raise
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
@@ -70,16 +73,17 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds the modules of the old library that Ray has no longer."""
+    """Finds the modules of the old library that Ray has no longer, and `ray.util.iter`, which goes with them."""
 
     def __init__(self) -> None:
-        self._paths = Paths(beside_sgd=False)
+        self._paths = Paths()
         self._modules = dict(self._paths.modules())
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname in self._modules:
             return ModuleSpec(fullname, self, is_package=True)
-        gone = self._paths.find(fullname) if fullname.startswith(_EXECUTED) else None
+        is_old = fullname.startswith(_EXECUTED) or fullname.rpartition(".")[0] in self._modules
+        gone = self._paths.find(fullname) if is_old else None
         if gone is not None and gone.new is None:  # of `ModuleNotFoundError` a `from` import would drop the text
             raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)
         if self._paths.is_package(fullname) and not _is_rays(fullname):
@@ -104,7 +108,12 @@ def _is_rays(name: str) -> bool:
     return any((place / "__init__.py").exists() or place.with_suffix(".py").exists() for place in places)
 
 
-def add_finder() -> None:
-    """Let imports of the old library that Ray has no longer lead to this one, in this process."""
+def install() -> None:
+    """Makes imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
+
+    Call it before Ray is started, so that the worker processes inherit it. On a cluster that runs already pass
+    `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.
+    """
+    os.environ[VARIABLE] = "1"
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())

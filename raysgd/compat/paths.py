@@ -306,7 +306,9 @@ _GONE = {
     "ray.tune.checkpoint_dir": "save into a folder, and pass `checkpoint=ray.tune.Checkpoint.from_directory(folder)` "
     "to `ray.tune.report`",
     "ray.tune.integration.horovod": "pass a `raysgd.train.horovod.HorovodTrainer` to `raysgd.tune.Tuner`",
+    "ray.get_resource_ids": "Ray has `ray.get_runtime_context().get_assigned_resources()`",
     "ray.services": "Ray has `ray.util.get_node_ip_address`",
+    "ray.tune.ray_trial_executor": "it was an internal of Ray Tune",
     "ray.tune.integration.mlflow": "Ray has it as `ray.air.integrations.mlflow`",
     "ray.tune.integration.wandb": "Ray has it as `ray.air.integrations.wandb`",
     "ray.tune.sample": "Ray has these classes in `ray.tune.search.sample`",

@@ -103,7 +103,7 @@ class ChangingTrainer(ClassTrainer[AnyOperatorT]):
         before = {name: self._replicas.settings.config[name] for name in changes}  # as it can be sent
         return replace(
             self._settings,
-            config=self._checked_config({**config, **changes}),
+            config=self._checked_config(checks.with_entries(config, changes)),
             config_changes=(*self._settings.config_changes, before),
         )
 

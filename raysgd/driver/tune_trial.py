@@ -160,6 +160,9 @@ def make_trainable(
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
             return reservation(bundles_of(dict(config)), strategy)
 
+        def __repr__(self) -> str:
+            return name  # of the actor, in the log
+
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
 

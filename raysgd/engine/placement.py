@@ -176,7 +176,7 @@ def _placement_groups() -> dict[str, Any]:
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
     """Without the bookkeeping entries that Ray keeps beside the real resources."""
-    hidden = ("node:", "object_store_memory", "memory")
+    hidden = ("node:", "object_store_memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
 
 
@@ -200,8 +200,10 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     """The table for error messages: what was asked, what the cluster has, and what holds it."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
+    hidden = {"memory"} - need.bundle().keys()  # Ray counts it, but few ask for it
     for node in view.nodes:
-        lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
+        free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
+        lines.append(f"  node {node.address}:  free {free} of {total}")
     for holder in view.holders:
         how = "held" if holder.state == "CREATED" else "waited for"
         counts = Counter(str(dict(bundle)) for bundle in holder.bundles)
@@ -354,8 +356,10 @@ class Reservation:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
-        if self._need.custom:
-            options["resources"] = dict(self._need.custom)
+        if "memory" in self._need.custom:  # which Ray takes under its own name only
+            options["memory"] = self._need.custom["memory"]
+        if custom := {name: amount for name, amount in self._need.custom.items() if name != "memory"}:
+            options["resources"] = custom
         if self._need.runtime_env:
             options["runtime_env"] = dict(self._need.runtime_env)
         group = self._own or self._outer

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count, did_you_mean, is_integer, refuse_text
+from raysgd._arguments import check_count, did_you_mean, is_integer, refuse_text, with_entries
 from raysgd.messages.batching import check_joint_size, config_for_worker, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
@@ -125,4 +125,4 @@ class BatchOptions:
             return config_for_worker(config, self.num_shards if self.deterministic else num_workers)
         if BATCH_SIZE in config:
             check_joint_size(config[BATCH_SIZE])
-        return dict(config)
+        return with_entries(config)

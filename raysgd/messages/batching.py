@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count
+from raysgd._arguments import check_count, with_entries
 from raysgd.utils import BATCH_SIZE
 
 _PLAIN = "Pass a plain `int`."
@@ -84,10 +84,9 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
         >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
         {'*batch_size': 16, 'lr': 0.1}
     """
-    worker_config = dict(config)
-    if BATCH_SIZE in worker_config:
-        worker_config[BATCH_SIZE] = split_batch_size(worker_config[BATCH_SIZE], num_workers).per_worker
-    return worker_config
+    if BATCH_SIZE not in config:
+        return with_entries(config)
+    return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers).per_worker})
 
 
 def check_joint_size(requested: Any) -> int:

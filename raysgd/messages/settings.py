@@ -132,7 +132,7 @@ class ReplicaSettings:
         """Return the settings as they were after so many changes of the config; 0: those that `setup` ran with."""
         if num_changes >= len(self.config_changes):
             return self
-        config = dict(self.config)
+        config = checks.with_entries(self.config)
         for before in reversed(self.config_changes[num_changes:]):
             config.update(before)
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])

@@ -33,9 +33,13 @@ class CreatorOperator(TrainingOperator):
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
+    _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register what they return."""
+        """Call the creators and register what they return, once."""
+        if self._has_created:
+            return
+        self._has_created = True
         train_dataset, test_dataset = self._create_data(config)
         with self._raysgd.scope():
             self.model = self._model_creator(config)
@@ -272,9 +276,11 @@ class CreatorOperator(TrainingOperator):
 
 
 def make_operator(
-    model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
+    own: type[TrainingOperator],
+    model_creator: Callable[[dict[str, Any]], Any],
+    data_creator: Callable[[dict[str, Any]], Any],
 ) -> type[TrainingOperator]:
-    """Return the operator class of two creator functions.
+    """Return the operator class of two creator functions, with the methods of an own class.
 
     Raises:
         ValueError: One of them is not callable.
@@ -283,7 +289,14 @@ def make_operator(
         if not callable(creator):
             raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
-    return type("CustomCreatorOperator", (CreatorOperator,), members)
+    if issubclass(CreatorOperator, own):
+        return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        CreatorOperator.setup(self, config)
+        own.setup(self, config)
+
+    return type(own.__name__, (own, CreatorOperator), {**members, "setup": setup, "__module__": own.__module__})
 
 
 def _last(values: Any) -> Any:

@@ -342,6 +342,8 @@ class TrainingOperator(BaseOperator):
     ) -> type[TrainingOperator]:
         """Make an operator class out of creator functions; see `raysgd.tf.creator_operator`.
 
+        `Own.from_creators(...)` has the methods of `Own` too; its `setup` runs after the creators.
+
         Args:
             model_creator: `config` -> compiled Keras model.
             data_creator: `config` -> train and test dataset, whose batches are those of all workers together.
@@ -351,7 +353,7 @@ class TrainingOperator(BaseOperator):
         """
         from raysgd.tf.creator_operator import make_operator
 
-        return make_operator(model_creator, data_creator)
+        return make_operator(cls, model_creator, data_creator)
 
     def warm_up(self) -> None:
         """Take steps on zeros, so that everything that happens for the first time has happened."""

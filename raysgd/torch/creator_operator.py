@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.training_operator import TrainingOperator
@@ -26,9 +27,13 @@ class CreatorOperator(TrainingOperator):
     _loss_creator: Any = None
     _scheduler_creator: Callable[..., Any] | None = None
     _serialize_data_creation = True
+    _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Calls the creators and registers what they return."""
+        """Calls the creators and registers what they return, once."""
+        if self._has_created:
+            return
+        self._has_created = True
         loaders = self._create_data(config)
         models = self._model_creator(config)
         optimizers = self._optimizer_creator(models, config)
@@ -47,6 +52,11 @@ class CreatorOperator(TrainingOperator):
         if loaders is None or loaders is False or (isinstance(loaders, list | tuple) and not loaders):
             raise InvalidRegistrationError(
                 "`data_creator` returned nothing: return a train loader, or train and validation loader."
+            )
+        if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
+            raise InvalidRegistrationError(
+                f"`data_creator` returned a `{type(loaders).__name__}`, whose items are samples: return "
+                "`DataLoader(dataset, batch_size=32, shuffle=True)`."
             )
         if not isinstance(loaders, list | tuple):
             return loaders, None
@@ -119,8 +129,10 @@ def _is_multiple(component: Any) -> bool:
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 
-def make_operator(creators: Mapping[str, Any], serialize_data_creation: bool) -> type[CreatorOperator]:
-    """The operator class of some creator functions; see `TrainingOperator.from_creators`.
+def make_operator(
+    own: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
+) -> type[CreatorOperator]:
+    """The operator class of some creator functions, with the methods of an own class; see `from_creators`.
 
     Raises:
         ValueError: The model or optimizer creator is not callable.
@@ -134,4 +146,11 @@ def make_operator(creators: Mapping[str, Any], serialize_data_creation: bool) ->
         f"_{name}": staticmethod(creator) if creator else None for name, creator in creators.items()
     }
     members["_serialize_data_creation"] = serialize_data_creation
-    return type("CustomCreatorOperator", (CreatorOperator,), members)
+    if issubclass(CreatorOperator, own):
+        return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        CreatorOperator.setup(self, config)
+        own.setup(self, config)
+
+    return type(own.__name__, (own, CreatorOperator), {**members, "setup": setup, "__module__": own.__module__})

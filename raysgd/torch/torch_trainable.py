@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raysgd._arguments import with_entries
 from raysgd.driver import tune_trial
 from raysgd.messages.placement import Placement
 from raysgd.torch.driver import arguments
@@ -114,7 +115,7 @@ class TrialRequest:
 
     def config(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
         """The config of the trainer."""
-        return {**(self._options.get("config") or {}), **tune_config}
+        return with_entries(self._options.get("config") or {}, tune_config)
 
     def resources(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that say what the workers need: those of the trial where it has some."""

@@ -496,6 +496,9 @@ class TrainingOperator(BaseOperator):
     ) -> type[CreatorOperator]:
         """Makes an operator class out of creator functions.
 
+        `Own.from_creators(...)` has the methods of `Own` too. Its `setup` runs after the creators, and finds what they
+        made in `self.model`, `self.optimizer` and so on.
+
         Args:
             model_creator: `config` -> model or models.
             optimizer_creator: What the model creator returned, `config` -> optimizer or optimizers.
@@ -517,7 +520,7 @@ class TrainingOperator(BaseOperator):
             "loss_creator": loss_creator,
             "scheduler_creator": scheduler_creator,
         }
-        return make_operator(creators, serialize_data_creation)
+        return make_operator(cls, creators, serialize_data_creation)
 
     @classmethod
     def from_ptl(

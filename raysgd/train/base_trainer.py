@@ -271,9 +271,17 @@ class BaseTrainer(ABC):
     def __repr__(self) -> str:
         """The class and the arguments that were given."""
         given = ", ".join(
-            f"{name}={masked(repr(masked(value))):.200}" for name, value in self._arguments.items() if value is not None
+            f"{name}={_on_one_line(value):.200}" for name, value in self._arguments.items() if value is not None
         )
         return f"{type(self).__name__}({given})"
+
+
+def _on_one_line(value: Any) -> str:
+    """The text of an argument; of one that draws a table, as datasets do, its kind."""
+    if isinstance(value, dict) and any("\n" in repr(each) for each in value.values()):
+        return f"{{{', '.join(f'{name!r}: {_on_one_line(each)}' for name, each in value.items())}}}"
+    text = masked(repr(masked(value)))
+    return f"<{type(value).__name__}>" if "\n" in text else text
 
 
 def _run_loop(trainer: BaseTrainer) -> None:

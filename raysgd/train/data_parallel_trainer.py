@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 
@@ -113,6 +114,8 @@ class DataParallelTrainer(BaseTrainer):
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
         )
+        if self.scaling_config.num_workers is None:
+            self.scaling_config = replace(self.scaling_config, num_workers=1)
         without_arguments(train_loop_per_worker, None, "train_loop_per_worker", "train_loop_config")
         self._loop = train_loop_per_worker
         self._loop_config = train_loop_config
@@ -176,7 +179,7 @@ class DataParallelTrainer(BaseTrainer):
     def _check(self) -> None:
         super()._check()
         scaling, max_failures = self.scaling_config, self.run_config.failure_config.max_failures
-        workers = scaling.worker_range  # a `ValueError` without a number
+        workers = scaling.worker_range
         check_spares(scaling.spare_workers, scaling.elastic)
         if scaling.elastic:
             check_elastic(self._backend_config, workers, scaling.num_gpus_per_worker, as_max_retries(max_failures))

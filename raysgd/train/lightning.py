@@ -11,6 +11,7 @@ from typing import Any
 
 from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.reports import CheckpointUploadMode, UploadOptions
 from raysgd.train import session
 from raysgd.train._torch.accelerator import get_device
 from raysgd.train.collective import barrier
@@ -88,9 +89,20 @@ class RayLightningEnvironment(_Environment):
 
 
 class RayTrainReportCallback(_Callback):
-    """Reports what was logged at the end of each epoch, with a checkpoint of Lightning in `checkpoint.ckpt`."""
+    """Reports what was logged at the end of each epoch, with a checkpoint of Lightning in `checkpoint.ckpt`.
+
+    Args:
+        checkpoint_upload_mode: `CheckpointUploadMode.SYNC` or `ASYNC`; None for `SYNC`. See `raysgd.train.report`.
+        validation: Whether, or how, the trainer's `validation_config` validates each checkpoint.
+    """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def __init__(self, checkpoint_upload_mode: Any = None, validation: Any = False) -> None:
+        super().__init__()
+        mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
+        self._options = {"checkpoint_upload_mode": mode, "validation": validation}
+        UploadOptions(**self._options)  # checks them
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Reports on all ranks, as all of them have saved."""
@@ -100,10 +112,14 @@ class RayTrainReportCallback(_Callback):
         try:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
             has_files = any(Path(folder).iterdir())  # rank 0 alone, where the model is not divided
-            session.report(metrics, checkpoint=Checkpoint.from_directory(folder) if has_files else None)
+            if has_files:
+                session.report(metrics, checkpoint=Checkpoint.from_directory(folder), **self._options)
+            else:
+                session.report(metrics)
             barrier()
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if self._options["checkpoint_upload_mode"] is not CheckpointUploadMode.ASYNC:
+                shutil.rmtree(folder, ignore_errors=True)  # else it is deleted when it is stored
 
 
 def prepare_trainer(trainer: Any) -> Any:

@@ -55,6 +55,7 @@ def test_samples_are_added_up() -> None:
 
 def test_a_worker_that_did_not_count_makes_the_total_unknown() -> None:
     assert math.isnan(merge([plain(num_samples=3), plain(loss=1.0)])["num_samples"])
+    assert "num_samples" not in merge([plain(loss=1.0), plain(loss=2.0)])
 
 
 def test_unequal_shares_count_by_their_samples() -> None:

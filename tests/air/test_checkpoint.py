@@ -439,6 +439,20 @@ def test_a_model_gets_them() -> None:
         assert model.get_weights()[0].tolist() == [[3.0], [3.0]]
 
 
+@RunIf(modules=["tensorflow"])
+def test_a_model_that_keras_saved_becomes_a_checkpoint(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    path = tmp_path / "model.h5"
+    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+    model.save(path)
+    checkpoint = TensorflowCheckpoint.from_h5(str(path), preprocessor="scaler")
+    assert checkpoint.get_model_weights()[0].tolist() == model.get_weights()[0].tolist()
+    assert checkpoint.get_preprocessor() == "scaler"
+    with pytest.raises(ValueError, match=r"need a file that ends in `\.h5`"):
+        TensorflowCheckpoint.from_h5(tmp_path)
+
+
 def test_a_checkpoint_without_weights_says_so() -> None:
     with pytest.raises(RuntimeError, match=r'no "model", but \[\'epoch\'\]'):
         TensorflowCheckpoint.from_dict({"epoch": 1}).get_model_weights()

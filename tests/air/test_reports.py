@@ -105,9 +105,12 @@ def test_an_attempt_counts_on_from_its_checkpoint() -> None:
     assert (filled["time_total_s"], filled["time_since_restore"]) == (2.0, 1.0)
 
 
-def test_the_two_times_of_the_function_stay_and_other_keys_do_not() -> None:
+def test_the_two_times_of_the_function_stay_and_other_keys_do_not(caplog: pytest.LogCaptureFixture) -> None:
     reported = {"time_this_iter_s": 7.0, "timestamp": 5, "pid": -1, "training_iteration": 99, "config": 1}
-    filled = make_filler().fill(reported, None)
+    filler = make_filler()
+    filled = filler.fill(reported, None)
+    filler.fill(reported, None)
+    assert caplog.text.count("replaced by what a run fills in: `config`, `pid`, `training_iteration`. Report") == 1
     assert (filled["time_this_iter_s"], filled["time_total_s"], filled["timestamp"]) == (7.0, 7.0, 5)
     assert (filled["pid"], filled["training_iteration"]) == (os.getpid(), 1)
     assert reported["pid"] == -1

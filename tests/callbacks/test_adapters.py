@@ -139,6 +139,13 @@ class TestInRunConfig:
         callbacks.end_run(has_failed=True, error=info.value)
         assert first.calls[-1] == last.calls[-1] == ("end", info.value)
 
+    def test_one_of_ray_train_says_how_tune_sees_a_run(self, trial: FitTrialView) -> None:
+        class OfRayTrain:
+            def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None: ...
+
+        with pytest.raises(TypeError, match=r"pass the trainer to `raysgd\.tune\.Tuner`, or call `ray\.tune\.report"):
+            RunCallbacks([OfRayTrain()], trial)
+
     def test_their_state_is_kept_beside_checkpoints(self, trial: FitTrialView) -> None:
         before, after = Notes(), Notes()
         callbacks = RunCallbacks([before], trial)

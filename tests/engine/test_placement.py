@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.placement import Reservation, Slots, explain, impossibility
+from raysgd.engine.placement import Reservation, Slots, _plain, explain, impossibility
 from raysgd.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources
 
 NEED = Resources(num_cpus=2)
@@ -99,6 +99,19 @@ def test_what_no_node_can_ever_hold_is_known_from_its_total(
     else:
         assert found.startswith(reason)
         assert explain(NEED, num_workers, ClusterView(nodes)) in found
+
+
+def test_memory_counts_and_is_shown_to_who_asks_for_it() -> None:
+    amounts = _plain(
+        {"CPU": 2.0, "memory": 8.0, "object_store_memory": 4.0, "node:10.0.0.1": 1.0, "CPU_group_0_1": 1.0}
+    )
+    assert amounts == {"CPU": 2.0, "memory": 8.0}
+    view = ClusterView((NodeView("1", "10.0.0.1", amounts, amounts),))
+    asking = Resources(num_cpus=1, custom={"memory": 8.0})
+    assert impossibility(asking, 1, view) is None
+    assert impossibility(asking, 2, view) is not None
+    assert "'memory': 8.0" in explain(asking, 1, view)
+    assert "memory" not in explain(NEED, 1, view)
 
 
 class Granted(Reservation):

@@ -88,6 +88,28 @@ def test_of_several_components_the_first_is_the_one(container: type, caplog: pyt
     assert "use the first" in caplog.text
 
 
+class Counting(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        if config.get("calls_super"):
+            super().setup(config)
+        self.found = self.model, self.optimizer
+        self.num_batches = 0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.num_batches += 1
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("config", [{}, {"calls_super": True}])
+def test_an_own_class_keeps_its_methods_and_finds_what_the_creators_made(config: dict[str, Any]) -> None:
+    operator_cls = Counting.from_creators(create_model, create_optimizer, create_loaders, torch.nn.MSELoss)
+    assert issubclass(operator_cls, Counting)
+    operator = make(operator_cls, config)
+    operator.train_epoch(operator.train_loader)
+    assert operator.num_batches == 3
+    assert operator.found == (operator.model, operator.optimizer)
+
+
 def test_what_no_creator_made_is_absent() -> None:
     operator = make(TrainingOperator.from_creators(create_model, create_optimizer))
     for name in ("criterion", "scheduler", "schedulers"):
@@ -101,6 +123,15 @@ def test_a_scheduler_without_a_loss_is_not_taken_for_the_loss() -> None:
     operator = make(operator_cls, scheduler_step_freq="manual")
     assert not hasattr(operator, "criterion")
     assert isinstance(operator.scheduler, torch.optim.lr_scheduler.StepLR)
+
+
+def test_a_dataset_in_the_place_of_a_loader_is_refused() -> None:
+    def create_dataset(config: dict[str, Any]) -> Any:
+        return TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1))
+
+    operator_cls = TrainingOperator.from_creators(create_model, create_optimizer, create_dataset)
+    with pytest.raises(ValueError, match=r"`data_creator` returned a `TensorDataset`.*`DataLoader\(dataset"):
+        make(operator_cls)
 
 
 def test_several_optimizers_can_train() -> None:

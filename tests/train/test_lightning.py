@@ -30,6 +30,15 @@ def test_a_trainer_for_workers_that_are_there_already_is_taken_as_it_is() -> Non
     assert prepare_trainer(made) is made
 
 
+def test_the_callback_takes_the_options_of_a_report_and_refuses_what_that_refuses() -> None:
+    from raysgd.train import CheckpointUploadMode
+    from raysgd.train.lightning import RayTrainReportCallback
+
+    RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.ASYNC, validation=True)
+    with pytest.raises(ValueError, match=r"`checkpoint_upload_mode=.*NO_UPLOAD"):
+        RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
 def test_one_that_would_start_processes_of_its_own_is_refused() -> None:
     from raysgd.train.lightning import RayDDPStrategy, prepare_trainer
 

@@ -16,8 +16,22 @@ _TRAINERS = {
     for method in ("", ".as_trainable")
 }
 _OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
+_TRIALS = {"ray.tune.Trainable", "ray.tune.trainable.Trainable"}
+_OF_TRIAL = {
+    "_setup": "setup",
+    "_train": "step",
+    "_save": "save_checkpoint",
+    "_restore": "load_checkpoint",
+    "_stop": "cleanup",
+}
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
+_RUN = "ray.tune.run"
+_RETIRED = {
+    "ray.init": ["driver_object_store_memory", "memory", "node_ip_address", "redis_password", "temp_dir"],
+    _RUN: ["loggers", "queue_trials", "sync_to_cloud", "sync_to_driver", "trial_executor", "upload_dir"],
+}
+"""Arguments that today's Ray does not take any more."""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -27,10 +41,6 @@ _BY_HAND = {
 }
 _FROM_CREATORS = "raysgd.TrainingOperator.from_creators"
 _BATCH_SIZE = "raysgd.utils.BATCH_SIZE"
-_WITH_OPERATOR = (
-    "creator functions and `training_operator_cls` together: let the class inherit from "
-    f"`{_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`, and pass only the class"
-)
 _REMOTE_TRAINER = (
     "the arguments of this `TorchTrainer` are not rewritten: instead of creator functions pass "
     f"`training_operator_cls={_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`"
@@ -43,6 +53,11 @@ _DISTRIBUTED = (
     "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
 )
 _METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
+_METHODS = {
+    "iter_epochs": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
+    "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
+}
+"""Calls of objects that no import brings, by names that nothing else has."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -57,17 +72,21 @@ _ENDINGS = (".keras", ".h5")
 
 def rewrites(names: set[str]) -> bool:
     """Tell whether the arguments of a call may be rewritten, by what its function may be called today."""
-    return bool(names & {*_TRAINERS, _REPORT}) or any(_OPTIMIZERS in f".{name}" for name in names)
+    return bool(names & {*_TRAINERS, _REPORT, _RUN}) or any(_OPTIMIZERS in f".{name}" for name in names)
 
 
-def init_of_operator(
+def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Return the constructor of an operator that cannot be called as the library does, and what to do."""
-    if not any(names_of(base.value) & _OPERATORS for base in node.bases):
-        return
+    """Return the constructor of an operator that cannot be called as the library does, and old methods of a trial."""
+    bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
-        if isinstance(method, cst.FunctionDef) and method.name.value == "__init__":
+        if not isinstance(method, cst.FunctionDef):
+            continue
+        name = method.name.value
+        if bases & _TRIALS and name in _OF_TRIAL:
+            yield method, f"Ray Tune does not call this: rename `{name}` to `{_OF_TRIAL[name]}`"
+        if bases & _OPERATORS and name == "__init__":
             passes_on = method.params.star_kwarg is not None or any(
                 param.name.value == "context" for param in method.params.params
             )
@@ -104,9 +123,14 @@ class Calls:
             return self._of_trainer(old, new)
         if _REPORT in names:
             return self._of_report(old, new)
+        for function in names & {*_RETIRED}:
+            for name in {*map(_name_of, old.args)} & {*_RETIRED[function]}:
+                self._tell(old, f"today's `{function}` takes no `{name}`: leave it out", is_error=True)
+        if _RUN in names:
+            return new.with_changes(args=[_renamed(arg, "local_dir", "storage_path") for arg in new.args])
         self._look_for_remote_trainer(old, names)
-        if isinstance(old.func, cst.Attribute) and old.func.attr.value == "predict_pipelined":
-            self._tell(old, "a `BatchPredictor` reads the dataset while it is used: call `predict`", is_error=True)
+        if isinstance(old.func, cst.Attribute) and (advice := _METHODS.get(old.func.attr.value)):
+            self._tell(old, advice, is_error=True)
         if self._has_keras:
             if any(_OPTIMIZERS in f".{name}" for name in names):
                 return new.with_changes(args=[_renamed(arg, "lr", "learning_rate") for arg in new.args])
@@ -117,31 +141,32 @@ class Calls:
         args = list(new.args)
         for name, advice in _BY_HAND.items():
             if _value_of(args, name) is not None:
-                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {advice}")
+                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {advice}", is_error=True)
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
-            self._tell(old, "`TorchTrainer` takes its arguments by name only")
-        changed = self._with_operator(old, args)
+            self._tell(old, "`TorchTrainer` takes its arguments by name only: name each", is_error=True)
+        changed = self._with_operator(args)
         if _value_of(changed, "num_workers") is None:
             changed = [_renamed(arg, "num_replicas", "num_workers") for arg in changed]
         changed = self._with_batch_size(changed)
         return new.with_changes(args=changed) if changed != args else new
 
-    def _with_operator(self, old: cst.Call, args: list[cst.Arg]) -> list[cst.Arg]:
-        """Creator functions become an operator class."""
+    def _with_operator(self, args: list[cst.Arg]) -> list[cst.Arg]:
+        """Creator functions become an operator class, with the methods of the own one if there is one."""
         taken = [arg for arg in args if _name_of(arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(_name_of(arg) in _CREATORS for arg in taken):
             return args
-        if _value_of(args, "training_operator_cls") is not None:
-            self._tell(old, _WITH_OPERATOR, is_error=True)
-            return args
-        self.needs.add("raysgd")
-        call = cst.Call(cst.parse_expression(_FROM_CREATORS), _on_one_line(taken))
+        own = _value_of(args, "training_operator_cls")
+        left = [arg for arg in args if arg not in taken[1:] and _name_of(arg) != "training_operator_cls"]
+        if own is None or helpers.get_full_name_for_node(own) == "None":
+            self.needs.add("raysgd")
+            method = cst.parse_expression(_FROM_CREATORS)
+        else:
+            method = cst.Attribute(own, cst.Name("from_creators"))
+        call = cst.Call(method, _on_one_line(taken))
         operator = taken[0].with_changes(keyword=cst.Name("training_operator_cls"), value=call)
-        return _tidy(
-            args, [operator if arg is taken[0] else arg for arg in args if arg is taken[0] or arg not in taken]
-        )
+        return _tidy(args, [operator if arg is taken[0] else arg for arg in left])
 
     def _with_batch_size(self, args: list[cst.Arg]) -> list[cst.Arg]:
         """The batch size moves into the config."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from raysgd.compat.migrate.calls import Calls, init_of_operator
+from raysgd.compat.migrate.calls import Calls, methods_to_change
 from raysgd.compat.migrate.findings import Findings
 from raysgd.compat.paths import NewPlace, Paths
 
@@ -51,14 +52,14 @@ class OldNames(cst.CSTTransformer):
         self.dropped_ray = False
         self._for_a_person: list[list[str]] = []
         self._comments = {line.strip() for line in source.splitlines() if line.lstrip().startswith(_COMMENT)}
-        self._inits: dict[cst.CSTNode, str] = {}
+        self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Notes in which statement what follows stands."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
-            if node in self._inits:
-                self._tell(node, self._inits[node], is_error=True)
+            if node in self._methods:
+                self._tell(node, self._methods[node], is_error=True)
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -100,17 +101,24 @@ class OldNames(cst.CSTTransformer):
             return self._rewritten_import(statement, line)
         if isinstance(statement, cst.ImportFrom) and not statement.relative and statement.module is not None:
             module = helpers.get_full_name_for_node(statement.module) or ""
-            self._look_for(module, line)
+            names = [] if isinstance(statement.names, cst.ImportStar) else statement.names
+            self._look_for(module, line, [helpers.get_full_name_for_node(each.name) or "" for each in names])
             return self._rewritten_from(statement, module, line)
         return [statement]
 
-    def _look_for(self, module: str, line: cst.CSTNode) -> None:
-        """Tells a person of a module that today's Ray has no longer; Ray is not imported for that."""
+    def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
+        """Tells a person of a module, or a name in it, that today's Ray has no longer; Ray is not imported for that."""
         ray = find_spec("ray") if module.startswith("ray.") and self._paths.is_of_ray(module) else None
         for root in (ray and ray.submodule_search_locations) or ():
             path = Path(root, *module.split(".")[1:])
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             if not path.is_dir() and not any(path.parent.glob(f"{path.name}.*")):
                 self._tell(line, f"today's Ray has no module `{module}`", is_error=True)
+            elif file.exists() and "import *" not in (text := file.read_text(encoding="utf-8")):
+                for name in names:
+                    is_known = self._paths.find(f"{module}.{name}") is not None or any(path.glob(f"{name}*"))
+                    if not is_known and not re.search(rf"\b{name}\b", text):
+                        self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _rewritten_import(self, statement: cst.Import, line: cst.CSTNode) -> Sequence[cst.BaseSmallStatement]:
         aliases, changed = [], False
@@ -155,7 +163,7 @@ class OldNames(cst.CSTTransformer):
         return target, alias.with_changes(name=cst.Name(new), asname=asname)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._inits.update(init_of_operator(node, self._todays_names))
+        self._methods.update(methods_to_change(node, self._todays_names))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return not _is_dotted(node)

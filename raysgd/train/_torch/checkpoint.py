@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 
 logger = logging.getLogger(__name__)
 
+_STATE_FILE = "model.pt"  # as Ray 2.7 and later name it
 _WRAPPER_PREFIX = "module."
 
 
@@ -83,6 +85,9 @@ class TorchCheckpoint(Checkpoint):
     def _saved(self) -> Any:
         content = self.to_dict()
         if MODEL_KEY not in content:
+            with self.as_directory() as folder:
+                if (file := Path(folder, _STATE_FILE)).exists():
+                    return torch.load(file, map_location="cpu", weights_only=True)
             raise RuntimeError(
                 f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model` or '
                 "`from_state_dict`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from raysgd._text.log_lines import Once
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import NO_VALIDATION, VALIDATION_KEY, UploadOptions
@@ -32,6 +34,8 @@ METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
 _PIECE_BYTES = 1 << 20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
+logger = logging.getLogger(__name__)
+_once = Once()
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _MISUSE_V2 = "cannot be used outside of a Ray Train training function"
@@ -104,10 +108,10 @@ class FitSession(Session):
         """Sends metrics, and perhaps a checkpoint with them.
 
         Raises:
-            ValueError: There is a tensor among the metrics, or a validation is requested that cannot be.
+            ValueError: A validation is requested that cannot be.
             TypeError: `checkpoint` is no checkpoint.
         """
-        refuse_tensors(metrics)
+        metrics = without_tensors(metrics)
         check_checkpoint(checkpoint)
         if self.is_repeating:
             return
@@ -184,6 +188,9 @@ class FitSession(Session):
         """This worker's part of a dataset; see `get_dataset_shard`."""
         shards = self.shard or {}
         if name is not None:
+            if name not in shards:
+                there = sorted(shards) or "none"
+                logger.warning("there is no dataset %r, but there are %s: `None` is returned", name, there)
             return self._part_of(shards.get(name))
         if len(shards) > 1:
             raise RuntimeError(f"There are several datasets: choose one of {sorted(shards)}, with `dataset_name`.")
@@ -284,30 +291,26 @@ def check_checkpoint(checkpoint: Any) -> None:
     raise TypeError(f"`checkpoint={checkpoint!r:.200}`: need a `raysgd.air.Checkpoint`; {hint}.")
 
 
-def refuse_tensors(metrics: Any, place: str = "metrics") -> None:
-    """Checks that there is no tensor in what is reported: it may hold memory of a GPU that the driver does not have.
+def without_tensors(metrics: Any, place: str = "metrics") -> Any:
+    """Return what is reported, without tensors that may be on a device which the driver does not have.
 
-    Raises:
-        ValueError: There is one.
+    One that holds one number becomes that number; another one becomes a copy on the CPU.
     """
     if isinstance(metrics, Mapping):
-        for key, value in metrics.items():
-            refuse_tensors(value, f"{place}[{key!r}]")
-    elif isinstance(metrics, list | tuple):
-        for index, value in enumerate(metrics):
-            refuse_tensors(value, f"{place}[{index}]")
-    elif _is_tensor(metrics):
-        raise ValueError(
-            f"`{place}` is a tensor: report a number, such as `tensor.item()`, or an array, such as "
-            "`tensor.detach().cpu().numpy()`."
-        )
-
-
-def _is_tensor(value: Any) -> bool:
+        return {key: without_tensors(value, f"{place}[{key!r}]") for key, value in metrics.items()}
+    if isinstance(metrics, list | tuple):
+        own = [without_tensors(value, f"{place}[{index}]") for index, value in enumerate(metrics)]
+        return metrics if all(here is there for here, there in zip(own, metrics, strict=True)) else own
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
-    return (torch is not None and isinstance(value, torch.Tensor)) or (
-        tensorflow is not None and tensorflow.is_tensor(value)
-    )
+    if torch is not None and isinstance(metrics, torch.Tensor):
+        value = metrics.item() if metrics.numel() == 1 else metrics.detach().cpu().clone()
+    elif tensorflow is not None and tensorflow.is_tensor(metrics):
+        value = metrics.numpy().item() if metrics.shape.num_elements() == 1 else metrics.numpy()
+    else:
+        return metrics
+    if _once.is_first("tensors"):
+        logger.warning("`%s` is a tensor: a copy of it is reported. Report a number, such as `tensor.item()`", place)
+    return value
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:

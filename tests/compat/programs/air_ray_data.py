@@ -29,7 +29,7 @@ def loop():
         session.report({"loss": loss.item()}, checkpoint=TorchCheckpoint.from_model(model))
 
 
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init(num_cpus=4, include_dashboard=False, ignore_reinit_error=True)
 dataset = ray.data.from_items([{"a": float(i), "b": i % 5, "y": (i - 20) / 20 + i % 5} for i in range(40)])
 dataset = dataset.repartition(4)
 preprocessor = Chain(StandardScaler(["a", "b"]), Concatenator(columns=["a", "b"], output_column_name="features"))

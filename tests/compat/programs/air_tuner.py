@@ -34,7 +34,7 @@ def loop(config):
         session.report({"loss": loss.item(), "epoch": epoch, "first": first}, checkpoint=state)
 
 
-ray.init(num_cpus=3, include_dashboard=False)
+ray.init(num_cpus=3, include_dashboard=False, ignore_reinit_error=True)
 trainer = TorchTrainer(
     loop, train_loop_config={"mark": os.path.abspath("mark")}, scaling_config=ScalingConfig(num_workers=1)
 )

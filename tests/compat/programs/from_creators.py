@@ -46,7 +46,7 @@ Created = TrainingOperator.from_creators(
     data_creator=data_creator,
     loss_creator=torch.nn.MSELoss,
 )
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init(num_cpus=2, include_dashboard=False, ignore_reinit_error=True)
 trainer = TorchTrainer(
     training_operator_cls=Created, scheduler_step_freq="epoch", num_workers=2, config={"lr": 0.01}, use_tqdm=False
 )

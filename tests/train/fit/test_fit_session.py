@@ -26,7 +26,7 @@ from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.fit_session import FitSession, refuse_tensors
+from raysgd.train.fit.fit_session import FitSession, without_tensors
 from tests.train.fit.notes import make_folder
 
 
@@ -87,15 +87,20 @@ class TestReports:
         assert start(lambda: [threading.Lock()]).next(0) == FunctionEnded(None)
         assert start(lambda: {"losses": [0.5, None]}).next(0) == FunctionEnded({"losses": [0.5, None]})
 
-    @pytest.mark.parametrize("nested", [lambda t: t, lambda t: {"deep": [1, (t,)]}])
-    def test_refuse_tensors_in_the_function(self, start: Start, nested: Callable[[Any], Any]) -> None:
+    def test_take_copies_of_tensors(self) -> None:
         torch = pytest.importorskip("torch")
-        replica = start(lambda: session.report({"loss": nested(torch.ones(1))}))
-        with pytest.raises(ValueError, match=r"`metrics\['loss'\].*is a tensor.*\.item\(\)"):
-            replica.next(0)
+        weight = torch.ones(2, requires_grad=True)
+        taken = without_tensors({"loss": torch.tensor(0.5), "deep": [1, (weight,)], "model": {"weight": weight}})
+        assert (taken["loss"], type(taken["loss"])) == (0.5, float)
+        with torch.no_grad():
+            weight.zero_()
+        assert taken["deep"][1][0].tolist() == taken["model"]["weight"].tolist() == [1.0, 1.0]
+        assert not taken["model"]["weight"].requires_grad
 
-    def test_take_arrays(self) -> None:
-        refuse_tensors({"a": np.ones(2), "b": [1.0, "x", None]})
+    def test_take_arrays_as_they_are(self) -> None:
+        metrics = {"a": np.ones(2), "b": [1.0, "x", None]}
+        assert without_tensors(metrics)["b"] is metrics["b"]
+        assert without_tensors(metrics)["a"] is metrics["a"]
 
     @pytest.mark.parametrize("wrong", [{"epoch": 1}, "path", 3])
     def test_refuse_a_checkpoint_that_is_none(self, start: Start, wrong: Any) -> None:
@@ -379,11 +384,12 @@ class TestTheContext:
 
 
 class TestData:
-    def test_is_found_by_its_name_and_none_by_another(self, start: Start) -> None:
+    def test_is_found_by_its_name_and_none_by_another(self, start: Start, caplog: pytest.LogCaptureFixture) -> None:
         seen: list[Any] = []
         names = ["train", "other", None]
         start(lambda: seen.extend(map(session.get_dataset_shard, names)), shard={"train": [1, 2]}).next(0)
         assert seen == [[1, 2], None, [1, 2]]
+        assert "there is no dataset 'other', but there are ['train']" in caplog.text
 
     def test_has_to_be_named_where_there_are_several(self, start: Start) -> None:
         with pytest.raises(RuntimeError, match=r"\['a', 'b'\]"):
