@@ -183,7 +183,8 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
     copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
     for name, value in (changes or {}).items():
         copied[name] = value
-    return copied  # type: ignore[no-any-return]
+    result: dict[str, Any] = copied
+    return result
 
 
 def check_num_steps(num_steps: Any) -> int | None:
