@@ -235,9 +235,8 @@ class BackendExecutor:
         """
         if self._controller is not None:
             raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
-        make_object = None
-        if train_cls is not None:
-            make_object = partial(train_cls, *(train_cls_args or ()), **(train_cls_kwargs or {}))
+        make: Callable[..., Any] | None = train_cls
+        make_object = partial(make, *(train_cls_args or ()), **(train_cls_kwargs or {})) if make is not None else None
         self._hooks = PluginHooks(
             self._backend,
             self._config,

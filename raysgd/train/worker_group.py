@@ -163,8 +163,9 @@ class WorkerGroup:
         self.num_gpus_per_worker = num_gpus_per_worker
         self.additional_resources_per_worker = additional_resources_per_worker
         self._placement_group = placement_group
+        make: Callable[..., Any] | None = actor_cls
         self._make_object = (
-            partial(actor_cls, *(actor_cls_args or ()), **(actor_cls_kwargs or {})) if actor_cls is not None else None
+            partial(make, *(actor_cls_args or ()), **(actor_cls_kwargs or {})) if make is not None else None
         )
         self._is_borrowed = False
         self._groups: list[EngineGroup] = []
