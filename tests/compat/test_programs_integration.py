@@ -35,7 +35,7 @@ BY_HAND = {
             "trainer = TorchTrainer("
             "training_operator_cls=TrainingOperator.from_ptl(Line), num_workers=2, config=config)"
         ),
-        "trainer.fit(Line(config))": "for _ in range(3): print('loss', trainer.train()['loss'])",
+        "trainer.fit(Line(config))": "with trainer: [print('loss', trainer.train()['loss']) for _ in range(3)]",
     },
     "horovod_on_ray": {
         "from horovod.ray import RayExecutor": "from raysgd.train import Trainer",

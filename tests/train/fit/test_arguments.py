@@ -128,6 +128,8 @@ def test_a_trainer_shows_what_it_was_given_and_notes_it() -> None:
     assert repr(trainer).startswith("DataParallelTrainer(train_loop_per_worker=<function loop")
     assert "train_loop_config={'lr': 1}" in repr(trainer)
     assert "datasets" not in repr(trainer)
+    assert set(trainer._arguments) == {"train_loop_per_worker", "train_loop_config", "scaling_config"}
+    assert pickle.loads(pickle.dumps(trainer))._arguments["train_loop_config"] == {"lr": 1}
 
 
 class Table:
@@ -142,8 +144,6 @@ def test_the_text_of_a_trainer_is_one_line_whatever_its_datasets_draw() -> None:
     trainer._arguments["datasets"] = {"train": Table()}
     assert "datasets={'train': <Table>}" in repr(trainer)
     assert trainer.scaling_config.num_workers == 1, "as in Ray"
-    assert set(trainer._arguments) == {"train_loop_per_worker", "train_loop_config", "scaling_config"}
-    assert pickle.loads(pickle.dumps(trainer))._arguments["train_loop_config"] == {"lr": 1}
 
 
 class Predefined(DataParallelTrainer):
