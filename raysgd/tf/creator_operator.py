@@ -276,9 +276,9 @@ class CreatorOperator(TrainingOperator):
 
 
 def make_operator(
-    own: type[TrainingOperator],
     model_creator: Callable[[dict[str, Any]], Any],
     data_creator: Callable[[dict[str, Any]], Any],
+    own: type[TrainingOperator] = TrainingOperator,
 ) -> type[TrainingOperator]:
     """Return the operator class of two creator functions, with the methods of an own class.
 

@@ -353,7 +353,7 @@ class TrainingOperator(BaseOperator):
         """
         from raysgd.tf.creator_operator import make_operator
 
-        return make_operator(cls, model_creator, data_creator)
+        return make_operator(model_creator, data_creator, cls)
 
     def warm_up(self) -> None:
         """Take steps on zeros, so that everything that happens for the first time has happened."""

@@ -43,7 +43,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
                 f"`TFTrainer` needs `{'` and `'.join(missing)}`: pass `model_creator` and `data_creator`, or "
                 "`training_operator_cls`."
             )
-        return make_operator(TrainingOperator, model_creator, data_creator)
+        return make_operator(model_creator, data_creator)
     if model_creator is not None or data_creator is not None:
         raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
     check_operator_class(operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")

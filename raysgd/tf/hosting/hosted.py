@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from raysgd.arrays.ray_batches import ray_batches_of
 from raysgd.connections import tensorflow as connections
@@ -79,6 +78,8 @@ class TFHosted(hosted.Hosted):
     @property
     def growth(self) -> float:
         """TensorFlow takes all memory of a GPU at once, and does not say how much of that a step needs."""
+        import tensorflow as tf
+
         return 1.0 if tf.config.get_visible_devices("GPU") else super().growth
 
     def build(self) -> RunnerFacts:
