@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def end_all_children(deadline: float) -> list[str]:
         if time.monotonic() > deadline:
             for child in children:
                 left[child.pid] = command_of(child)
-                child.kill()
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
         while any_has_ended():
             pass
         time.sleep(0.05)
