@@ -427,7 +427,7 @@ def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(s
     assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
 
 
-def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
+def test_a_part_of_a_model_is_no_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
     """Rank 1 waits until its checkpoint is wanted, so the workers are ended, and others start for the next run."""
 
     def function() -> None:
@@ -438,9 +438,14 @@ def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
         model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
         train.report({"epoch": 0}, checkpoint=model.state_dict())
 
-    with pytest.raises(ValueError, match="gather_state"):
-        shared.run(function)
-    assert shared.run(lambda: "goes on") == ["goes on"] * 2
+    made = Trainer("torch", num_workers=2, logdir=tmp_path, resources_per_worker={"CPU": 0.5})
+    made.start()
+    try:
+        with pytest.raises(ValueError, match="gather_state"):
+            made.run(function)
+        assert made.run(lambda: "goes on") == ["goes on"] * 2
+    finally:
+        made.shutdown()
 
 
 def test_two_models_train_against_each_other(shared: Trainer) -> None:
