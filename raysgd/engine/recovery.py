@@ -531,21 +531,21 @@ class Recovery:
         standby.kill_on(avoided)
         standby.start(missing - standby.num_coming - standby.num_ready, most, avoided)
         formed.joining += standby.take(missing, 0.0)
-        missing = max(change.num_awaited, self._scaling.min_workers, self._fewest(change, formed)) - formed.num_workers
+        needed = self._fewest(change, formed)
+        missing = max(change.num_awaited, self._scaling.min_workers, needed) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False
+        if needed > formed.num_workers:
+            few = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
+            logger.warning(few, formed.num_workers, len(self._lifecycle.running))
         formed.joining += standby.take(missing, wait_s, self._monitor.poll)
         return True
 
     def _fewest(self, change: Change, formed: NextGroup) -> int:
-        """Return with how few workers those who stay can go on, as far as memory is known."""
-        minds_memory = change.kind == "rejoined" and self._lifecycle.resizing.minds_memory
-        num_before = len(self._lifecycle.running)
-        needed = fewest(formed.progress_reports, num_before) if minds_memory and formed.staying else 0
-        if needed > formed.num_workers:
-            words = "%s of %s workers are left: memory may be too small for their shares. Waiting for a new one"
-            logger.warning(words, formed.num_workers, num_before)
-        return needed
+        """Return with how few workers those who stay can go on after a loss, as far as memory is known."""
+        if change.kind != "rejoined" or not change.num_awaited or not self._lifecycle.resizing.minds_memory:
+            return 0
+        return fewest(formed.progress_reports, len(self._lifecycle.running))
 
     # ------------------------------------------------------------------------------- back to the last snapshot
 
