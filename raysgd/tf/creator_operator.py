@@ -17,6 +17,7 @@ from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import joint_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.worker.operator import class_of_creators
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
@@ -289,14 +290,7 @@ def make_operator(
         if not callable(creator):
             raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
     members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
-    if issubclass(CreatorOperator, own):
-        return type("CustomCreatorOperator", (CreatorOperator,), members)
-
-    def setup(self: Any, config: dict[str, Any]) -> None:
-        CreatorOperator.setup(self, config)
-        own.setup(self, config)
-
-    return type(own.__name__, (own, CreatorOperator), {**members, "setup": setup, "__module__": own.__module__})
+    return class_of_creators(own, CreatorOperator, members)
 
 
 def _last(values: Any) -> Any:

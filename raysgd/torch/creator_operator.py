@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.worker.operator import class_of_creators
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +147,4 @@ def make_operator(
         f"_{name}": staticmethod(creator) if creator else None for name, creator in creators.items()
     }
     members["_serialize_data_creation"] = serialize_data_creation
-    if issubclass(CreatorOperator, own):
-        return type("CustomCreatorOperator", (CreatorOperator,), members)
-
-    def setup(self: Any, config: dict[str, Any]) -> None:
-        CreatorOperator.setup(self, config)
-        own.setup(self, config)
-
-    return type(own.__name__, (own, CreatorOperator), {**members, "setup": setup, "__module__": own.__module__})
+    return class_of_creators(own, CreatorOperator, members)

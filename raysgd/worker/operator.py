@@ -283,6 +283,26 @@ class BaseOperator:
         return use_gpu
 
 
+def class_of_creators(
+    own: type[BaseOperator], creators_cls: type[BaseOperator], members: Mapping[str, Any]
+) -> type[Any]:
+    """Return the operator class of creator functions, with the methods of an own class, whose `setup` follows theirs.
+
+    Args:
+        own: The class whose `from_creators` was called.
+        creators_cls: The operator that calls creators.
+        members: The creators, by the names under which it looks for them.
+    """
+    if issubclass(creators_cls, own):
+        return type("CustomCreatorOperator", (creators_cls,), dict(members))
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        creators_cls.setup(self, config)
+        own.setup(self, config)
+
+    return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
+
+
 def take_place(operator: BaseOperator, world: World) -> None:
     """Lets an operator go on in another group."""
     operator._raysgd.take_place(world)
