@@ -237,7 +237,7 @@ class StopsEarlyOperator(DeepOperator):
             self.train_batch(batch, info)
             if index == 2:
                 break
-        return {"is_pending": int(self._raysgd.parallel.step.is_pending)}
+        return {"is_boundary": int(self._raysgd.parallel.step.is_boundary)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -246,7 +246,7 @@ def test_a_loop_that_stops_early_leaves_nothing_behind(two: TorchTrainer, parall
     """What waits then was not exchanged, and is."""
     options = {"precision": precision, "step_options": StepOptions(accumulate_grad_batches=2)}
     found = run_together(two, experiment(StopsEarlyOperator, parallel=parallel, **options))
-    assert found.results[0]["is_pending"] == 1
+    assert found.results[0]["is_boundary"] == 0
     expected = run_alone(Experiment(DeepOperator, {**CONFIG, "batch_size": 6}, (("train", 3),), options))
     kept = [model for model in found.model if all(tensor is not None for tensor in model.values())]
     assert len(kept) == (2 if parallel == "ddp" else 1)
